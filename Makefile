@@ -1,0 +1,53 @@
+# make demo    train a small language model with RL, from nothing, on this machine (ARGS="--seed 1" passes flags)
+# make test    unit tests, then integration tests, on CPU
+# make check   lint, format and types
+# make bench   speed measurements, side by side with their baselines (minutes)
+#
+# Each makes its own environment in .venv on first use; PYTHON names the interpreter it is made with.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: demo test unit check format bench clean
+
+demo: $(VENV)/base.stamp
+	$(BIN)/openrlhf demo $(ARGS)
+
+test: unit $(VENV)/test.stamp
+	$(BIN)/pytest tests/integration $(ARGS)
+
+unit: $(VENV)/test.stamp
+	$(BIN)/pytest tests/unit
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/test.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/python -m bench.engine
+	$(BIN)/python -m bench.rl_step
+	$(BIN)/python -m bench.logprobs
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/base.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/base.stamp
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/bench.stamp: $(VENV)/test.stamp
+	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

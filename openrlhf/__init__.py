@@ -1,0 +1,1 @@
+"""Reinforcement learning for language models: algorithm × execution mode × pipeline, one loop."""
