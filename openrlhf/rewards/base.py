@@ -1,0 +1,64 @@
+"""What a reward is to the rest of the system: a question about the finished samples of one prompt, answered later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from openrlhf.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRequest:
+    """The samples of one prompt group, as users' reward functions see them: three lists of equal length."""
+
+    queries: tuple[str, ...]
+    """Prompt and response; `queries[i]` begins with exactly `prompts[i]`."""
+    prompts: tuple[str, ...]
+    labels: tuple[object, ...]
+    name: str
+    """How errors call it, e.g. `prompt 17 (record 4 of train.jsonl)`."""
+
+    def __post_init__(self) -> None:
+        if not len(self.queries) == len(self.prompts) == len(self.labels) > 0:
+            raise ValueError("queries, prompts and labels must have equal, positive lengths")
+
+    @staticmethod
+    def of(group: Group) -> RewardRequest:
+        """The question about a group's finished samples."""
+        finished = [t for t in group.trajectories if not t.failed]
+        return RewardRequest(
+            queries=tuple(t.text for t in finished),
+            prompts=tuple(group.prompt.text for _ in finished),
+            labels=tuple(group.prompt.label for _ in finished),
+            name=f"prompt {group.prompt.ordinal}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One sample's judgement."""
+
+    reward: float
+    score: float | None = None
+    """Success in [0, 1] for filtering and evaluation; None: the reward."""
+    extra_logs: dict[str, float] = field(default_factory=dict)
+
+
+class RewardError(Exception):
+    """A reward call failed. The text names the user's file and line (or the server) and what to do."""
+
+
+class RewardSource(Protocol):
+    """Judges finished samples. Calls may overlap."""
+
+    async def start(self) -> None:
+        """Load what is needed; raises RewardError when it cannot ever work."""
+        ...
+
+    async def score(self, request: RewardRequest) -> Sequence[Reward]:
+        """One `Reward` per query, in order; raises RewardError when this request cannot be judged."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,485 @@
+"""Every record that crosses a stage, in the order in which a prompt meets them.
+
+    Prompt → SamplingParams → Generation → StepResult → Segment → Trajectory → Group
+           → TrainingSample → TrainingBatch → PackedTokens / PackedBatch (one micro-batch)
+
+Records check themselves when they are made: a wrong length fails where it arose, not three stages later.
+
+Shapes: T tokens of one stream, N sequences, A action tokens, G samples of a group, V vocabulary. A token's
+column entry describes the token itself: `logprobs[t]` is log π(token t | tokens before t), never that of t + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SampleKey(NamedTuple):
+    """Where a segment comes from. Unique for the whole run, so retries and resumes can be told apart."""
+
+    prompt: int
+    """Ordinal of the prompt in the prompt stream."""
+    sample: int
+    """Which of the prompt's n samples."""
+    segment: int = 0
+    """Which segment of the episode; 0 unless a client rewrote its history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task for the policy, with its template already applied.
+
+    >>> Prompt(ordinal=0, text="2+3=", label="5")
+    """
+
+    ordinal: int
+    """Position in the endless prompt stream (not in the data set): the identity of this task."""
+    text: str
+    """What the policy reads."""
+    label: Any = ""
+    """Ground truth for rewards and environments; "" when the data has none."""
+    datasource: str = "default"
+    """Which source evaluation reports it under."""
+    images: tuple[Any, ...] = ()
+    """Pictures that belong to the text."""
+
+    def __post_init__(self) -> None:
+        if self.ordinal < 0:
+            raise ValueError(f"prompt ordinal must be >= 0, got {self.ordinal}")
+        if not self.text:
+            raise ValueError(f"prompt {self.ordinal} is empty")
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How one generation is sampled. Field names are vLLM's, because users' agents read and write them.
+
+    Mutable for users' sake; whoever passes one on passes a `copy`.
+    """
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 means no limit."""
+    max_tokens: int | None = None
+    """None means up to the context limit."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    """Generation ends when one of these appears in the decoded text; the tokens that spell it are kept."""
+    seed: int | None = None
+    """Randomness of this request; token i is a function of (seed, i) alone. None: the engine picks one."""
+    logprobs: bool = True
+    """Whether the sampled tokens' log-probs are wanted."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = (self.stop,)
+        self.stop = tuple(self.stop or ())
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"top_k must be -1 (no limit) or > 0, got {self.top_k}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be >= 0, got {self.min_tokens}")
+
+    def copy(self, **changes: Any) -> SamplingParams:
+        return dataclasses.replace(self, **changes)
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """End-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """The token limit."""
+    ABORT = "abort"
+    """The engine was told to give it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine returns for one request: the tokens it really sampled, and how likely they were."""
+
+    token_ids: list[int]
+    """Sampled tokens, the end-of-sequence token included."""
+    logprobs: list[float] | None
+    """log-prob of each sampled token under the distribution it was sampled from; None if not asked for."""
+    versions: list[int]
+    """Weight version that produced each token."""
+    finish_reason: FinishReason
+    text: str = ""
+    """Decoded tokens, special tokens left out."""
+
+    def __post_init__(self) -> None:
+        lengths = {"token_ids": len(self.token_ids), "versions": len(self.versions)}
+        if self.logprobs is not None:
+            lengths["logprobs"] = len(self.logprobs)
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"a generation's columns must have equal lengths, got {lengths}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """An environment's answer to one action, parsed from what the user's `step` returned."""
+
+    reward: float
+    """Earned by this turn alone."""
+    done: bool
+    score: float | None = None
+    """Success in [0, 1] for filtering and evaluation; None: the sum of rewards so far."""
+    feedback: str = ""
+    """Text the policy reads before its next turn."""
+    sampling_params: SamplingParams | None = None
+    """Replaces the caller's for the next turn."""
+    extra_logs: dict[str, float] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One contiguous token history that the policy saw and wrote. Made by `agents.recorder.TokenRecorder` only.
+
+    A two-turn example, a = action, o = observation:
+
+        token_ids         o o o  a a  o o  a a
+        action_mask       0 0 0  1 1  0 0  1 1
+        rollout_logprobs  0 0 0  p p  0 0  p p
+        versions         -1-1-1  7 7 -1-1  8 8
+        turn_rewards      0 0 0  0 r  0 0  0 r
+    """
+
+    token_ids: Tensor
+    """int64 [T]"""
+    action_mask: Tensor
+    """bool [T]: True where the policy sampled the token."""
+    rollout_logprobs: Tensor | None
+    """float32 [T]: log-prob at sampling time, 0 outside actions. None when no engine reported them."""
+    versions: Tensor
+    """int32 [T]: weight version of each sampled token, -1 outside actions."""
+    turn_rewards: Tensor
+    """float32 [T]: each turn's reward on the last token of its action, 0 elsewhere."""
+    position_ids: Tensor | None = None
+    """int64 [R, T] for models with several position rows; None means 0 … T-1."""
+    multimodal: dict[str, Tensor] | None = None
+    """Processor outputs that go with the tokens."""
+
+    def __post_init__(self) -> None:
+        tokens = self.token_ids.shape
+        if len(tokens) != 1 or tokens[0] == 0:
+            raise ValueError(f"token_ids must be a non-empty 1-D tensor, got shape {tuple(tokens)}")
+        columns = {
+            "action_mask": self.action_mask,
+            "versions": self.versions,
+            "turn_rewards": self.turn_rewards,
+            "rollout_logprobs": self.rollout_logprobs,
+        }
+        for name, column in columns.items():
+            if column is not None and column.shape != tokens:
+                raise ValueError(f"{name} has shape {tuple(column.shape)}, token_ids {tuple(tokens)}")
+        if self.position_ids is not None and self.position_ids.shape[-1:] != tokens:
+            raise ValueError(f"position_ids has shape {tuple(self.position_ids.shape)} for {tokens[0]} tokens")
+        if bool(self.action_mask[0]):
+            raise ValueError("the first token has nothing before it, so it cannot be an action")
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.action_mask.sum())
+
+
+class Outcome(StrEnum):
+    """How an episode ended."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    """A token or turn limit cut it."""
+    FAILED = "failed"
+    """Environment or reward error. Has no reward, enters no statistic, is counted in `rollout/failed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One finished episode of one sample of a prompt."""
+
+    key: SampleKey
+    """(prompt ordinal, sample); the segment entry is 0."""
+    segments: tuple[Segment, ...]
+    """One is the rule; empty only when the episode failed."""
+    outcome: Outcome
+    reward: float | None = None
+    """Sum of its turn rewards, raw; None until scored."""
+    score: float | None = None
+    """Success in [0, 1]; falls back to the reward."""
+    text: str = ""
+    """Prompt and everything after it, decoded with special tokens: what a reward function reads as query."""
+    extra_logs: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    """Why it failed, for people."""
+
+    def __post_init__(self) -> None:
+        if self.outcome is Outcome.FAILED:
+            if not self.error:
+                raise ValueError(f"failed trajectory {self.key} does not say why")
+        elif not self.segments:
+            raise ValueError(f"trajectory {self.key} has no tokens")
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome is Outcome.FAILED
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment) for segment in self.segments)
+
+    @property
+    def num_actions(self) -> int:
+        return sum(segment.num_actions for segment in self.segments)
+
+    def with_reward(self, reward: float, *, score: float | None, extra_logs: dict[str, float]) -> Trajectory:
+        """The same episode, its reward placed on the last action token."""
+        last = self.segments[-1]
+        placed = torch.zeros_like(last.turn_rewards)
+        actions = last.action_mask.nonzero()
+        if len(actions):
+            placed[actions[-1]] = reward
+        segments = (*self.segments[:-1], dataclasses.replace(last, turn_rewards=placed))
+        return dataclasses.replace(
+            self, segments=segments, reward=reward, score=reward if score is None else score, extra_logs=extra_logs
+        )
+
+    def as_failed(self, error: str) -> Trajectory:
+        return dataclasses.replace(self, segments=(), outcome=Outcome.FAILED, reward=None, score=None, error=error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The samples of one prompt. Group statistics are taken over `scored`, never over failed members."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        if not self.trajectories:
+            raise ValueError(f"group of prompt {self.prompt.ordinal} is empty")
+        for trajectory in self.trajectories:
+            if trajectory.key.prompt != self.prompt.ordinal:
+                raise ValueError(f"trajectory {trajectory.key} is not of prompt {self.prompt.ordinal}")
+
+    @property
+    def scored(self) -> tuple[Trajectory, ...]:
+        return tuple(t for t in self.trajectories if not t.failed and t.reward is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One segment with what the update needs to know of its episode and group."""
+
+    key: SampleKey
+    segment: Segment
+    baseline: float
+    """b: subtracted from the rewards-to-come of every action token."""
+    scale: float
+    """s: what the difference is divided by."""
+    later_reward: float = 0.0
+    """Reward earned by later segments of the same episode; it belongs to this one's rewards-to-come."""
+
+    def __len__(self) -> int:
+        return len(self.segment)
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingBatch:
+    """The samples that one rank trains on in a round, and what the stages have worked out about them so far.
+
+    Columns ending in `_A` are 1-D over all action tokens of all samples, sample after sample: sample i owns
+    entries `action_offsets[i] : action_offsets[i + 1]`. A column is None until its stage has run.
+    """
+
+    samples: list[TrainingSample]
+    action_offsets: list[int] = field(init=False)
+    rollout_logprobs_A: Tensor | None = field(init=False)
+    """log π of the weights that sampled, as the engine reported it."""
+    old_logprobs_A: Tensor | None = None
+    """log π of the weights before this round's updates. None when provably equal to the current ones."""
+    advantages_A: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.action_offsets = [0]
+        for sample in self.samples:
+            self.action_offsets.append(self.action_offsets[-1] + sample.segment.num_actions)
+        logprobs = [s.segment.rollout_logprobs for s in self.samples]
+        self.rollout_logprobs_A = None
+        if self.samples and all(column is not None for column in logprobs):
+            self.rollout_logprobs_A = torch.cat(
+                [s.segment.rollout_logprobs[s.segment.action_mask] for s in self.samples]  # type: ignore[index]
+            )
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def num_actions(self) -> int:
+        return self.action_offsets[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [len(sample) for sample in self.samples]
+
+    def actions_of(self, index: int) -> slice:
+        """Where sample `index` stands in the `_A` columns."""
+        return slice(self.action_offsets[index], self.action_offsets[index + 1])
+
+    def pack(self, indices: Sequence[int]) -> PackedBatch:
+        """The micro-batch made of these samples, in this order."""
+        segments = [self.samples[i].segment for i in indices]
+        rows = torch.cat([torch.arange(*self.actions_of(i).indices(self.num_actions)) for i in indices])
+
+        def take(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column[rows]
+
+        return PackedBatch(
+            tokens=PackedTokens.from_segments(segments),
+            rollout_logprobs_A=take(self.rollout_logprobs_A),
+            old_logprobs_A=take(self.old_logprobs_A),
+            advantages_A=take(self.advantages_A),
+            rows=rows,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTokens:
+    """Several sequences laid end to end, without padding: what a model's forward takes.
+
+    Two sequences of 3 and 2 tokens:
+
+        token_ids    a b c d e
+        position_ids 0 1 2 0 1
+        cu_seqlens   0 3 5
+    """
+
+    token_ids: Tensor
+    """int64 [T]"""
+    position_ids: Tensor
+    """int64 [T], restarting at 0 with every sequence."""
+    cu_seqlens: Tensor
+    """int32 [N+1]: where each sequence begins, and the end."""
+    action_positions: Tensor
+    """int64 [A]: stream positions of the tokens whose log-probs are wanted, ascending."""
+    max_seqlen: int
+
+    def __post_init__(self) -> None:
+        T = self.token_ids.shape[0]
+        if self.position_ids.shape[-1] != T:
+            raise ValueError(f"position_ids has shape {tuple(self.position_ids.shape)} for {T} tokens")
+        if self.cu_seqlens.dtype != torch.int32 or self.cu_seqlens.dim() != 1 or len(self.cu_seqlens) < 2:
+            raise ValueError("cu_seqlens must be int32 [N+1] with N >= 1")
+
+    @staticmethod
+    def from_sequences(sequences: Sequence[Tensor], action_masks: Sequence[Tensor]) -> PackedTokens:
+        """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted."""
+        lengths = [len(sequence) for sequence in sequences]
+        if not lengths or min(lengths) == 0:
+            raise ValueError("a packed stream needs at least one sequence, and no empty one")
+        for sequence, mask in zip(sequences, action_masks, strict=True):
+            if sequence.shape != mask.shape:
+                raise ValueError(f"mask of shape {tuple(mask.shape)} for {len(sequence)} tokens")
+            if bool(mask[0]):
+                raise ValueError("the first token of a sequence has nothing before it, so it cannot be an action")
+        device = sequences[0].device
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return PackedTokens(
+            token_ids=torch.cat(list(sequences)).to(torch.int64),
+            position_ids=torch.cat([torch.arange(n) for n in lengths]).to(device),
+            cu_seqlens=ends.to(torch.int32).to(device),
+            action_positions=torch.cat(list(action_masks)).nonzero().flatten(),
+            max_seqlen=max(lengths),
+        )
+
+    @staticmethod
+    def from_segments(segments: Sequence[Segment]) -> PackedTokens:
+        return PackedTokens.from_sequences([s.token_ids for s in segments], [s.action_mask for s in segments])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_actions(self) -> int:
+        return self.action_positions.shape[0]
+
+    def action_sequences(self) -> Tensor:
+        """int64 [A]: which sequence each action token belongs to."""
+        return torch.bucketize(self.action_positions, self.cu_seqlens[1:].to(torch.int64), right=True)
+
+    def split(self) -> Iterator[PackedTokens]:
+        """One stream per sequence, for models that cannot be packed."""
+        bounds = self.cu_seqlens.tolist()
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            inside = (self.action_positions >= start) & (self.action_positions < end)
+            yield PackedTokens(
+                token_ids=self.token_ids[start:end],
+                position_ids=self.position_ids[..., start:end],
+                cu_seqlens=self.cu_seqlens.new_tensor([0, end - start]),
+                action_positions=self.action_positions[inside] - start,
+                max_seqlen=end - start,
+            )
+
+    def to(self, device: torch.device | str) -> PackedTokens:
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            action_positions=self.action_positions.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """One micro-batch of an update: packed tokens and the columns of their actions."""
+
+    tokens: PackedTokens
+    rollout_logprobs_A: Tensor | None
+    old_logprobs_A: Tensor | None
+    advantages_A: Tensor | None
+    rows: Tensor
+    """int64 [A]: where these actions stand in the `TrainingBatch` columns."""
+
+    def __post_init__(self) -> None:
+        A = self.tokens.num_actions
+        for name in ("rollout_logprobs_A", "old_logprobs_A", "advantages_A", "rows"):
+            column = getattr(self, name)
+            if column is not None and column.shape != (A,):
+                raise ValueError(f"{name} has shape {tuple(column.shape)} for {A} action tokens")
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        def move(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column.to(device)
+
+        return PackedBatch(
+            tokens=self.tokens.to(device),
+            rollout_logprobs_A=move(self.rollout_logprobs_A),
+            old_logprobs_A=move(self.old_logprobs_A),
+            advantages_A=move(self.advantages_A),
+            rows=self.rows,
+        )
