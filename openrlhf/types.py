@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -434,7 +435,7 @@ class PackedTokens:
     def split(self) -> Iterator[PackedTokens]:
         """One stream per sequence, for models that cannot be packed."""
         bounds = self.cu_seqlens.tolist()
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             inside = (self.action_positions >= start) & (self.action_positions < end)
             yield PackedTokens(
                 token_ids=self.token_ids[start:end],

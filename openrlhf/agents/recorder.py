@@ -1,0 +1,90 @@
+"""The one writer of token bookkeeping: ids, action mask, log-probs, versions and rewards grow together here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from openrlhf.types import Generation, Segment
+
+
+class TokenRecorder:
+    """Records one token history as it happens. Nothing is ever tokenised twice.
+
+    >>> recorder = TokenRecorder(prompt_ids)
+    >>> recorder.append_action(await engine.generate(recorder.token_ids, params))
+    >>> recorder.reward_turn(0.5)
+    >>> recorder.append_observation(feedback_ids)
+    >>> segment = recorder.segment()
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._token_ids: list[int] = []
+        self._action_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._rewards: list[float] = []
+        self._has_logprobs = True
+        self._turns = 0
+        if not prompt_ids:
+            raise ValueError("an episode must begin with at least one prompt token")
+        self.append_observation(prompt_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far; a copy, so that what an engine was given cannot change under it."""
+        return list(self._token_ids)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def turns(self) -> int:
+        """Actions recorded so far."""
+        return self._turns
+
+    def append_observation(self, token_ids: Sequence[int]) -> None:
+        """Tokens that the policy reads: the prompt, or an environment's feedback."""
+        n = len(token_ids)
+        self._grow(token_ids, [False] * n, [0.0] * n, [-1] * n)
+
+    def append_action(self, generation: Generation) -> None:
+        """Tokens that the policy sampled."""
+        if not generation.token_ids:
+            return
+        if generation.logprobs is None:
+            self._has_logprobs = False
+        n = len(generation.token_ids)
+        self._grow(generation.token_ids, [True] * n, generation.logprobs or [0.0] * n, generation.versions)
+        self._turns += 1
+
+    def reward_turn(self, reward: float) -> None:
+        """Add a reward to the last action token so far: the one that earned it."""
+        for index in range(len(self._token_ids) - 1, -1, -1):
+            if self._action_mask[index]:
+                self._rewards[index] += reward
+                return
+        raise ValueError("a reward was given before the first action")
+
+    def segment(self) -> Segment:
+        """What was recorded, as tensors."""
+        return Segment(
+            token_ids=torch.tensor(self._token_ids, dtype=torch.int64),
+            action_mask=torch.tensor(self._action_mask, dtype=torch.bool),
+            rollout_logprobs=torch.tensor(self._logprobs, dtype=torch.float32) if self._has_logprobs else None,
+            versions=torch.tensor(self._versions, dtype=torch.int32),
+            turn_rewards=torch.tensor(self._rewards, dtype=torch.float32),
+        )
+
+    def _grow(
+        self, token_ids: Sequence[int], action_mask: list[bool], logprobs: list[float], versions: list[int]
+    ) -> None:
+        n = len(token_ids)
+        if not n == len(action_mask) == len(logprobs) == len(versions):
+            raise ValueError(f"columns of {n}, {len(action_mask)}, {len(logprobs)}, {len(versions)} tokens")
+        self._token_ids.extend(token_ids)
+        self._action_mask.extend(action_mask)
+        self._logprobs.extend(logprobs)
+        self._versions.extend(versions)
+        self._rewards.extend([0.0] * n)

@@ -1,0 +1,42 @@
+"""Single turn: one prompt, one response; the reward is somebody else's business."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.base import AgentExecutorBase, Episode
+from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.seeds import derive_seed
+from openrlhf.types import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.base import Engine
+
+
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """Generates once. A prompt too long to leave room for the response is cut from the left."""
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+    ) -> Episode:
+        prompt_ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        wanted = sampling_params.max_tokens or max(1, max_length - len(prompt_ids))
+        recorder = TokenRecorder(prompt_ids[-max(1, max_length - wanted) :])
+        turn = sampling_params.copy(
+            max_tokens=min(wanted, max_length - len(recorder)),
+            seed=None if sampling_params.seed is None else derive_seed(sampling_params.seed, "turn", 0),
+        )
+        generation = await llm_engine.generate(recorder.token_ids, turn)
+        recorder.append_action(generation)
+        return Episode(
+            segments=(recorder.segment(),),
+            text=prompt + hf_tokenizer.decode(generation.token_ids, skip_special_tokens=False),
+            truncated=generation.finish_reason is FinishReason.LENGTH,
+        )
