@@ -1,0 +1,81 @@
+"""JSON lines that survive a kill: one object per line, flushed line by line, read up to the last whole one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+
+class JsonLinesWriter:
+    """Appends objects to a file, each visible to readers when `write` returns.
+
+    Numbers that are not finite become null, since JSON has no NaN; what JSON does not know becomes its `str`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _mend_last_line(path)
+        # Unbuffered: a line is one write, so neither a reader nor a signal meets half of it.
+        self._file: IO[bytes] | None = path.open("ab", buffering=0)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            raise ValueError("this file is closed; nothing more can be written")
+        line = json.dumps(_finite(record), ensure_ascii=False, default=str) + "\n"
+        self._file.write(line.encode("utf-8", errors="replace"))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole objects of a file, in order. Half-written lines are passed over; a missing file is empty."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _mend_last_line(path: Path) -> None:
+    """Cut off what a killed writer left half done, so that the next record starts on a line of its own."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb+") as file:
+        # Backwards in blocks: the file may be large, its last line is not.
+        end = file.seek(0, 2)
+        start, tail = end, b""
+        while start > 0 and b"\n" not in tail:
+            start = max(0, start - 65536)
+            file.seek(start)
+            tail = file.read(end - start)
+        whole = tail.rfind(b"\n") + 1
+        if whole == len(tail):
+            return
+        try:
+            json.loads(tail[whole:])
+        except ValueError:
+            file.truncate(start + whole)
+        else:
+            file.seek(0, 2)
+            file.write(b"\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

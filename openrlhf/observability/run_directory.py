@@ -1,0 +1,89 @@
+"""The folder a run leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Names of everything in a run's folder:
+
+    config.yaml     the configuration, secrets already taken out
+    metrics.jsonl   one line per training step and per evaluation
+    rollouts.jsonl  a few trajectories of every step
+    model/          the trained model
+    report.html     all of it as one page
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any], *, reuse: bool = False) -> Self:
+        """Make the folder and write config.yaml. `config` must already be free of secrets.
+
+        A folder that has something in it is left alone: `runs/demo` becomes `runs/demo-2`, `runs/demo-3`, …;
+        with `reuse` (a resumed run) it is continued.
+        """
+        wanted = Path(path).expanduser()
+        if wanted.exists() and not wanted.is_dir():
+            raise NotADirectoryError(f"run directory {wanted} is a file; choose another with --logger.run_dir")
+        run = cls(wanted if reuse else _claim(wanted))
+        run.path.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
+        run.config.write_text(text, encoding="utf-8")
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """Where the trained model goes; made by whoever saves it."""
+        return self.path / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+
+def _claim(wanted: Path) -> Path:
+    """The first of wanted, wanted-2, wanted-3, … that is new or empty."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in itertools.count(1):
+        candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
+        try:
+            # mkdir decides, so two runs that start together cannot take the same folder.
+            candidate.mkdir()
+        except FileExistsError:
+            if candidate.is_dir() and not any(candidate.iterdir()):
+                return candidate
+        else:
+            return candidate
+    raise AssertionError("unreachable")
+
+
+def _plain(value: Any) -> Any:
+    """The same in types that every YAML reader knows."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)
