@@ -1,0 +1,29 @@
+"""What the loop knows of the workers that score and train: four verbs over a batch they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from openrlhf.observability.metrics import Metrics
+from openrlhf.types import Group
+
+
+class Workers(Protocol):
+    """Holds the models. The batch is a handle: what it is, and on how many ranks it lies, is their business."""
+
+    def place(self, groups: Sequence[Group]) -> Any:
+        """Give each sample its rank, which it keeps; returns the batch."""
+        ...
+
+    def score(self, batch: Any) -> None:
+        """Forwards of frozen weights: old log-probs, reference log-probs, values."""
+        ...
+
+    def assign_advantages(self, batch: Any) -> Metrics:
+        """From rewards to one advantage per action token; only sums cross ranks."""
+        ...
+
+    def update(self, batch: Any) -> Metrics:
+        """The round's optimizer steps."""
+        ...

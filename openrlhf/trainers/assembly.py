@@ -1,0 +1,290 @@
+"""Binds the RL loop to one process: embedded engine, plain torch. From a configuration to a finished run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.algorithms.advantages import get_estimator
+from openrlhf.algorithms.reduction import Aggregation
+from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.torch import TorchBackend
+from openrlhf.checkpoint.export import export_policy
+from openrlhf.config.roots import RLConfig
+from openrlhf.config.schema import to_dict
+from openrlhf.data.prompts import PromptSet, PromptStream
+from openrlhf.data.sources import DataError, load_records
+from openrlhf.learners.local import LocalWorkers
+from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.policy import PolicyLearner, PolicySettings
+from openrlhf.learners.scorer import Scorer
+from openrlhf.models.loading import ModelLoadError, load_policy, load_tokenizer
+from openrlhf.models.policy import Policy
+from openrlhf.observability.loggers import JsonlLogger
+from openrlhf.observability.progress import Progress
+from openrlhf.observability.report import write_report
+from openrlhf.observability.rollout_log import RolloutLog
+from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.rewards.base import RewardError, RewardSource
+from openrlhf.rewards.function_file import FunctionFileReward
+from openrlhf.rollout.collector import SyncCollector
+from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.rollout.runner import EpisodeRunner, RolloutError
+from openrlhf.trainers.evaluation import PromptEvaluation
+from openrlhf.trainers.rl import RLTrainer, Schedule
+from openrlhf.types import SamplingParams
+from openrlhf.weight_sync.in_process import InProcessWeightSync
+
+logger = logging.getLogger(__name__)
+
+USER_ERRORS = (DataError, RewardError, ModelLoadError, RolloutError)
+"""Errors whose text is all a user needs: no traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run leaves behind."""
+
+    run_dir: Path
+    model_dir: Path
+    evaluation: dict[str, float]
+    """The last one; empty if there was none."""
+
+
+def run_rl(config: RLConfig) -> int:
+    """Train as the configuration says; returns the process's exit status."""
+    try:
+        train(config)
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was written so far is in the run directory", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(config: RLConfig) -> RunResult:
+    """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    torch.manual_seed(config.train.seed)
+    if config.train.full_determinism_enable:
+        torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    tokenizer = load_tokenizer(
+        config.actor.model_name_or_path,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.actor.trust_remote_code,
+    )
+    prompts = PromptStream(
+        _prompts(config, tokenizer, evaluation=False),
+        seed=config.train.seed,
+        num_episodes=config.train.num_episodes,
+    )
+    held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
+
+    with asyncio.Runner() as loop, _started(_reward(config), loop) as reward:
+        policy = load_policy(
+            config.actor.model_name_or_path,
+            dtype=_dtype(config.ds.param_dtype, device),
+            device=device,
+            trust_remote_code=config.actor.trust_remote_code,
+            attn_implementation=config.ds.attn_implementation,
+            gradient_checkpointing=config.actor.gradient_checkpointing_enable,
+            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+        )
+        engine = EmbeddedEngine(policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed)
+        runner = EpisodeRunner(
+            engine=engine,
+            executor=SingleTurnAgentExecutor(),
+            reward=reward,
+            tokenizer=tokenizer,
+            max_length=config.data.max_len,
+            seed=config.train.seed,
+        )
+        schedule = Schedule(
+            rounds=math.ceil(len(prompts) / config.rollout.batch_size),
+            eval_every=config.eval.period,
+            eval_at_ends=config.eval.at_start and held_out is not None,
+            log_every=config.logger.logging_steps,
+            max_length=config.data.max_len,
+        )
+        run_dir = RunDirectory.create(_run_path(config), to_dict(config, redact=True))
+        logger.info("run directory %s", run_dir.path)
+        with _observed(run_dir, rounds=schedule.rounds, title=config.algo.advantage.estimator) as seen:
+            trainer = RLTrainer(
+                collector=SyncCollector(
+                    prompts=prompts,
+                    runner=runner,
+                    loop=loop,
+                    batch_size=config.rollout.batch_size,
+                    samples_per_prompt=config.samples_per_prompt,
+                    sampling_params=_sampling(config, temperature=config.rollout.temperature),
+                ),
+                workers=_workers(config, policy, device=device, rounds=schedule.rounds),
+                weights=InProcessWeightSync(engine),
+                evaluation=held_out
+                and PromptEvaluation(
+                    prompts=held_out,
+                    runner=runner,
+                    loop=loop,
+                    samples_per_prompt=config.eval.n_samples_per_prompt,
+                    sampling_params=_sampling(config, temperature=config.eval.temperature),
+                ),
+                schedule=schedule,
+                logger=seen.logger,
+                rollout_log=seen.rollout_log,
+                progress=seen.progress,
+            )
+            evaluation = trainer.fit()
+            seen.progress.phase("export")
+            model_dir = Path(config.ckpt.output_dir)
+            export_policy(policy, tokenizer, model_dir)
+            _link(run_dir.model, model_dir)
+            seen.progress.note(f"model in {model_dir}")
+    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+
+
+def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:
+    """Training or evaluation prompts, rendered and checked."""
+    flag = "--eval.dataset" if evaluation else "--data.prompt_dataset"
+    spec = config.eval.dataset if evaluation else config.data.prompt_dataset
+    records = load_records(
+        spec,
+        split=config.eval.split if evaluation else config.data.prompt_split,
+        max_samples=config.data.max_samples,
+        probs=None if evaluation else config.data.prompt_probs,
+        seed=config.train.seed,
+        trust_remote_code=config.data.trust_remote_code,
+        flag=flag,
+    )
+    # A prompt must leave room for the response; without a response limit, for one token.
+    room = config.data.max_len - (config.rollout.max_new_tokens or 1)
+    return PromptSet(
+        records,
+        tokenizer=tokenizer,
+        input_key=config.data.input_key,
+        label_key=config.data.label_key,
+        apply_chat_template=config.data.apply_chat_template,
+        input_template=config.data.input_template,
+        max_prompt_tokens=room,
+        flag=flag,
+    )
+
+
+def _reward(config: RLConfig) -> RewardSource:
+    return FunctionFileReward(config.reward.urls[0], timeout=config.reward.timeout)
+
+
+@contextlib.contextmanager
+def _started(reward: RewardSource, loop: asyncio.Runner) -> Iterator[RewardSource]:
+    loop.run(reward.start())
+    try:
+        yield reward
+    finally:
+        loop.run(reward.close())
+
+
+def _workers(config: RLConfig, policy: Policy, *, device: torch.device, rounds: int) -> LocalWorkers:
+    dynamic = config.train.dynamic_batch_enable
+    low, high = config.actor.clip_range
+    settings = PolicySettings(
+        loss=config.actor.policy_loss_type,
+        clip_low=low,
+        clip_high=high,
+        aggregation=Aggregation(config.loss_aggregation),
+        constant_length=config.response_limit,
+        temperature=config.rollout.temperature,
+        log_entropy=config.actor.entropy_coef is not None,
+        epochs=config.train.max_epochs,
+        steps_per_epoch=config.optimizer_steps_per_epoch,
+        batching=MicroBatching(
+            samples=config.train.micro_batch_size, tokens=config.train.max_tokens_per_gpu if dynamic else None
+        ),
+        seed=config.train.seed,
+    )
+    backend = TorchBackend(
+        policy,
+        OptimizerSettings(
+            lr=config.actor.adam.lr,
+            betas=config.actor.adam.betas,
+            eps=config.actor.adam.eps,
+            weight_decay=config.actor.adam.weight_decay,
+            max_norm=config.actor.max_norm,
+            scheduler=config.actor.lr_scheduler,
+            warmup_ratio=config.actor.lr_warmup_ratio,
+            min_lr_ratio=config.actor.min_lr_ratio,
+            total_steps=rounds * settings.steps_per_round,
+        ),
+    )
+    scoring = MicroBatching(
+        samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu if dynamic else None
+    )
+    return LocalWorkers(
+        policy=PolicyLearner(backend, settings, device=device),
+        scorer=Scorer(policy, batching=scoring, temperature=config.rollout.temperature, device=device),
+        estimator=get_estimator(config.algo.advantage.estimator),
+        gamma=config.gamma,
+        divide_by_std=not config.algo.advantage.no_std_norm,
+        clip_range=config.reward.clip_range,
+    )
+
+
+def _sampling(config: RLConfig, *, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        max_tokens=config.rollout.max_new_tokens,
+    )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Observers:
+    logger: JsonlLogger
+    rollout_log: RolloutLog
+    progress: Progress
+
+
+@contextlib.contextmanager
+def _observed(run_dir: RunDirectory, *, rounds: int, title: str) -> Iterator[_Observers]:
+    """Progress and logs of a run; the report is written however it ends."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(write_report, run_dir.path)
+        jsonl = JsonlLogger(run_dir.metrics)
+        stack.callback(jsonl.close)
+        rollouts = RolloutLog(run_dir.rollouts)
+        stack.callback(rollouts.close)
+        progress = stack.enter_context(Progress(rounds, title=title))
+        yield _Observers(logger=jsonl, rollout_log=rollouts, progress=progress)
+
+
+def _run_path(config: RLConfig) -> Path:
+    """`--logger.run_dir`, else runs/<run name>."""
+    if config.logger.run_dir:
+        return Path(config.logger.run_dir)
+    return Path("runs") / config.logger.wandb.run_name.replace("/", "_").replace(":", "")
+
+
+def _link(link: Path, target: Path) -> None:
+    """`model` in the run directory leads to the exported model, wherever that is."""
+    if link.resolve() != target.resolve():
+        link.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))

@@ -1,0 +1,132 @@
+"""The RL loop. One loop for every algorithm, execution mode and pipeline: those are its parts' business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from openrlhf.learners.base import Workers
+from openrlhf.observability.loggers import Logger
+from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.progress import Progress
+from openrlhf.observability.rollout_log import RolloutLog
+from openrlhf.observability.timing import PhaseClock
+from openrlhf.rollout.statistics import rollout_metrics
+from openrlhf.types import Group
+from openrlhf.weight_sync.base import WeightSync
+
+
+class Collector(Protocol):
+    """Where training batches come from: agents and rewards on an engine, in whatever order it sees fit."""
+
+    def next_batch(self) -> list[Group]: ...
+
+
+class Evaluation(Protocol):
+    """Measures the policy on prompts it does not train on."""
+
+    def run(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When things happen."""
+
+    rounds: int
+    """Rounds of the whole run."""
+    eval_every: int | None = None
+    """None: only at the ends, if at all."""
+    eval_at_ends: bool = False
+    """Before the first round and after the last."""
+    log_every: int = 1
+    max_length: int = 0
+    """Tokens a sample may have; what `response_clip_ratio` counts."""
+
+    def evaluates_after(self, step: int) -> bool:
+        periodic = self.eval_every is not None and step % self.eval_every == 0
+        return periodic or (self.eval_at_ends and step == self.rounds)
+
+
+class RLTrainer:
+    """Drives the parts; they do not know it."""
+
+    def __init__(
+        self,
+        *,
+        collector: Collector,
+        workers: Workers,
+        weights: WeightSync,
+        evaluation: Evaluation | None,
+        schedule: Schedule,
+        logger: Logger,
+        rollout_log: RolloutLog,
+        progress: Progress,
+    ) -> None:
+        self.collector = collector
+        self.workers = workers
+        self.weights = weights
+        self.evaluation = evaluation
+        self.schedule = schedule
+        self.logger = logger
+        self.rollout_log = rollout_log
+        self.progress = progress
+        self.clock = PhaseClock(on_phase=progress.phase)
+        self.rounds_done = 0
+        self.version = 0
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end; returns the last evaluation, empty if there was none."""
+        result: dict[str, float] = {}
+        if self.schedule.eval_at_ends:
+            result = self.evaluate()
+        while self.rounds_done < self.schedule.rounds:
+            metrics = self.step()
+            self.rounds_done += 1
+            self.report(metrics)
+            if self.schedule.evaluates_after(self.rounds_done):
+                result = self.evaluate()
+        return result
+
+    def step(self) -> Metrics:
+        """One round: roll out, score, update, hand the new weights to the engine."""
+        with self.clock.phase("generation"):
+            groups = self.collector.next_batch()
+        with self.clock.phase("make_experience"):
+            batch = self.workers.place(groups)
+            self.workers.score(batch)
+            metrics = self.workers.assign_advantages(batch)
+        with self.clock.phase("ppo_train"):
+            metrics.merge(self.workers.update(batch))
+        with self.clock.phase("broadcast"):
+            self.version += 1
+            self.weights.push(version=self.version)
+        self.rollout_log.write(self.version, groups)
+        metrics.merge(self.measure(groups))
+        return metrics
+
+    def measure(self, groups: Sequence[Group]) -> Metrics:
+        """What the round's rollouts were like, and how long it all took."""
+        metrics = rollout_metrics(groups, max_length=self.schedule.max_length)
+        timings = self.clock.take()
+        for name, seconds in timings.items():
+            metrics.last(name, seconds)
+        tokens = sum(t.num_tokens for group in groups for t in group.trajectories)
+        metrics.last("perf/tokens_per_second", tokens / max(timings["timing/step_total"], 1e-9))
+        return metrics
+
+    def report(self, metrics: Metrics) -> None:
+        values = metrics.values()
+        self.progress.step(self.rounds_done, values)
+        if self.rounds_done % self.schedule.log_every == 0:
+            self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="train")
+
+    def evaluate(self) -> dict[str, float]:
+        if self.evaluation is None:
+            return {}
+        with self.clock.phase("evaluation"):
+            values = self.evaluation.run()
+        self.clock.take()  # evaluation is no part of the next round's time
+        self.progress.evaluation(self.rounds_done, values)
+        self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="eval")
+        return values
