@@ -1,0 +1,21 @@
+"""Merge a LoRA adapter into its base model: `python -m openrlhf.cli.lora_combiner --help`."""
+
+from collections.abc import Sequence
+
+from openrlhf.config import LoraCombinerConfig
+from openrlhf.config.entry import enter
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse `argv` (default: the command line) and run; the exit status."""
+    return enter("lora_combiner", argv, _run)
+
+
+def _run(config: LoraCombinerConfig) -> int | None:
+    from openrlhf.checkpoint.merge import merge_adapter
+
+    return merge_adapter(config)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,21 @@
+"""A reward model behind HTTP: `python -m openrlhf.cli.serve_rm --help`."""
+
+from collections.abc import Sequence
+
+from openrlhf.config import ServeRMConfig
+from openrlhf.config.entry import enter
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse `argv` (default: the command line) and run; the exit status."""
+    return enter("serve_rm", argv, _run)
+
+
+def _run(config: ServeRMConfig) -> int | None:
+    from openrlhf.rewards.server import serve
+
+    return serve(config)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,21 @@
+"""Reward-model training: `python -m openrlhf.cli.train_rm --help`."""
+
+from collections.abc import Sequence
+
+from openrlhf.config import RMConfig
+from openrlhf.config.entry import enter
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse `argv` (default: the command line) and run; the exit status."""
+    return enter("train_rm", argv, _run)
+
+
+def _run(config: RMConfig) -> int | None:
+    from openrlhf.trainers.assembly import run_rm
+
+    return run_rm(config)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

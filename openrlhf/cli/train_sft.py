@@ -1,0 +1,21 @@
+"""Supervised fine-tuning: `python -m openrlhf.cli.train_sft --help`."""
+
+from collections.abc import Sequence
+
+from openrlhf.config import SFTConfig
+from openrlhf.config.entry import enter
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse `argv` (default: the command line) and run; the exit status."""
+    return enter("train_sft", argv, _run)
+
+
+def _run(config: SFTConfig) -> int | None:
+    from openrlhf.trainers.assembly import run_sft
+
+    return run_sft(config)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

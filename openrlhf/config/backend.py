@@ -1,0 +1,96 @@
+"""How models are held and computed: dtype, attention, ZeRO, parallelism, LoRA (the `ds` section)."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from openrlhf.config.fields import Flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DTypeSection:
+    param_dtype: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"],
+        Flag("dtype of computation; auto: bf16 on a GPU, fp32 on CPU", flat="param_dtype data_type"),
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceBackendSection(DTypeSection):
+    attn_implementation: Annotated[
+        str, Flag("attention; our packed one stands in where this is not installed", flat="attn_implementation")
+    ] = "flash_attention_2"
+    experts_implementation: Annotated[
+        Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None, Flag("kernel of mixture-of-experts layers")
+    ] = None
+    load_in_4bit: Annotated[bool, Flag("hold frozen weights in 4 bits (NF4)", flat="load_in_4bit")] = False
+    packing_samples: Annotated[bool, Flag("accepted; batches are always packed", flat="packing_samples")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LigerSection:
+    use_liger_kernel: Annotated[bool, Flag("Liger kernels", flat="use_liger_kernel use_linger_kernel")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueHeadSection:
+    value_head_prefix: Annotated[
+        str,
+        Flag(
+            "name of the scalar head; one stored with the model wins",
+            flat="value_head_prefix head_prefix value_prefix_head",
+        ),
+    ] = "score"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSection:
+    rank: Annotated[int, Flag("LoRA rank; 0 = train all weights", flat="lora_rank")] = 0
+    alpha: Annotated[int, Flag("LoRA alpha", flat="lora_alpha")] = 16
+    target_modules: Annotated[tuple[str, ...], Flag("modules that get an adapter", flat="target_modules")] = (
+        "all-linear",
+    )
+    dropout: Annotated[float, Flag("LoRA dropout", flat="lora_dropout")] = 0.0
+
+    @property
+    def targets(self) -> str | list[str]:
+        """As PEFT wants it: the word `all-linear`, or a list of module names."""
+        return "all-linear" if self.target_modules == ("all-linear",) else list(self.target_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSection(InferenceBackendSection):
+    zero_stage: Annotated[int, Flag("ZeRO stage of trained models", flat="zero_stage")] = 2
+    zpg: Annotated[int, Flag("ZeRO++ partition size", flat="zpg")] = 1
+    adam_offload: Annotated[bool, Flag("optimizer state in CPU memory", flat="adam_offload")] = False
+    grad_accum_dtype: Annotated[str | None, Flag("dtype gradients are summed in", flat="grad_accum_dtype")] = None
+    overlap_comm: Annotated[bool, Flag("overlap reduction of gradients with backward", flat="overlap_comm")] = False
+    deepcompile: Annotated[bool, Flag("DeepSpeed's DeepCompile", flat="deepcompile torch_compile")] = False
+    tensor_parallel_size: Annotated[int, Flag("devices that share one layer", flat="ds_tensor_parallel_size")] = 1
+    ring_attn_size: Annotated[int, Flag("devices that share one sequence", flat="ring_attn_size")] = 1
+    ring_attn_head_stride: Annotated[int, Flag("heads per step of the ring", flat="ring_head_stride")] = 1
+    use_universal_ckpt: Annotated[
+        bool, Flag("read a DeepSpeed universal checkpoint", flat="use_ds_universal_ckpt universal_ckpt")
+    ] = False
+    lora: LoraSection = field(default=LoraSection())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalBackendSection(BackendSection, LigerSection):
+    """SFT and DPO."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMBackendSection(BackendSection, ValueHeadSection):
+    """Reward-model training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLBackendSection(BackendSection, LigerSection, ValueHeadSection):
+    enable_sleep: Annotated[
+        bool, Flag("optimizer state leaves the device between phases", flat="deepspeed_enable_sleep")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBackendSection(InferenceBackendSection, ValueHeadSection):
+    """The reward server."""

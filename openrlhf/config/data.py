@@ -1,0 +1,86 @@
+"""Where prompts, examples and pairs come from, and how they become text."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from openrlhf.config.fields import Flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSection:
+    max_len: Annotated[int, Flag("longest sequence in tokens; in RL prompt and response together", flat="max_len")] = (
+        2048
+    )
+    disable_fast_tokenizer: Annotated[bool, Flag("use the slow tokenizer", flat="disable_fast_tokenizer")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(TokenizerSection):
+    max_samples: Annotated[int, Flag("take at most this many records", flat="max_samples")] = 1_000_000
+    input_template: Annotated[
+        str | None, Flag("text around the prompt, with {} for it; chat templates replace it", flat="input_template")
+    ] = None
+    apply_chat_template: Annotated[
+        bool, Flag("format with the tokenizer's chat template", flat="apply_chat_template")
+    ] = False
+    dataloader_num_workers: Annotated[int, Flag("data loading processes", flat="dataloader_num_workers")] = 0
+    trust_remote_code: Annotated[bool, Flag("run Python code that comes with a dataset; off unless you trust it")] = (
+        False
+    )
+
+    @property
+    def prompt_template(self) -> str | None:
+        """`input_template` where it is one: it contains `{}` and no chat template replaces it."""
+        usable = self.input_template is not None and "{}" in self.input_template and not self.apply_chat_template
+        return self.input_template if usable else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedDataSection(DataSection):
+    dataset: Annotated[str | None, Flag("training data: comma list of name[@folder] or files", flat="dataset")] = None
+    dataset_probs: Annotated[
+        str | None, Flag("comma list of mixing probabilities; unset: one after the other", flat="dataset_probs")
+    ] = None
+    dataset_split: Annotated[str, Flag("split of the training data", flat="dataset_split train_split")] = "train"
+    tokenizer_chat_template: Annotated[
+        str | None, Flag("Jinja text that replaces the tokenizer's chat template", flat="tokenizer_chat_template")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTDataSection(SupervisedDataSection):
+    input_key: Annotated[str, Flag("record key of the prompt: text or messages", flat="input_key")] = "input"
+    output_key: Annotated[str | None, Flag("record key of the answer; unset: the last message", flat="output_key")] = (
+        None
+    )
+    multiturn: Annotated[bool, Flag("loss on every assistant turn; needs apply_chat_template", flat="multiturn")] = (
+        False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceDataSection(SupervisedDataSection):
+    prompt_key: Annotated[
+        str | None, Flag("record key of the shared prompt; unset: inside the answers", flat="prompt_key")
+    ] = None
+    chosen_key: Annotated[str, Flag("record key of the preferred answer", flat="chosen_key")] = "chosen"
+    rejected_key: Annotated[str, Flag("record key of the other answer", flat="rejected_key")] = "rejected"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptDataSection(DataSection):
+    prompt_dataset: Annotated[str | None, Flag("prompts: comma list of name[@folder] or files", flat="prompt_data")] = (
+        None
+    )
+    prompt_probs: Annotated[
+        str | None, Flag("comma list of mixing probabilities; unset: one after the other", flat="prompt_data_probs")
+    ] = None
+    prompt_split: Annotated[str, Flag("split of the prompts", flat="prompt_split")] = "train"
+    input_key: Annotated[str, Flag("record key of the prompt: text or messages", flat="input_key")] = "input"
+    label_key: Annotated[
+        str | None, Flag("record key of the ground truth given to rewards and agents", flat="label_key")
+    ] = None
+    image_key: Annotated[str, Flag("record key of images", flat="image_key")] = "images"
+    max_images_per_prompt: Annotated[
+        int, Flag("images a prompt may have; > 0 turns vision on", flat="max_images_per_prompt")
+    ] = 0

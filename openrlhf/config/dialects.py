@@ -1,0 +1,278 @@
+"""Every name a user may give a setting, and what it sets.
+
+A plain name — dotted or flat — sets one field, or several where actor and critic share it. Besides these there are
+four kinds of oddities, all from older documents:
+
+- a switch that stands for a value (`--bf16`),
+- one half of a pair of numbers (`--clip_eps_low`, `--prompt_max_len`),
+- a name that is accepted and does nothing (`--perf`),
+- a name that is gone (`--pretrain_data`): an error that says what to use.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import Flag, Shape, convert
+from openrlhf.config.schema import REDACTED, FlagSpec, flags_of
+
+SWITCH = Shape(kind=bool)
+NUMBER = Shape(kind=float)
+WHOLE = Shape(kind=int)
+
+OLD_MAX_LEN = 1024
+"""Default of --prompt_max_len and --generate_max_len in the documents that have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One setting as the user wrote it."""
+
+    name: str
+    """Without dashes."""
+    raw: Any
+    """Words of the command line, or a YAML value."""
+    where: str
+    """How messages name it: `--no-x`, or `FILE: key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSwitch:
+    """A switch that stands for a value of another flag. `off` None: switched off it says nothing."""
+
+    path: str
+    on: Any
+    off: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A number that makes up another field together with a second number; `help` says how."""
+
+    shape: Shape
+    help: str
+
+
+_VALUE_SWITCHES = {
+    "bf16": ValueSwitch("ds.param_dtype", on="bf16", off="fp32"),
+    "flash_attn": ValueSwitch("ds.attn_implementation", on="flash_attention_2", off="sdpa"),
+    "use_icepop": ValueSwitch("algo.advantage.is_correction_type", on="icepop"),
+    "use_kl_estimator_k3": ValueSwitch("algo.kl.estimator", on="k3"),
+    "muon.no_nesterov": ValueSwitch("muon.nesterov", on=False, off=True),
+    "actor.muon.no_nesterov": ValueSwitch("actor.muon.nesterov", on=False, off=True),
+    "critic.muon.no_nesterov": ValueSwitch("critic.muon.nesterov", on=False, off=True),
+}
+
+_CLIP_HALVES = {
+    "clip_eps_low": Half(NUMBER, "first value of --actor.eps_clip_low_high"),
+    "clip_eps_high": Half(NUMBER, "second value of --actor.eps_clip_low_high"),
+}
+_LENGTH_HALVES = {
+    "prompt_max_len": Half(WHOLE, "adds to --generate_max_len: their sum is --data.max_len"),
+    "generate_max_len": Half(WHOLE, "longest response; see --prompt_max_len"),
+}
+
+INERT = {
+    "perf": "throughput is always logged",
+    "actor_init_on_gpu": "models are always built where they run",
+    "disable_trace_cache": "there is no trace cache to disable",
+}
+"""Accepted by every command, with a note that they do nothing, and why."""
+
+_NO_PTX = "mixing pretraining data into RL does not exist; remove the flag and train on that data with train_sft"
+_NO_TOKENS = "special tokens come from the tokenizer; set them in its files"
+GONE = {
+    "pretrain_data": _NO_PTX,
+    "pretrain_data_probs": _NO_PTX,
+    "pretrain_split": _NO_PTX,
+    "colocate_actor_critic": "use --train.colocate_all, or --train.colocate_actor_ref",
+    "colocate_ref_reward": "use --train.colocate_actor_ref and --train.colocate_critic_reward",
+    "bos_token": _NO_TOKENS,
+    "eos_token": _NO_TOKENS,
+    "pad_token": _NO_TOKENS,
+    "unk_token": _NO_TOKENS,
+    "inference_tp_size": "use --vllm.tensor_parallel_size",
+    "sft_model_path": "use --actor.model_name_or_path (train_sft, train_rm, train_dpo: --model.model_name_or_path)",
+    "reward_model_path": "use --reward.model_name_or_path",
+    "load_model": "name a folder of weights with --actor.model_name_or_path or --model.model_name_or_path",
+    "save_hf_model": "the final model is always saved, to --ckpt.output_dir; use --ckpt.save_hf for checkpoints",
+}
+"""Names of older versions without an equivalent, and what to use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """All names one command understands."""
+
+    command: str
+    fields: Mapping[str, tuple[FlagSpec, ...]]
+    """Dotted and flat names -> the fields they set."""
+    value_switches: Mapping[str, ValueSwitch]
+    halves: Mapping[str, Half]
+
+    def names(self) -> set[str]:
+        """Everything that parses, gone names left out."""
+        ptx = {"ptx_coef"} if self.command == "train_ppo_ray" else set()
+        return {*self.fields, *self.value_switches, *self.halves, *INERT, *ptx}
+
+    def shape(self, name: str) -> Shape:
+        """What values `name` takes on the command line."""
+        if name in self.fields:
+            return self.fields[name][0].shape
+        if name in self.halves:
+            return self.halves[name].shape
+        return NUMBER if name == "ptx_coef" else SWITCH
+
+
+@functools.cache
+def vocabulary(command: str) -> Vocabulary:
+    specs = flags_of(command)
+    names: dict[str, list[FlagSpec]] = {path: [spec] for path, spec in specs.items()}
+    for spec in specs.values():
+        for flat in spec.flat_names:
+            names.setdefault(flat, []).append(spec)
+        for synonym in _section_synonyms(spec, command=command):
+            names.setdefault(synonym, []).append(spec)
+    halves = (_LENGTH_HALVES if "data.max_len" in specs and command != "serve_rm" else {}) | (
+        _CLIP_HALVES if "actor.eps_clip" in specs else {}
+    )
+    return Vocabulary(
+        command=command,
+        fields={name: tuple(targets) for name, targets in names.items()},
+        value_switches={name: switch for name, switch in _VALUE_SWITCHES.items() if switch.path in specs},
+        halves=halves,
+    )
+
+
+def _section_synonyms(spec: FlagSpec, *, command: str) -> list[str]:
+    """Documents mix `--actor.*` and `--model.*`: SFT, RM and DPO know their model and optimizer by both."""
+    if command == "train_ppo_ray":
+        return ["model.trust_remote_code"] if spec.path == "actor.trust_remote_code" else []
+    if command not in ("train_sft", "train_rm", "train_dpo"):
+        return []
+    if spec.section == "model":
+        return ["actor." + spec.path.removeprefix("model.")]
+    optimizer = spec.section in ("adam", "muon") or spec.path in (
+        "optim",
+        "lr_scheduler",
+        "lr_warmup_ratio",
+        "min_lr_ratio",
+        "max_norm",
+    )
+    return [f"actor.{spec.path}"] if optimizer else []
+
+
+def resolve(
+    given: Sequence[Given],
+    *,
+    words: Vocabulary,
+    below: Mapping[str, Any],
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """Settings of one layer (a file, or a command line) -> values by dotted name.
+
+    `below` holds the values of the layer underneath: the other half of a pair may come from there. Raises
+    `ConfigError` when two settings give one field different values.
+    """
+    assigned: dict[str, Assigned] = {}
+    halves: dict[str, Assigned] = {}
+
+    def assign(path: str, value: Any, where: str) -> None:
+        secret = path in specs and specs[path].flag.secret
+        other = assigned.setdefault(path, Assigned(value, where))
+        if other.value != value:
+            values = "different values" if secret else f"{_show(other.value)} and {_show(value)}"
+            raise ConfigError(f"{other.where} and {where} both set {path}, to {values}: give one of them")
+
+    specs = flags_of(words.command)
+    for item in given:
+        if item.name in words.fields:
+            for spec in words.fields[item.name]:
+                if spec.flag.secret and item.raw == REDACTED:
+                    note(f"{item.where} is {REDACTED}: taken as unset; give --{spec.path} to set it")
+                    continue
+                value = convert(item.raw, shape=spec.shape, flag=spec.flag, where=item.where)
+                assign(spec.path, value, item.where)
+        elif item.name in words.value_switches:
+            switch = words.value_switches[item.name]
+            value = switch.on if _switch(item) else switch.off
+            if value is not None:
+                assign(switch.path, value, item.where)
+        elif item.name in words.halves:
+            value = convert(item.raw, shape=words.halves[item.name].shape, flag=Flag(""), where=item.where)
+            if halves.setdefault(item.name, Assigned(value, item.where)).value != value:
+                raise ConfigError(f"{item.where} is given twice with different values: give it once")
+        else:
+            _accept_without_effect(item, note=note)
+    _join_clip(halves, assigned=assigned, below=below, assign=assign)
+    _join_lengths(halves, assigned=assigned, known=specs, assign=assign)
+    return {path: setting.value for path, setting in assigned.items()}
+
+
+def _show(value: Any) -> str:
+    return " ".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
+
+
+def _switch(item: Given) -> bool:
+    return bool(convert(item.raw, shape=SWITCH, flag=Flag(""), where=item.where))
+
+
+def _accept_without_effect(item: Given, *, note: Callable[[str], None]) -> None:
+    if item.name == "ptx_coef":
+        if convert(item.raw, shape=NUMBER, flag=Flag(""), where=item.where) != 0:
+            raise ConfigError(f"{item.where}: {_NO_PTX}")
+        note(f"{item.where} 0 does nothing: {_NO_PTX}")
+    elif _switch(item):
+        note(f"{item.where} does nothing: {INERT[item.name]}")
+
+
+def _join_clip(
+    halves: Mapping[str, Assigned],
+    *,
+    assigned: Mapping[str, Assigned],
+    below: Mapping[str, Any],
+    assign: Callable[[str, Any, str], None],
+) -> None:
+    """--clip_eps_low and --clip_eps_high: a missing half is the one in force underneath, else eps_clip."""
+    low, high = halves.get("clip_eps_low"), halves.get("clip_eps_high")
+    given = low or high
+    if given is None:
+        return
+    eps = assigned["actor.eps_clip"].value if "actor.eps_clip" in assigned else below["actor.eps_clip"]
+    pair = below["actor.eps_clip_low_high"] or (eps, eps)
+    value = (low.value if low else pair[0], high.value if high else pair[1])
+    where = " and ".join(half.where for half in (low, high) if half)
+    assign("actor.eps_clip_low_high", value, where)
+
+
+def _join_lengths(
+    halves: Mapping[str, Assigned],
+    *,
+    assigned: Mapping[str, Assigned],
+    known: Mapping[str, FlagSpec],
+    assign: Callable[[str, Any, str], None],
+) -> None:
+    """max_len = prompt_max_len + generate_max_len, max_new_tokens = generate_max_len.
+
+    One of them alone leaves the other at its old default, 1024; --generate_max_len alone leaves a given --max_len as
+    it is.
+    """
+    prompt, response = halves.get("prompt_max_len"), halves.get("generate_max_len")
+    given = prompt or response
+    if given is None:
+        return
+    prompt_len = prompt.value if prompt else OLD_MAX_LEN
+    response_len = response.value if response else OLD_MAX_LEN
+    where = " and ".join(half.where for half in (prompt, response) if half)
+    if prompt or "data.max_len" not in assigned:
+        assign("data.max_len", prompt_len + response_len, where)
+    if "rollout.max_new_tokens" in known:
+        assign("rollout.max_new_tokens", response_len, where)

@@ -1,0 +1,25 @@
+"""What every command does before its own work: parse, check, refuse; errors in one line, without a traceback."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from openrlhf.config.errors import ConfigError, NotBuiltError
+from openrlhf.config.parser import parse
+from openrlhf.config.rules import require_runnable
+from openrlhf.config.unbuilt import refuse_unbuilt
+
+USAGE_ERROR = 2
+
+
+def enter(command: str, argv: Sequence[str] | None, run: Callable[[Any], int | None]) -> int:
+    """Exit status of `command`: 2 for a configuration that cannot run, else that of `run(config)` (None = 0)."""
+    try:
+        config = parse(command, argv)
+        require_runnable(config)
+        refuse_unbuilt(config)
+    except (ConfigError, NotBuiltError) as error:
+        for line in str(error).splitlines():
+            print(f"{command}: error: {line}", file=sys.stderr)
+        return USAGE_ERROR
+    return run(config) or 0

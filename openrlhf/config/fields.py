@@ -1,0 +1,130 @@
+"""What one flag is: its documentation (`Flag`), its type read from the annotation (`Shape`), and conversion to it.
+
+A section declares a flag as an annotated dataclass field:
+
+    lr: Annotated[float, Flag("AdamW learning rate", flat="{owner}learning_rate")] = 1e-6
+
+The type, the choices (`Literal`), the arity (`tuple`) and the default stand where Python keeps them; `Flag` adds
+what Python has no place for.
+"""
+
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from openrlhf.config.errors import ConfigError
+
+TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
+FALSE_WORDS = frozenset({"false", "0", "no", "off"})
+NONE_WORDS = frozenset({"none", "null"})
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Documentation of one flag."""
+
+    help: str
+    """One line for `--help` and docs/flags.md."""
+    flat: str = ""
+    """Older names without a section, separated by spaces. `{owner}` becomes `actor_`, `critic_`, … or nothing."""
+    secret: bool = False
+    """The value is never printed, logged or stored."""
+    one_value: Literal["mirror", "upper"] | None = None
+    """Meaning of a single value X for a pair: mirror = (−X, X), upper = (0, X). None: two values are needed."""
+    shown_default: str | None = None
+    """Text for a default that depends on the moment (a time stamp)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What values a flag takes: `count` values of `kind`, or None where `optional`."""
+
+    kind: type
+    """bool, int, float or str."""
+    count: int | Literal["*"] = 1
+    """1, 2, or "*" for one or more."""
+    optional: bool = False
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is bool
+
+    def __str__(self) -> str:
+        """As help and documentation write it: `int`, `float x2`, `str ppo/gspo`, `switch`."""
+        name = "switch" if self.is_switch else self.kind.__name__
+        if self.choices:
+            name += " " + "/".join(self.choices)
+        return name if self.count == 1 else f"{name} x{self.count}"
+
+
+def shape_of(annotation: Any) -> Shape:
+    """`int | None` -> optional int; `tuple[float, float]` -> two floats; `Literal[...]` -> str with choices."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return shape_of(args[0])
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = [arg for arg in args if arg is not type(None)]
+        shape = shape_of(inner)
+        return Shape(kind=shape.kind, count=shape.count, optional=True, choices=shape.choices)
+    if origin is tuple:
+        return Shape(kind=args[0], count="*" if args[1] is Ellipsis else len(args))
+    if origin is Literal:
+        return Shape(kind=str, choices=tuple(args))
+    if annotation in (bool, int, float, str):
+        return Shape(kind=annotation)
+    raise TypeError(f"a flag cannot have the type {annotation!r}")
+
+
+def convert(raw: Any, *, shape: Shape, flag: Flag, where: str) -> Any:
+    """Turn words of a command line, or a value of a YAML file, into the value of a field.
+
+    `raw` is a list of words, or a YAML scalar or list. `where` opens the error message: the flag as the user spelled
+    it, or `FILE: key`. A secret never appears in a message.
+    """
+    items = list(raw) if isinstance(raw, list | tuple) else [raw]
+    if len(items) == 1 and items[0] is None and not shape.optional:
+        raise ConfigError(f"{where}: needs a value ({shape}), not nothing")
+    if len(items) == 1 and shape.optional and _is_none(items[0]):
+        return None
+    values = [_convert_one(item, shape=shape, flag=flag, where=where) for item in items]
+    if shape.count == 1:
+        if len(values) != 1:
+            raise ConfigError(f"{where}: takes one value ({shape}), got {len(values)}")
+        return values[0]
+    if shape.count == 2 and len(values) == 1 and flag.one_value:
+        return (-values[0], values[0]) if flag.one_value == "mirror" else (0.0, values[0])
+    if shape.count != "*" and len(values) != shape.count:
+        raise ConfigError(f"{where}: takes {shape.count} values ({shape}), got {len(values)}")
+    if not values:
+        raise ConfigError(f"{where}: takes at least one value ({shape})")
+    return tuple(values)
+
+
+def _is_none(item: Any) -> bool:
+    return item is None or (isinstance(item, str) and item.lower() in NONE_WORDS)
+
+
+def _convert_one(item: Any, *, shape: Shape, flag: Flag, where: str) -> Any:
+    shown = "this value" if flag.secret else repr(item)
+    if shape.is_switch:
+        word = str(item).lower()
+        if word in TRUE_WORDS | FALSE_WORDS:
+            return word in TRUE_WORDS
+        raise ConfigError(f"{where}: is a switch; give nothing, true or false, not {shown}")
+    # YAML reads `lr: true` as a bool, which Python would take for the number 1.
+    if shape.kind is not str and (isinstance(item, bool) or not isinstance(item, int | float | str)):
+        raise ConfigError(f"{where}: expected {shape}, got {shown}")
+    if shape.kind is int and isinstance(item, float):
+        raise ConfigError(f"{where}: expected a whole number, got {shown}")
+    try:
+        value = shape.kind(item)
+    except ValueError:
+        expected = "a whole number" if shape.kind is int else "a number"
+        raise ConfigError(f"{where}: expected {expected}, got {shown}") from None
+    if value != value:
+        raise ConfigError(f"{where}: not-a-number is not a value")
+    if shape.choices and value not in shape.choices:
+        raise ConfigError(f"{where}: {shown} is not one of {', '.join(shape.choices)}")
+    return value

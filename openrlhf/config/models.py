@@ -1,0 +1,193 @@
+"""The models of a run: actor, critic, reference, reward (RL) and the one model of SFT, RM and DPO."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from openrlhf.config.fields import Flag
+from openrlhf.config.optimizer import AdamSection, OptimizerSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSection:
+    """A group of workers that hold one model: `num_nodes` × `num_gpus_per_node` of them."""
+
+    num_nodes: Annotated[int, Flag("nodes of this model's worker group", flat="{owner}num_nodes")] = 1
+    num_gpus_per_node: Annotated[
+        int | None,
+        Flag(
+            "workers per node of this group; unset: the devices that are there, 1 on CPU",
+            flat="{owner}num_gpus_per_node",
+            shown_default="auto",
+        ),
+    ] = None
+
+    @property
+    def world_size(self) -> int | None:
+        """Workers in the group; None while `num_gpus_per_node` is left to the machine."""
+        return None if self.num_gpus_per_node is None else self.num_nodes * self.num_gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustSection:
+    trust_remote_code: Annotated[bool, Flag("run Python code that comes with the model; off unless you trust it")] = (
+        False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelSection(TrustSection):
+    model_name_or_path: Annotated[str | None, Flag("Hugging Face model to train: name or folder", flat="pretrain")] = (
+        None
+    )
+    gradient_checkpointing_enable: Annotated[
+        bool,
+        Flag("recompute activations in the backward pass (in RL also the critic's)", flat="gradient_checkpointing"),
+    ] = False
+    gradient_checkpointing_reentrant: Annotated[
+        bool, Flag("re-entrant variant of it", flat="gradient_checkpointing_use_reentrant")
+    ] = False
+    aux_loss_coef: Annotated[
+        float, Flag("weight of the mixture-of-experts load-balancing loss", flat="aux_loss_coef balancing_loss_coef")
+    ] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorSection(TrainedModelSection, GroupSection, OptimizerSection):
+    eps_clip: Annotated[float, Flag("policy ratio is clipped to [1 − eps, 1 + eps]", flat="eps_clip")] = 0.2
+    eps_clip_low_high: Annotated[
+        tuple[float, float] | None,
+        Flag("separate eps below and above 1; unset: eps_clip twice", flat="eps_clip_low_high"),
+    ] = None
+    dual_clip: Annotated[
+        float | None, Flag("bound c > 1 on the loss of negative advantages; unset = off", flat="dual_clip")
+    ] = None
+    policy_loss_type: Annotated[
+        Literal["ppo", "gspo"], Flag("ratio per token (ppo) or per sequence (gspo)", flat="policy_loss_type")
+    ] = "ppo"
+    entropy_coef: Annotated[
+        float | None, Flag("entropy bonus; unset = not computed, 0 = logged only", flat="entropy_loss_coef")
+    ] = None
+    freeze_visual_encoder: Annotated[
+        bool, Flag("train the language part of a vision-language model only", flat="freeze_visual_encoder")
+    ] = False
+    adam: AdamSection = field(default=AdamSection(lr=1e-6))
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(eps_low, eps_high): the ratio is clipped to [1 − eps_low, 1 + eps_high]."""
+        return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection(GroupSection, OptimizerSection):
+    model_name_or_path: Annotated[
+        str | None,
+        Flag("critic to start from (gae only); unset: the first reward model, else the actor", flat="critic_pretrain"),
+    ] = None
+    value_clip: Annotated[float, Flag("values move at most this far from the old ones", flat="value_clip")] = 0.5
+    freezing_steps: Annotated[
+        int, Flag("the actor is not trained up to this step; -1 = always trained", flat="freezing_actor_steps")
+    ] = -1
+    save_value_network: Annotated[
+        bool, Flag("save the critic at the end, to <ckpt.output_dir>_critic", flat="save_value_network")
+    ] = False
+    adam: AdamSection = field(default=AdamSection(lr=9e-6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefSection(GroupSection):
+    offload: Annotated[
+        bool, Flag("keep the reference model's weights in CPU memory", flat="ref_offload ref_reward_offload")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPORefSection:
+    model_name_or_path: Annotated[str | None, Flag("reference model; unset: the trained one", flat="ref_pretrain")] = (
+        None
+    )
+    offload: Annotated[bool, Flag("keep the reference model's weights in CPU memory", flat="ref_offload")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRewardSection:
+    model_name_or_path: Annotated[
+        str | None, Flag("reward model, Hugging Face name or folder; in RL a comma list", flat="reward_pretrain")
+    ] = None
+    normalize_enable: Annotated[
+        bool, Flag("(r − mean) / std with the statistics stored in the reward model", flat="normalize_reward")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection(ServedRewardSection, GroupSection):
+    remote_url: Annotated[
+        str | None, Flag("reward server URLs (comma list), or one .py file with reward_func", flat="remote_rm_url")
+    ] = None
+    clip_range: Annotated[
+        tuple[float, float],
+        Flag(
+            "raw rewards are clipped to [low, high]; one value X means −X X",
+            flat="reward_clip_range",
+            one_value="mirror",
+        ),
+    ] = (-10.0, 10.0)
+    overlong_buffer_len: Annotated[
+        float | None,
+        Flag("tokens before the length limit in which the reward falls; unset = off", flat="overlong_buffer_len"),
+    ] = None
+    overlong_penalty_factor: Annotated[
+        float, Flag("penalty at the end of that buffer", flat="overlong_penalty_factor")
+    ] = 1.0
+    stop_properly_penalty_coef: Annotated[
+        float | None,
+        Flag("truncated answers: 0…1 scales the reward, < 0 replaces it", flat="stop_properly_penalty_coef"),
+    ] = None
+    offload: Annotated[
+        bool, Flag("keep the reward model's weights in CPU memory", flat="reward_offload ref_reward_offload")
+    ] = False
+    timeout: Annotated[float, Flag("seconds a reward call may take")] = 180.0
+    weights: Annotated[tuple[float, ...] | None, Flag("weights of several rewards, in their order; unset: all 1")] = (
+        None
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`remote_url` as a tuple; empty when unset."""
+        return split_commas(self.remote_url)
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """`model_name_or_path` as a tuple; empty when unset."""
+        return split_commas(self.model_name_or_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTModelSection(TrainedModelSection):
+    pretrain_mode_enable: Annotated[bool, Flag("raw text, loss on every token", flat="pretrain_mode")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMModelSection(TrainedModelSection):
+    loss_type: Annotated[str, Flag("sigmoid: −log σ(rc − rr); anything else: log(1 + exp(rr − rc))", flat="loss")] = (
+        "sigmoid"
+    )
+    margin_loss_enable: Annotated[bool, Flag("subtract the record's margin inside the sigmoid", flat="margin_loss")] = (
+        False
+    )
+    compute_fp32_loss_enable: Annotated[
+        bool, Flag("rewards are cast to fp32 before the loss", flat="compute_fp32_loss")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOModelSection(TrainedModelSection):
+    beta: Annotated[float, Flag("beta of DPO and IPO", flat="beta")] = 0.1
+    ipo_enable: Annotated[bool, Flag("IPO loss instead of DPO", flat="ipo")] = False
+    label_smoothing: Annotated[float, Flag("share of labels taken as flipped (cDPO)", flat="label_smoothing")] = 0.0
+    nll_loss_coef: Annotated[float, Flag("weight of the chosen answers' own NLL", flat="nll_loss_coef")] = 0.0
+
+
+def split_commas(text: str | None) -> tuple[str, ...]:
+    """`"a, b"` -> `("a", "b")`; None or blanks -> `()`."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())

@@ -1,0 +1,37 @@
+"""Optimizer and learning-rate schedule: one set of fields for actor, critic and the supervised trainers."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from openrlhf.config.fields import Flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSection:
+    lr: Annotated[float, Flag("AdamW learning rate (also of what muon leaves out)", flat="{owner}learning_rate")] = 1e-6
+    betas: Annotated[tuple[float, float], Flag("AdamW betas", flat="adam_betas")] = (0.9, 0.95)
+    eps: Annotated[float, Flag("AdamW epsilon")] = 1e-8
+    weight_decay: Annotated[float, Flag("weight decay; biases and norms are exempt", flat="l2")] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSection:
+    lr: Annotated[float, Flag("learning rate of the matrices that muon updates")] = 0.02
+    momentum: Annotated[float, Flag("muon momentum")] = 0.95
+    ns_steps: Annotated[int, Flag("Newton-Schulz steps")] = 5
+    nesterov: Annotated[bool, Flag("Nesterov momentum (no_nesterov switches it off)")] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """Everything an optimizer and its schedule are built from."""
+
+    optim: Annotated[Literal["adam", "muon"], Flag("optimizer")] = "adam"
+    muon: MuonSection = field(default=MuonSection())
+    adam: AdamSection = field(default=AdamSection())
+    lr_scheduler: Annotated[str, Flag("schedule, by its Hugging Face name", flat="lr_scheduler")] = "cosine_with_min_lr"
+    lr_warmup_ratio: Annotated[float, Flag("share of the schedule spent warming up", flat="lr_warmup_ratio")] = 0.03
+    min_lr_ratio: Annotated[
+        float, Flag("final over peak learning rate, for the *_with_min_lr schedules", flat="min_lr_ratio")
+    ] = 0.1
+    max_norm: Annotated[float, Flag("gradients are scaled down to this norm; 0 = never", flat="max_norm")] = 1.0

@@ -1,0 +1,162 @@
+"""Command lines and YAML files to a checked configuration. The only place that knows argparse."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from openrlhf.config.dialects import GONE, INERT, Given, Vocabulary, resolve, vocabulary
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.roots import ROOTS, Config
+from openrlhf.config.rules import check, notes
+from openrlhf.config.schema import build, flags_of, to_yaml
+
+
+def parse(command: str, argv: Sequence[str] | None = None) -> Config:
+    """Configuration of `command` (a key of `ROOTS`) from its arguments, `sys.argv[1:]` by default.
+
+    Later layers win: defaults, `--config FILE.yaml`, flags. Raises `ConfigError` for anything that cannot be right.
+    `--help` and `--print_config` print to stdout and raise `SystemExit(0)`; notes go to stderr.
+    """
+    words = vocabulary(command)
+    found, unknown = build_parser(command).parse_known_args(list(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        raise ConfigError(_explain_unknown(unknown, words=words))
+    values = {path: spec.default for path, spec in flags_of(command).items()}
+    if found.config is not None:
+        values |= resolve(list(_read_file(found.config, words=words)), words=words, below=values, note=_note)
+    values |= resolve(found.given, words=words, below=values, note=_note)
+    config = build(command, values)
+    check(config)
+    for line in notes(config):
+        _note(line)
+    if found.print_config:
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def _note(line: str) -> None:
+    print(f"note: {line}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class _Record(argparse.Action):
+    """Appends a `Given` to `namespace.given`; conversion is left to `resolve`, which files go through as well."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        spelling = option_string or ""
+        name, raw = spelling.removeprefix("--"), values
+        if self.nargs == 0:
+            name, raw = name.removeprefix("no-"), "false"
+        elif self.nargs == "?" and values is None:
+            raw = "true"
+        namespace.given.append(Given(name=name, raw=raw, where=spelling))
+
+
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """Every name of the command's vocabulary as an option; `--help` shows each field once, grouped by section."""
+    words, specs = vocabulary(command), flags_of(command)
+    parser = _Parser(
+        prog=f"python -m openrlhf.cli.{command}",
+        description=f"{ROOTS[command].__doc__}",
+        epilog="Switches also take true or false, and --no-NAME. A name in brackets is an older one for the same flag.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    # argparse takes -1e-6 and -inf for options; no option here begins with a single dash and a digit.
+    parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
+    parser.set_defaults(given=[], config=None, print_config=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of defaults, nested or dotted; flags override it")
+    parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and exit")
+
+    groups: dict[str, Any] = {"": parser}
+    for path, spec in specs.items():
+        if spec.section not in groups:
+            groups[spec.section] = parser.add_argument_group(spec.section)
+        older = [f"--{name}" for name in spec.flat_names]
+        text = f"{spec.flag.help} (default: {spec.shown_default})" + (f" [{' '.join(older)}]" if older else "")
+        _add(groups[spec.section], path, words=words, help=text.replace("%", "%%"))
+    older_names = parser.add_argument_group("older names with a meaning of their own")
+    for name in sorted(words.names() - specs.keys()):
+        _add(older_names, name, words=words, help=_help_of_oddity(name, words=words))
+    return parser
+
+
+def _add(group: Any, name: str, *, words: Vocabulary, help: str) -> None:
+    shape = words.shape(name)
+    metavar = "BOOL" if shape.is_switch else ("X" if shape.choices is None else "{" + ",".join(shape.choices) + "}")
+    nargs = "?" if shape.is_switch else ("+" if shape.count != 1 else None)
+    group.add_argument(f"--{name}", action=_Record, dest="given", nargs=nargs, metavar=metavar, help=help)
+    if shape.is_switch:
+        group.add_argument(f"--no-{name}", action=_Record, dest="given", nargs=0, help=argparse.SUPPRESS)
+
+
+def _help_of_oddity(name: str, *, words: Vocabulary) -> str:
+    if name in words.value_switches:
+        switch = words.value_switches[name]
+        return f"--{switch.path} {str(switch.on).lower() if isinstance(switch.on, bool) else switch.on}"
+    if name in words.halves:
+        return words.halves[name].help
+    if name in INERT:
+        return f"does nothing: {INERT[name]}"
+    # Plain flat names and section synonyms stand beside their field already.
+    return argparse.SUPPRESS
+
+
+def _explain_unknown(unknown: Sequence[str], *, words: Vocabulary) -> str:
+    """One line per unknown flag. Values are not repeated: one of them may be a key."""
+    names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
+    if not names:
+        return f"{len(unknown)} value(s) without a flag: every setting needs its --name"
+    return "\n".join(_explain_name(f"--{name}", name=name, words=words) for name in names)
+
+
+def _explain_name(shown: str, *, name: str, words: Vocabulary) -> str:
+    if name in GONE:
+        return f"{shown} is gone: {GONE[name]}"
+    homes = [command for command in ROOTS if command != words.command and name in vocabulary(command).names()]
+    if homes:
+        return f"{shown} is not a setting of {words.command}; it belongs to {', '.join(homes)}"
+    candidates = words.names() | {"config", "print_config", "help"}
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    return f"{shown} is unknown" + (f"; did you mean --{near[0]}?" if near else "; --help lists all flags")
+
+
+def _read_file(path: str, *, words: Vocabulary) -> Iterator[Given]:
+    """Settings of a YAML file, whose keys are nested, dotted or flat names."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: is not YAML: {error}") from None
+    if tree is None:
+        return
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config {path}: must be a mapping of names to values, not {type(tree).__name__}")
+    yield from _flatten(tree, prefix="", path=path, words=words)
+
+
+def _flatten(tree: dict[Any, Any], *, prefix: str, path: str, words: Vocabulary) -> Iterator[Given]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in words.names() and not isinstance(value, dict):
+            yield Given(name=name, raw=value, where=f"{path}: {name}")
+        elif any(known.startswith(f"{name}.") for known in words.names()) and (
+            value is None or isinstance(value, dict)
+        ):
+            yield from _flatten(value or {}, prefix=f"{name}.", path=path, words=words)
+        elif name in words.names():
+            raise ConfigError(f"{path}: {name} takes a value, not a mapping")
+        else:
+            raise ConfigError(_explain_name(f"{path}: key {name}", name=name, words=words))

@@ -1,0 +1,91 @@
+"""What a run measures, writes and keeps: evaluation, checkpoints, loggers."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from openrlhf.config.fields import Flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    dataset: Annotated[str | None, Flag("evaluation data: comma list, as for training", flat="eval_dataset")] = None
+    split: Annotated[str, Flag("split of the evaluation data", flat="eval_split")] = "train"
+    steps: Annotated[
+        int, Flag("steps between evaluations; -1 = each epoch (SFT, RM, DPO) or never (RL)", flat="eval_steps")
+    ] = -1
+
+    @property
+    def period(self) -> int | None:
+        """`steps` where it is one, None for -1."""
+        return self.steps if self.steps > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLEvalSection(EvalSection):
+    temperature: Annotated[float, Flag("sampling temperature in evaluation", flat="eval_temperature")] = 0.6
+    n_samples_per_prompt: Annotated[int, Flag("responses per evaluation prompt", flat="eval_n_samples_per_prompt")] = 4
+    at_start: Annotated[bool, Flag("also evaluate before the first step and after the last")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    output_dir: Annotated[str, Flag("folder of the final model", flat="save_path")] = "./ckpt"
+    path: Annotated[str, Flag("folder of resumable checkpoints", flat="ckpt_path")] = "./ckpt/checkpoints"
+    save_steps: Annotated[int, Flag("steps between checkpoints; -1 = none", flat="save_steps")] = -1
+    save_hf: Annotated[bool, Flag("each checkpoint also as <tag>_hf", flat="save_hf_ckpt")] = False
+    disable_ds: Annotated[bool, Flag("checkpoints without training state", flat="disable_ds_ckpt")] = False
+    max_num: Annotated[int, Flag("checkpoints kept, best ones apart", flat="max_ckpt_num")] = 3
+    load_enable: Annotated[bool, Flag("continue from ckpt.path if something is there", flat="load_checkpoint")] = False
+
+    @property
+    def period(self) -> int | None:
+        """`save_steps` where it is one, None for -1."""
+        return self.save_steps if self.save_steps > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedCheckpointSection(CheckpointSection):
+    max_mem: Annotated[int, Flag("GiB all checkpoints may take", flat="max_ckpt_mem")] = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLCheckpointSection(CheckpointSection):
+    max_mem: Annotated[float, Flag("GiB all checkpoints may take", flat="max_ckpt_mem")] = float("inf")
+    best_metric_key: Annotated[
+        str, Flag('metric of the best checkpoint; "" = the first *_pass1, "none" = off', flat="best_metric_key")
+    ] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbSection:
+    key: Annotated[
+        str | None, Flag("W&B key, or True to use your login; turns W&B on", flat="use_wandb", secret=True)
+    ] = field(default=None, repr=False)
+    org: Annotated[str | None, Flag("W&B entity", flat="wandb_org")] = None
+    group: Annotated[str | None, Flag("W&B group", flat="wandb_group")] = None
+    project: Annotated[str, Flag("W&B project", flat="wandb_project")] = "openrlhf"
+    run_name: Annotated[
+        str,
+        Flag("name of the run, everywhere", flat="wandb_run_name", shown_default="<kind>_<month day T hour:minute>"),
+    ] = "run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerSection:
+    logging_steps: Annotated[int, Flag("steps between log lines", flat="logging_steps")] = 1
+    run_dir: Annotated[
+        str | None, Flag("folder of this run's logs; unset: ./runs/<run_name>", shown_default="./runs/<run_name>")
+    ] = None
+    tensorboard_dir: Annotated[str | None, Flag("TensorBoard folder; turns it on", flat="use_tensorboard")] = None
+    wandb: WandbSection = field(default=WandbSection())
+
+    @property
+    def directory(self) -> str:
+        """Where this run writes its logs."""
+        return self.run_dir or f"./runs/{self.wandb.run_name}"
+
+
+def logger_for(kind: str, *, project: str) -> LoggerSection:
+    """Logger defaults of one trainer: the run is named after its kind and the time it is parsed."""
+    return LoggerSection(wandb=WandbSection(project=project, run_name=f"{kind}_{time.strftime('%m%dT%H:%M')}"))

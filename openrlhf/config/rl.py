@@ -1,0 +1,120 @@
+"""Sections only RL has: algorithm, rollout, vLLM, training mode."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from openrlhf.config.fields import Flag
+
+GROUP_ESTIMATORS = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
+"""Estimators whose baseline is the mean of a prompt's samples: they need more than one, and gamma is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageSection:
+    estimator: Annotated[
+        Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"],
+        Flag("advantage estimator; only gae has a critic", flat="advantage_estimator"),
+    ] = "gae"
+    lambd: Annotated[float, Flag("lambda of GAE", flat="lambd")] = 1.0
+    gamma: Annotated[float, Flag("discount per action token; group estimators use 1", flat="gamma")] = 1.0
+    no_std_norm: Annotated[bool, Flag("whiten advantages by their mean only", flat="no_advantage_std_norm")] = False
+    is_correction_enable: Annotated[
+        bool,
+        Flag("weight tokens by training over rollout probability", flat="enable_vllm_is_correction"),
+    ] = False
+    is_correction_threshold: Annotated[
+        tuple[float, float],
+        Flag("bounds of that weight; one value X means 0 X", flat="vllm_is_truncated_threshold", one_value="upper"),
+    ] = (0.5, 5.0)
+    is_correction_type: Annotated[
+        Literal["tis", "icepop", "seq-mask-tis"],
+        Flag("clamp (tis), drop tokens (icepop) or drop sequences (seq-mask-tis)", flat="vllm_is_correction_type"),
+    ] = "tis"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLSection:
+    init_coef: Annotated[float, Flag("KL coefficient; 0 = no reference model at all", flat="init_kl_coef")] = 0.01
+    target: Annotated[
+        float | None, Flag("KL aimed at by adapting the coefficient; unset: it is fixed", flat="kl_target")
+    ] = None
+    horizon: Annotated[int, Flag("samples over which the coefficient adapts", flat="kl_horizon")] = 10000
+    estimator: Annotated[
+        Literal["k1", "k2", "k3"], Flag("d, d²/2 or exp(−d) − 1 + d, d = log π − log π_ref", flat="kl_estimator")
+    ] = "k1"
+    use_loss: Annotated[bool, Flag("KL is a loss term instead of a per-token reward", flat="use_kl_loss")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoSection:
+    advantage: AdvantageSection = field(default=AdvantageSection())
+    kl: KLSection = field(default=KLSection())
+    dynamic_filtering_enable: Annotated[
+        bool, Flag("replace prompt groups whose mean score is outside the range", flat="dynamic_filtering")
+    ] = False
+    dynamic_filtering_range: Annotated[
+        tuple[float, float], Flag("the range, both ends excluded", flat="dynamic_filtering_reward_range")
+    ] = (0.0, 1.0)
+    loss_agg: Annotated[
+        Literal["token", "sequence", "constant"] | None,
+        Flag("mean of the loss over tokens, over sequences, or sum over a constant; unset: the algorithm's own"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    batch_size: Annotated[int, Flag("prompts per training step", flat="rollout_batch_size")] = 1024
+    n_samples_per_prompt: Annotated[
+        int | None,
+        Flag(
+            "responses per prompt; unset: 1 for gae and reinforce, 8 for the group estimators",
+            flat="n_samples_per_prompt",
+            shown_default="1 or 8",
+        ),
+    ] = None
+    vllm_generate_batch_size: Annotated[
+        int | None,
+        Flag("prompts generated at once; more than batch_size needs async", flat="vllm_generate_batch_size"),
+    ] = None
+    micro_batch_size: Annotated[
+        int, Flag("samples per forward when scoring", flat="micro_rollout_batch_size micro_forward_batch_size")
+    ] = 1
+    max_tokens_per_gpu: Annotated[
+        int | None,
+        Flag(
+            "token budget of those forwards with dynamic batches; unset: train.max_tokens_per_gpu",
+            flat="rollout_max_tokens_per_gpu max_tokens_per_gpu",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, Flag("longest response in tokens; unset: what data.max_len leaves", flat="max_new_tokens")
+    ] = None
+    temperature: Annotated[float, Flag("sampling temperature, also in log-probs", flat="temperature")] = 1.0
+    top_p: Annotated[float, Flag("sample from the smallest set with this probability", flat="top_p")] = 1.0
+    top_k: Annotated[int, Flag("sample from this many likeliest tokens; -1 = all", flat="top_k")] = -1
+    agent_hosts: Annotated[
+        int | None, Flag("processes for agents' and rewards' code; unset: chosen by load, 0: this process")
+    ] = None
+    step_timeout: Annotated[float, Flag("seconds one step of an agent's environment may take")] = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMSection:
+    num_engines: Annotated[
+        int | None,
+        Flag(
+            "vLLM engines; 0 = the embedded engine; unset: 0 without a GPU or vLLM, else one per actor device ÷ TP",
+            flat="vllm_num_engines",
+        ),
+    ] = None
+    tensor_parallel_size: Annotated[int, Flag("devices per engine", flat="vllm_tensor_parallel_size")] = 1
+    sync_backend: Annotated[str, Flag("transport of weights to the engines", flat="vllm_sync_backend")] = "nccl"
+    sync_with_ray: Annotated[bool, Flag("weights travel by Ray's collectives", flat="vllm_sync_with_ray")] = False
+    enable_prefix_caching: Annotated[bool, Flag("engines cache prompt prefixes", flat="enable_prefix_caching")] = False
+    enforce_eager: Annotated[bool, Flag("engines capture no CUDA graphs", flat="enforce_eager")] = False
+    enable_sleep: Annotated[
+        bool, Flag("engines free their memory while training; with colocate_all only", flat="vllm_enable_sleep")
+    ] = False
+    gpu_memory_utilization: Annotated[
+        float, Flag("share of device memory an engine may take", flat="vllm_gpu_memory_utilization")
+    ] = 0.95

@@ -1,0 +1,237 @@
+"""One configuration class per command. `RLConfig().actor.adam.lr` is the flag `--actor.adam.lr` of train_ppo_ray.
+
+Values that follow from several flags are properties here, never written back into fields.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from openrlhf.config.backend import (
+    CausalBackendSection,
+    DTypeSection,
+    RLBackendSection,
+    RMBackendSection,
+    ServeBackendSection,
+)
+from openrlhf.config.data import PreferenceDataSection, PromptDataSection, SFTDataSection, TokenizerSection
+from openrlhf.config.fields import Flag
+from openrlhf.config.models import (
+    ActorSection,
+    CriticSection,
+    DPOModelSection,
+    DPORefSection,
+    RefSection,
+    RewardSection,
+    RMModelSection,
+    ServedRewardSection,
+    SFTModelSection,
+    TrustSection,
+)
+from openrlhf.config.optimizer import AdamSection, OptimizerSection
+from openrlhf.config.reporting import (
+    EvalSection,
+    LoggerSection,
+    RLCheckpointSection,
+    RLEvalSection,
+    SupervisedCheckpointSection,
+    logger_for,
+)
+from openrlhf.config.rl import GROUP_ESTIMATORS, AlgoSection, RolloutSection, VLLMSection
+from openrlhf.config.training import RLTrainSection, TrainSection
+
+RewardSource = Literal["agent", "function", "http", "model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSection:
+    use_ms: Annotated[bool, Flag("models and data from ModelScope", flat="use_ms")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSection(HubSection):
+    local_rank: Annotated[int, Flag("set by distributed launchers", flat="local_rank")] = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(TrainerSection):
+    """`train_ppo_ray`: reinforcement learning."""
+
+    actor: ActorSection = field(default=ActorSection())
+    critic: CriticSection = field(default=CriticSection())
+    ref: RefSection = field(default=RefSection())
+    reward: RewardSection = field(default=RewardSection())
+    algo: AlgoSection = field(default=AlgoSection())
+    rollout: RolloutSection = field(default=RolloutSection())
+    train: RLTrainSection = field(default=RLTrainSection())
+    vllm: VLLMSection = field(default=VLLMSection())
+    ds: RLBackendSection = field(default=RLBackendSection())
+    data: PromptDataSection = field(default=PromptDataSection(max_samples=100_000_000))
+    eval: RLEvalSection = field(default=RLEvalSection())
+    ckpt: RLCheckpointSection = field(default=RLCheckpointSection(path="./ckpt/checkpoints_ppo_ray"))
+    logger: LoggerSection = field(default_factory=lambda: logger_for("ppo", project="openrlhf_train_ppo"))
+    max_steps: Annotated[int | None, Flag("turns a multi-turn episode may have; unset: the environment decides")] = None
+
+    @property
+    def uses_group_baseline(self) -> bool:
+        return self.algo.advantage.estimator in GROUP_ESTIMATORS
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Responses per prompt: as given, else 8 for the group estimators and 1 for gae and reinforce."""
+        given = self.rollout.n_samples_per_prompt
+        return given if given is not None else (8 if self.uses_group_baseline else 1)
+
+    @property
+    def samples_per_round(self) -> int:
+        """Responses per training step: rollout.batch_size × samples_per_prompt."""
+        return self.rollout.batch_size * self.samples_per_prompt
+
+    @property
+    def optimizer_steps_per_epoch(self) -> int:
+        """Optimizer steps in one pass over a round's samples."""
+        return max(1, self.samples_per_round // self.train.batch_size)
+
+    @property
+    def generate_batch_size(self) -> int:
+        """Prompts generated at once."""
+        return self.rollout.vllm_generate_batch_size or self.rollout.batch_size
+
+    @property
+    def scoring_tokens_per_gpu(self) -> int:
+        """Token budget of scoring forwards with dynamic batches."""
+        return self.rollout.max_tokens_per_gpu or self.train.max_tokens_per_gpu
+
+    @property
+    def response_limit(self) -> int:
+        """Longest possible response: rollout.max_new_tokens, else data.max_len."""
+        return self.rollout.max_new_tokens or self.data.max_len
+
+    @property
+    def gamma(self) -> float:
+        """Discount in force: 1 for the group estimators, whatever was given."""
+        return 1.0 if self.uses_group_baseline else self.algo.advantage.gamma
+
+    @property
+    def loss_aggregation(self) -> Literal["token", "sequence", "constant"]:
+        """How token losses become one number; gspo's own is per sequence, all others' per token."""
+        return self.algo.loss_agg or ("sequence" if self.actor.policy_loss_type == "gspo" else "token")
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algo.advantage.estimator == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.algo.kl.init_coef > 0
+
+    @property
+    def reward_source(self) -> RewardSource | None:
+        """Where rewards come from; an agent wins over a URL or file, that over a reward model. None: nowhere."""
+        if self.train.agent_func_path:
+            return "agent"
+        if self.reward.urls:
+            return "function" if self.reward.urls[0].endswith(".py") else "http"
+        return "model" if self.reward.model_paths else None
+
+    @property
+    def critic_path(self) -> str | None:
+        """Model the critic starts from; None without a critic. Default: first reward model, else the actor."""
+        if not self.uses_critic:
+            return None
+        if self.critic.model_name_or_path:
+            return self.critic.model_name_or_path
+        return self.reward.model_paths[0] if self.reward_source == "model" else self.actor.model_name_or_path
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Engines free their memory while training: only where they share the actor's devices."""
+        return self.vllm.enable_sleep and self.train.colocate_all and not self.train.async_enable
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(TrainerSection, OptimizerSection):
+    """`train_sft`: supervised fine-tuning."""
+
+    adam: AdamSection = field(default=AdamSection(lr=5e-6))
+    model: SFTModelSection = field(default=SFTModelSection())
+    data: SFTDataSection = field(default=SFTDataSection(input_template="User: {}\nAssistant: "))
+    train: TrainSection = field(default=TrainSection(micro_batch_size=8, max_epochs=2))
+    ds: CausalBackendSection = field(default=CausalBackendSection())
+    eval: EvalSection = field(default=EvalSection())
+    ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_sft"))
+    logger: LoggerSection = field(default_factory=lambda: logger_for("sft", project="openrlhf_train_sft"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMConfig(TrainerSection, OptimizerSection):
+    """`train_rm`: reward model from preference pairs."""
+
+    adam: AdamSection = field(default=AdamSection(lr=9e-6))
+    model: RMModelSection = field(default=RMModelSection())
+    data: PreferenceDataSection = field(default=PreferenceDataSection(max_len=512))
+    train: TrainSection = field(default=TrainSection())
+    ds: RMBackendSection = field(default=RMBackendSection())
+    eval: EvalSection = field(default=EvalSection())
+    ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_rm"))
+    logger: LoggerSection = field(default_factory=lambda: logger_for("rm", project="openrlhf_train_rm"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(TrainerSection, OptimizerSection):
+    """`train_dpo`: DPO, IPO, cDPO from preference pairs."""
+
+    adam: AdamSection = field(default=AdamSection(lr=1e-5))
+    model: DPOModelSection = field(default=DPOModelSection())
+    ref: DPORefSection = field(default=DPORefSection())
+    data: PreferenceDataSection = field(default=PreferenceDataSection(max_len=512))
+    train: TrainSection = field(default=TrainSection(micro_batch_size=8))
+    ds: CausalBackendSection = field(default=CausalBackendSection())
+    eval: EvalSection = field(default=EvalSection(split="test"))
+    ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_dpo"))
+    logger: LoggerSection = field(default_factory=lambda: logger_for("exp", project="openrlhf_train_dpo"))
+
+    @property
+    def reference_path(self) -> str | None:
+        """Reference model: as given, else the one that is trained."""
+        return self.ref.model_name_or_path or self.model.model_name_or_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRMConfig(HubSection):
+    """`serve_rm`: a reward model behind HTTP."""
+
+    reward: ServedRewardSection = field(default=ServedRewardSection())
+    data: TokenizerSection = field(default=TokenizerSection())
+    ds: ServeBackendSection = field(default=ServeBackendSection())
+    model: TrustSection = field(default=TrustSection())
+    host: Annotated[str, Flag("address to listen on; 0.0.0.0 = every network this machine is in")] = "127.0.0.1"
+    port: Annotated[int, Flag("port to listen on")] = 5000
+    batch_size: Annotated[int | None, Flag("queries per forward; unset: all of a request")] = None
+    api_key: Annotated[str | None, Flag("callers must send it as a bearer token", secret=True)] = field(
+        default=None, repr=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraCombinerConfig:
+    """`lora_combiner`: merge an adapter into its base model."""
+
+    model_path: Annotated[str | None, Flag("base model (required)")] = None
+    lora_path: Annotated[str | None, Flag("adapter folder (required)")] = None
+    output_path: Annotated[str | None, Flag("folder of the merged model (required)")] = None
+    is_rm: Annotated[bool, Flag("the model is a reward model")] = False
+    ds: DTypeSection = field(default=DTypeSection())
+    model: TrustSection = field(default=TrustSection())
+
+
+Config = RLConfig | SFTConfig | RMConfig | DPOConfig | ServeRMConfig | LoraCombinerConfig
+
+ROOTS: dict[str, type[Config]] = {
+    "train_sft": SFTConfig,
+    "train_rm": RMConfig,
+    "train_dpo": DPOConfig,
+    "train_ppo_ray": RLConfig,
+    "serve_rm": ServeRMConfig,
+    "lora_combiner": LoraCombinerConfig,
+}
+"""Configuration class of each command in `openrlhf.cli`."""

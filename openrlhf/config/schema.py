@@ -1,0 +1,116 @@
+"""The flags of a configuration class, read off its dataclasses; and a configuration made from their values."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.config.fields import Flag, Shape, shape_of
+from openrlhf.config.roots import ROOTS, Config
+
+REDACTED = "<redacted>"
+"""Stands for a secret wherever a configuration is shown."""
+
+MODEL_GROUPS = ("actor", "critic", "ref", "reward")
+
+
+@dataclass(frozen=True, slots=True)
+class FlagSpec:
+    """One flag of one command."""
+
+    path: str
+    """Dotted name, `actor.adam.lr`."""
+    shape: Shape
+    flag: Flag
+    default: Any
+
+    @property
+    def section(self) -> str:
+        """First part of the name, or "" at the top level."""
+        return self.path.rpartition(".")[0].partition(".")[0]
+
+    @property
+    def flat_names(self) -> tuple[str, ...]:
+        """Older names, without the dotted one."""
+        owner = f"{self.section}_" if self.section in MODEL_GROUPS else ""
+        return tuple(name for name in self.flag.flat.format(owner=owner).split() if name != self.path)
+
+    @property
+    def shown_default(self) -> str:
+        """The default as help and documentation write it."""
+        if self.flag.shown_default is not None:
+            return self.flag.shown_default
+        if self.default is None:
+            return "unset"
+        if isinstance(self.default, tuple):
+            return " ".join(str(value) for value in self.default)
+        if isinstance(self.default, str):
+            return repr(self.default) if self.default == "" or "\n" in self.default else self.default
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
+
+@functools.cache
+def flags_of(command: str) -> dict[str, FlagSpec]:
+    """Every flag of a command by its dotted name, top-level ones first, sections in their order."""
+    specs = list(_walk(ROOTS[command](), prefix=""))
+    return {spec.path: spec for spec in sorted(specs, key=lambda spec: "." in spec.path)}
+
+
+def _walk(section: Any, *, prefix: str) -> Iterator[FlagSpec]:
+    hints = typing.get_type_hints(type(section), include_extras=True)
+    for field in dataclasses.fields(section):
+        value, path = getattr(section, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, prefix=f"{path}.")
+        else:
+            flag = next(extra for extra in typing.get_args(hints[field.name]) if isinstance(extra, Flag))
+            yield FlagSpec(path=path, shape=shape_of(hints[field.name]), flag=flag, default=value)
+
+
+def value_at(config: Any, path: str) -> Any:
+    """`value_at(config, "actor.adam.lr")` is `config.actor.adam.lr`."""
+    return functools.reduce(getattr, path.split("."), config)
+
+
+def build(command: str, values: Mapping[str, Any]) -> Config:
+    """The command's defaults with `values` (dotted name -> value) in their place."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return _replace(ROOTS[command](), tree)
+
+
+def _replace(section: Any, changes: Mapping[str, Any]) -> Any:
+    new = {
+        name: _replace(getattr(section, name), change) if isinstance(change, dict) else change
+        for name, change in changes.items()
+    }
+    return dataclasses.replace(section, **new)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values, ready for YAML or a logger. Tuples become lists; secrets become `<redacted>`."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    result: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            result[field.name] = to_dict(value)
+        elif value is not None and any(getattr(e, "secret", False) for e in typing.get_args(hints[field.name])):
+            result[field.name] = REDACTED
+        else:
+            result[field.name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration; feeding it to `--config` gives the same configuration, secrets apart."""
+    import yaml  # only where a file is written or read: it costs a tenth of --help
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)

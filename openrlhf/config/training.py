@@ -1,0 +1,49 @@
+"""Batching, seeds, epochs; for RL also who shares devices and whether generation and training overlap."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from openrlhf.config.fields import Flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    batch_size: Annotated[int, Flag("samples per optimizer step, over all workers", flat="train_batch_size")] = 128
+    micro_batch_size: Annotated[int, Flag("samples per forward and worker", flat="micro_train_batch_size")] = 1
+    max_epochs: Annotated[
+        int, Flag("passes over the data (SFT, RM, DPO) or over each rollout (RL)", flat="max_epochs")
+    ] = 1
+    seed: Annotated[int, Flag("fixes everything that is random, prompt order included", flat="seed")] = 42
+    full_determinism_enable: Annotated[
+        bool, Flag("slower kernels that give the same bits every time", flat="full_determinism")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLTrainSection(TrainSection):
+    num_episodes: Annotated[int, Flag("passes over the prompts", flat="num_episodes")] = 1
+    dynamic_batch_enable: Annotated[
+        bool, Flag("micro-batches are cut by tokens, not by samples", flat="use_dynamic_batch")
+    ] = False
+    max_tokens_per_gpu: Annotated[
+        int, Flag("token budget of such a micro-batch", flat="train_max_tokens_per_gpu max_tokens_per_gpu")
+    ] = 16192
+    agent_func_path: Annotated[str | None, Flag("Python file with class AgentExecutor", flat="agent_func_path")] = None
+    launcher: Annotated[
+        Literal["auto", "local", "ray"], Flag("one process (local) or a Ray cluster; auto picks what the run needs")
+    ] = "auto"
+    colocate_all: Annotated[
+        bool, Flag("all models, and engines unless async, share the actor's devices", flat="colocate_all_models")
+    ] = False
+    colocate_actor_ref: Annotated[bool, Flag("actor and reference share devices", flat="colocate_actor_ref")] = False
+    colocate_critic_reward: Annotated[
+        bool, Flag("critic and reward model share devices", flat="colocate_critic_reward")
+    ] = False
+    async_enable: Annotated[bool, Flag("generate the next rollouts while training", flat="async_train")] = False
+    async_queue_size: Annotated[int, Flag("rollout batches generation may be ahead", flat="async_queue_size")] = 1
+    async_share_device: Annotated[bool, Flag("let async generation and training share a single device")] = False
+    partial_rollout_enable: Annotated[
+        bool, Flag("async: weights change in the middle of responses", flat="partial_rollout")
+    ] = False
+    enable_ema: Annotated[bool, Flag("average the actor's weights and save the average", flat="enable_ema")] = False
+    ema_beta: Annotated[float, Flag("decay of that average", flat="ema_beta")] = 0.992

@@ -1,0 +1,156 @@
+"""What the flags promise and this version does not do yet. Building a feature means deleting its entry here.
+
+Every flag parses and prints; a run that one of these entries would change is refused before it starts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.config.errors import NotBuiltError
+from openrlhf.config.roots import Config, DPOConfig, LoraCombinerConfig, RLConfig, RMConfig, ServeRMConfig, SFTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """One missing feature."""
+
+    flags: str
+    """The flag or flags that ask for it, as the user would write them."""
+    asked: Callable[[Any], bool]
+    """Whether this configuration would be changed by it."""
+    missing: str
+    remedy: str
+
+
+def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
+    return (Unbuilt(name, lambda _: True, "this command parses its flags but does not run yet", remedy),)
+
+
+RL: tuple[Unbuilt, ...] = (
+    Unbuilt(
+        "--algo.advantage.estimator gae",
+        lambda c: c.uses_critic,
+        "the critic",
+        "choose reinforce, reinforce_baseline, rloo, group_norm or dr_grpo",
+    ),
+    Unbuilt(
+        "--algo.kl.init_coef",
+        lambda c: c.uses_reference,
+        "the reference model and its KL",
+        "give --algo.kl.init_coef 0",
+    ),
+    Unbuilt(
+        "--actor.policy_loss_type gspo",
+        lambda c: c.actor.policy_loss_type == "gspo",
+        "the sequence-level ratio",
+        "use ppo",
+    ),
+    Unbuilt("--actor.dual_clip", lambda c: c.actor.dual_clip is not None, "dual clipping", "leave it out"),
+    Unbuilt(
+        "--actor.entropy_coef",
+        lambda c: bool(c.actor.entropy_coef),
+        "the entropy bonus",
+        "give 0 to log the entropy, or leave it out",
+    ),
+    Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
+    Unbuilt("--actor.optim muon", lambda c: c.actor.optim == "muon", "the muon optimizer", "use adam"),
+    Unbuilt(
+        "--algo.advantage.is_correction_enable",
+        lambda c: c.algo.advantage.is_correction_enable,
+        "the rollout importance correction",
+        "leave it out",
+    ),
+    Unbuilt(
+        "--algo.dynamic_filtering_enable",
+        lambda c: c.algo.dynamic_filtering_enable,
+        "dynamic filtering",
+        "leave it out",
+    ),
+    Unbuilt(
+        "--reward.overlong_buffer_len",
+        lambda c: c.reward.overlong_buffer_len is not None,
+        "the overlong penalty",
+        "leave it out, or do it in your reward_func",
+    ),
+    Unbuilt(
+        "--reward.stop_properly_penalty_coef",
+        lambda c: c.reward.stop_properly_penalty_coef is not None,
+        "the truncation penalty",
+        "leave it out",
+    ),
+    Unbuilt("--reward.normalize_enable", lambda c: c.reward.normalize_enable, "reward normalisation", "leave it out"),
+    Unbuilt("--reward.weights", lambda c: c.reward.weights is not None, "several rewards", "weigh in your reward_func"),
+    Unbuilt(
+        "--reward.remote_url",
+        lambda c: c.reward_source == "http",
+        "reward servers",
+        "name a .py file with reward_func",
+    ),
+    Unbuilt(
+        "--reward.model_name_or_path",
+        lambda c: c.reward_source == "model",
+        "reward models",
+        "give --reward.remote_url a .py file with reward_func",
+    ),
+    Unbuilt(
+        "--train.agent_func_path",
+        lambda c: c.train.agent_func_path is not None,
+        "agents",
+        "give --reward.remote_url a .py file with reward_func",
+    ),
+    Unbuilt("--train.async_enable", lambda c: c.train.async_enable, "asynchronous training", "leave it out"),
+    Unbuilt(
+        "--train.partial_rollout_enable",
+        lambda c: c.train.partial_rollout_enable,
+        "partial rollouts",
+        "leave it out",
+    ),
+    Unbuilt("--train.enable_ema", lambda c: c.train.enable_ema, "averaged weights", "leave it out"),
+    Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
+    Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
+    Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
+    Unbuilt("--ds.load_in_4bit", lambda c: c.ds.load_in_4bit, "4-bit weights", "leave it out"),
+    Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
+    Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger kernels", "leave it out"),
+    Unbuilt(
+        "--ds.experts_implementation",
+        lambda c: c.ds.experts_implementation is not None,
+        "the choice of expert kernels",
+        "leave it out",
+    ),
+    Unbuilt(
+        "--ds.grad_accum_dtype",
+        lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
+        "gradients summed in less than fp32",
+        "leave it out",
+    ),
+    Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
+    Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "ring attention", "leave it out"),
+    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
+    Unbuilt("--ckpt.save_steps", lambda c: c.ckpt.period is not None, "periodic checkpoints", "leave it out"),
+    Unbuilt("--ckpt.save_hf", lambda c: c.ckpt.save_hf, "periodic exports", "leave it out"),
+    Unbuilt("--ckpt.load_enable", lambda c: c.ckpt.load_enable, "resuming", "leave it out"),
+    Unbuilt("--logger.wandb.key", lambda c: c.logger.wandb.key is not None, "W&B", "leave it out"),
+    Unbuilt("--logger.tensorboard_dir", lambda c: c.logger.tensorboard_dir is not None, "TensorBoard", "leave it out"),
+    Unbuilt("--data.max_images_per_prompt", lambda c: c.data.max_images_per_prompt > 0, "images", "leave it out"),
+    Unbuilt("--actor.freeze_visual_encoder", lambda c: c.actor.freeze_visual_encoder, "images", "leave it out"),
+    Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model"),
+)
+
+UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
+    RLConfig: RL,
+    SFTConfig: _whole_command("train_sft", "train_ppo_ray runs"),
+    RMConfig: _whole_command("train_rm", "train_ppo_ray with a reward_func file runs"),
+    DPOConfig: _whole_command("train_dpo", "train_ppo_ray runs"),
+    ServeRMConfig: _whole_command("serve_rm", "train_ppo_ray with a reward_func file runs"),
+    LoraCombinerConfig: _whole_command("lora_combiner", "merge with peft's merge_and_unload"),
+}
+
+
+def refuse_unbuilt(config: Config) -> None:
+    """Raise `NotBuiltError` listing every feature this run asks for and this version lacks."""
+    missing = [entry for entry in UNBUILT[type(config)] if entry.asked(config)]
+    if missing:
+        lines = [f"{entry.flags}: not built yet ({entry.missing}); {entry.remedy}" for entry in missing]
+        raise NotBuiltError("\n".join(lines))
