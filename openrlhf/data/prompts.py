@@ -1,0 +1,243 @@
+"""Prompts, checked before training, in an order that is a pure function of (seed, ordinal)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from openrlhf.data.sources import DataError, Record, Records
+from openrlhf.data.templates import has_placeholder, known_keys, render_prompt
+from openrlhf.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+BATCH = 1024
+"""Prompts tokenised per call: fast tokenizers run a batch on all cores."""
+
+
+class PromptSet(Sequence[Prompt]):
+    """The usable prompts of a data set, in file order; `prompts[i]` has ordinal i.
+
+    Every record is rendered and checked once, here. Records without text and prompts of more than
+    `max_prompt_tokens` tokens are left out, with one warning that says how many; anything else that is wrong
+    raises DataError with the record's number. Texts are rendered again when asked for, so memory stays that of
+    the records.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        *,
+        tokenizer: Any = None,
+        input_key: str = "input",
+        label_key: str | None = None,
+        apply_chat_template: bool = False,
+        input_template: str | None = None,
+        max_prompt_tokens: int | None = None,
+        flag: str = "--data.prompt_dataset",
+    ) -> None:
+        if max_prompt_tokens is not None and tokenizer is None:
+            raise ValueError("max_prompt_tokens needs a tokenizer to count with")
+        if input_template is not None and not apply_chat_template and not has_placeholder(input_template):
+            logger.warning("--data.input_template %r has no {} for the prompt: it is not used", input_template)
+            input_template = None
+        self._records = records
+        self._tokenizer = tokenizer
+        self._input_key = input_key
+        self._label_key = label_key
+        self._apply_chat_template = apply_chat_template
+        self._input_template = input_template
+        self._max_prompt_tokens = max_prompt_tokens
+        self._flag = flag
+        self._kept, self.digest = self._check_all()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return self.prompt(index, ordinal=index)
+
+    def prompt(self, index: int, *, ordinal: int) -> Prompt:
+        """Usable prompt `index`, under the identity `ordinal`."""
+        row = int(self._kept[index])
+        record = self._records[row]
+        return Prompt(
+            ordinal=ordinal,
+            text=self._render(row, record),
+            label=self._label(row, record),
+            datasource=str(record.get("datasource") or "default"),
+        )
+
+    def where(self, index: int) -> str:
+        """`record 12 of train.jsonl`, for messages about prompt `index`."""
+        return self._records.where(int(self._kept[index]))
+
+    def _check_all(self) -> tuple[np.ndarray, str]:
+        """Rows of the usable records, int64 [N], and a digest of their texts and labels."""
+        kept: list[int] = []
+        empty: list[int] = []
+        long: list[int] = []
+        digest = hashlib.blake2b(digest_size=8)
+        rows = iter(range(len(self._records)))
+        while batch := list(islice(rows, BATCH)):
+            usable: list[tuple[int, str, Any]] = []
+            for row in batch:
+                record = self._records[row]
+                text = self._render(row, record)
+                label = self._label(row, record)
+                if text:
+                    usable.append((row, text, label))
+                else:
+                    empty.append(row)
+            for (row, text, label), fits in zip(usable, self._fits([text for _, text, _ in usable]), strict=True):
+                (kept if fits else long).append(row)
+                if fits:
+                    digest.update(repr((text, label)).encode())
+        self._report_skipped(empty, why=f"have an empty {self._input_key!r}")
+        self._report_skipped(long, why=f"are longer than {self._max_prompt_tokens} tokens")
+        if not kept:
+            raise DataError(
+                f"{self._flag}: no usable prompt in {len(self._records)} records: {len(empty)} are empty, "
+                f"{len(long)} are longer than {self._max_prompt_tokens} tokens"
+                + (" (raise --data.max_len or lower --rollout.max_new_tokens)" if long else "")
+            )
+        return np.array(kept, dtype=np.int64), digest.hexdigest()
+
+    def _fits(self, texts: list[str]) -> list[bool]:
+        if self._max_prompt_tokens is None or not texts:
+            return [True] * len(texts)
+        # A rendered prompt already holds its special tokens.
+        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [len(ids) <= self._max_prompt_tokens for ids in encoded]
+
+    def _report_skipped(self, rows: list[int], *, why: str) -> None:
+        if rows:
+            first = ", ".join(self._records.where(row) for row in rows[:5])
+            logger.warning(
+                "%s: left out %d of %d prompts, which %s: %s%s",
+                self._flag, len(rows), len(self._records), why, first, ", …" if len(rows) > 5 else "",
+            )  # fmt: skip
+
+    def _render(self, row: int, record: Record) -> str:
+        try:
+            return render_prompt(
+                record,
+                input_key=self._input_key,
+                apply_chat_template=self._apply_chat_template,
+                input_template=self._input_template,
+                tokenizer=self._tokenizer,
+            )
+        except DataError as error:
+            raise DataError(f"{self._flag}, {self._records.where(row)}: {error}") from error
+
+    def _label(self, row: int, record: Record) -> Any:
+        if self._label_key is None:
+            return ""
+        label = record.get(self._label_key)
+        if label is None:
+            raise DataError(
+                f"{self._flag}, {self._records.where(row)}: it has no {self._label_key!r}: "
+                f"set --data.label_key to one of {known_keys(record)}"
+            )
+        return label
+
+
+class PromptStream:
+    """The tasks of a run, numbered from 0: each pass over the prompts is in a new order.
+
+    With N prompts, ordinal o is prompt π_e(o mod N) of pass e = o div N, where the permutation π_e is a function
+    of (seed, e) alone. So a retry or a resumed run gets the same task from the same ordinal.
+    """
+
+    def __init__(
+        self, prompt_set: PromptSet, *, seed: int, shuffle: bool = True, num_episodes: int | None = None
+    ) -> None:
+        """`num_episodes` passes; None: endless."""
+        if num_episodes is not None and num_episodes < 1:
+            raise ValueError(f"num_episodes must be >= 1, got {num_episodes}")
+        self._prompts = prompt_set
+        self._seed = seed
+        self._shuffle = shuffle
+        self._num_episodes = num_episodes
+        self._next = 0
+        self._order = lru_cache(maxsize=2)(self._order_of_pass)
+
+    def __len__(self) -> int:
+        """Ordinals in all passes together."""
+        if self._num_episodes is None:
+            raise TypeError("an endless prompt stream has no length")
+        return len(self._prompts) * self._num_episodes
+
+    @property
+    def next_ordinal(self) -> int:
+        """What `take` begins with."""
+        return self._next
+
+    @property
+    def remaining(self) -> int | None:
+        """How many prompts `take` still has; None: endlessly many."""
+        return None if self._num_episodes is None else len(self) - self._next
+
+    def prompt_at(self, ordinal: int) -> Prompt:
+        return self._prompts.prompt(self._index(ordinal), ordinal=ordinal)
+
+    def where(self, ordinal: int) -> str:
+        """`record 12 of train.jsonl`, for messages about prompt `ordinal`."""
+        return self._prompts.where(self._index(ordinal))
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts; fewer at the end."""
+        if self.remaining is not None:
+            n = min(n, self.remaining)
+        taken = [self.prompt_at(ordinal) for ordinal in range(self._next, self._next + n)]
+        self._next += n
+        return taken
+
+    def __iter__(self) -> Iterator[Prompt]:
+        while prompts := self.take(1):
+            yield prompts[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next_ordinal": self._next,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "size": len(self._prompts),
+            "digest": self._prompts.digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError when ordinals would mean other prompts."""
+        if state["seed"] != self._seed or state["shuffle"] != self._shuffle:
+            raise DataError(
+                f"the checkpoint's prompt order was made with --train.seed {state['seed']}, now it is {self._seed}: "
+                f"resume with the same seed"
+            )
+        if state["size"] != len(self._prompts):
+            raise DataError(
+                f"the checkpoint was made with {state['size']} prompts, now there are {len(self._prompts)}: resume "
+                f"with the same data and limits, or start a new run from the checkpoint's model"
+            )
+        if state["digest"] != self._prompts.digest:
+            logger.warning("the prompts' texts or labels are not those the checkpoint was made with")
+        self._next = state["next_ordinal"]
+
+    def _index(self, ordinal: int) -> int:
+        episode, position = divmod(ordinal, len(self._prompts))
+        if ordinal < 0 or (self._num_episodes is not None and episode >= self._num_episodes):
+            raise IndexError(f"prompt ordinal {ordinal} is outside the stream")
+        return int(self._order(episode)[position]) if self._shuffle else position
+
+    def _order_of_pass(self, episode: int) -> np.ndarray:
+        """int64 [N]: ranks of N raw random words. Raw words never change between numpy versions; `permutation` may."""
+        words = np.random.PCG64(np.random.SeedSequence([self._seed % 2**64, episode])).random_raw(len(self._prompts))
+        return np.argsort(words, kind="stable")
