@@ -18,6 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 ATTENTION = "openrlhf"
 
+_INEXPRESSIBLE = ("softcap", "s_aux", "position_bias", "alibi")
+"""Arguments by which models ask for more than softmax(q·k) v; a plan would silently leave them out."""
+
 
 class AttentionPlan(Protocol):
     """Attends within one forward call."""
@@ -52,6 +55,13 @@ def _attend(
 ) -> tuple[Tensor, None]:
     if attention_plan is None:
         raise RuntimeError(f"a model with attn_implementation={ATTENTION!r} needs attention_plan=… in its forward call")
+    wanted = [name for name in _INEXPRESSIBLE if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        wanted.append("attention_mask")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        wanted.append("is_causal=False")
+    if wanted:
+        raise NotImplementedError(f"{type(module).__name__} asks attention for {', '.join(wanted)}")
     output = attention_plan(
         module,
         query,

@@ -1,0 +1,45 @@
+"""A model's decoder body on a packed stream: token ids in, last hidden states out. Every head shares it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.models.attention import AttentionPlan
+from openrlhf.models.packed import PackedAttention
+from openrlhf.types import PackedTokens
+
+
+def decoder_body(model: Any) -> nn.Module:
+    """The part of a Hugging Face model below its head; looks through a PEFT wrapper."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    body = model.base_model
+    return body if body is not model else model.get_decoder()  # a few classes name their body wrongly
+
+
+def hidden_states(
+    body: nn.Module, tokens: PackedTokens, *, packed: bool = True, plan: AttentionPlan | None = None
+) -> Tensor:
+    """Last hidden states [T, D] of the stream, no sequence seeing another.
+
+    `packed`: the body's attention implementation is `ATTENTION`; one call, by `plan` (default `PackedAttention`).
+    Otherwise it runs natively on one sequence after the other, for models that a plan cannot express (see
+    `models.support`).
+    """
+    if not packed:
+        return torch.cat([_run(body, sequence) for sequence in tokens.split()])
+    return _run(body, tokens, attention_plan=plan or PackedAttention(tokens.cu_seqlens, tokens.max_seqlen))
+
+
+def _run(body: nn.Module, tokens: PackedTokens, **kwargs: Any) -> Tensor:
+    # [T] → [1, T]; models with several position rows take [R, 1, T].
+    output = body(
+        input_ids=tokens.token_ids.unsqueeze(0),
+        position_ids=tokens.position_ids.unsqueeze(-2),
+        use_cache=False,
+        **kwargs,
+    )
+    return output[0].squeeze(0)

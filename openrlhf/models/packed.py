@@ -1,0 +1,165 @@
+"""Attention within each sequence of a packed stream: the plan of every training and scoring forward.
+
+    tokens   a b c | d e | f g h          cu_seqlens 0 3 5 8
+    c sees a b c, e sees d e, g sees f g: nothing crosses a bar, and no T×T mask says so.
+
+On CUDA one `varlen_attn` call does it. Elsewhere, and for what that kernel cannot do (fp32, dropout, heads wider
+than 256), sequences of equal length become the rows of one SDPA call: a reinforcement-learning micro-batch has
+hundreds of short sequences and few distinct lengths. How they group is worked out once per plan, not per layer.
+
+Shapes: T tokens, n sequences of a group, L their length, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_MAX_FLASH_HEAD_DIM = 256
+_MIN_BLOCK = 256
+"""Fewest queries per SDPA call of a sliding window: shorter blocks cost more in calls than they save in scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """n sequences of the same length, neighbours in the sorted stream."""
+
+    count: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+
+class PackedAttention:
+    """Causal attention inside every sequence of the stream that `cu_seqlens` cuts. Holds no state between calls."""
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        """`cu_seqlens` int32 [N+1], on the device of the tokens; `max_seqlen` the longest of the N."""
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self._groups: list[_Group] | None = None
+        self._order: Tensor | None = None
+        self._back: Tensor | None = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D] → [1, T, Hq, Dv]."""
+        q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if _varlen_can(q_THD, v_THD, dropout=dropout):
+            out_THD = self._varlen(q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window)
+        else:
+            out_THD = self._grouped(q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window, dropout=dropout)
+        return out_THD.unsqueeze(0)
+
+    def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.11 takes fewer key heads as they come; later versions want to be told.
+        gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        return varlen_attn(
+            q_THD,
+            k_THD,
+            v_THD,
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.max_seqlen,
+            self.max_seqlen,
+            scale=scaling,
+            # (left, right): how many tokens before and after itself a query sees; -1 is all of them.
+            window_size=(-1 if window is None else window - 1, 0),
+            **gqa,
+        )
+
+    def _grouped(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None, dropout: float
+    ) -> Tensor:
+        if self._groups is None:
+            self._groups, self._order, self._back = _group_by_length(self.cu_seqlens)
+        if self._order is not None:
+            q_THD, k_THD, v_THD = (x.index_select(0, self._order) for x in (q_THD, k_THD, v_THD))
+        # split, not slices: its backward is one concatenation instead of a stream-sized zero tensor per group.
+        sizes = [group.tokens for group in self._groups]
+        outputs = []
+        for group, q, k, v in zip(
+            self._groups, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True
+        ):
+            rows = (x.unflatten(0, (group.count, group.length)).transpose(1, 2) for x in (q, k, v))
+            out_nHLD = _attend_rows(*rows, scaling=scaling, window=window, dropout=dropout)
+            outputs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
+        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out_THD if self._back is None else out_THD.index_select(0, self._back)
+
+
+def _varlen_can(q_THD: Tensor, v_THD: Tensor, *, dropout: float) -> bool:
+    return (
+        q_THD.is_cuda
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        and q_THD.shape[-1] == v_THD.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        and dropout == 0.0
+    )
+
+
+def _group_by_length(cu_seqlens: Tensor) -> tuple[list[_Group], Tensor | None, Tensor | None]:
+    """Groups in order of length, and the token permutations to and from that order (None when it is the stream's)."""
+    bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    by_length: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(index)
+    groups = [_Group(count=len(members), length=length) for length, members in sorted(by_length.items())]
+    sequence_order = [index for _, members in sorted(by_length.items()) for index in members]
+    if sequence_order == sorted(sequence_order):
+        return groups, None, None
+    order = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in sequence_order])
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return groups, order.to(cu_seqlens.device), back.to(cu_seqlens.device)
+
+
+def _attend_rows(
+    q_nHLD: Tensor, k_nHLD: Tensor, v_nHLD: Tensor, *, scaling: float, window: int | None, dropout: float
+) -> Tensor:
+    """Causal attention of n sequences of length L → [n, Hq, L, Dv]."""
+    gqa = q_nHLD.shape[1] != k_nHLD.shape[1]
+    L = q_nHLD.shape[2]
+    if window is None or window >= L:
+        return F.scaled_dot_product_attention(
+            q_nHLD, k_nHLD, v_nHLD, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
+        )
+    # A block of queries sees at most `window - 1` keys before its first: work grows with L × window, not L².
+    block = max(window, _MIN_BLOCK)
+    outputs = []
+    for start in range(0, L, block):
+        end, first_key = min(start + block, L), max(0, start - window + 1)
+        distance = (
+            torch.arange(start, end, device=q_nHLD.device)[:, None]
+            - torch.arange(first_key, end, device=q_nHLD.device)[None, :]
+        )
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q_nHLD[:, :, start:end],
+                k_nHLD[:, :, first_key:end],
+                v_nHLD[:, :, first_key:end],
+                attn_mask=(distance >= 0) & (distance < window),
+                scale=scaling,
+                dropout_p=dropout,
+                enable_gqa=gqa,
+            )
+        )
+    return torch.cat(outputs, dim=2)

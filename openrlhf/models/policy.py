@@ -1,0 +1,74 @@
+"""The policy: packed tokens in, log-probs of the action tokens out.
+
+`forward` does it all — body, choice of positions, head — so that hooks on the module (ZeRO-3, DDP) see every parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from openrlhf.models.body import decoder_body, hidden_states
+from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
+from openrlhf.types import PackedTokens
+
+
+class PolicyOutput(NamedTuple):
+    """A NamedTuple, because distributed wrappers look for tensors in tuples and not in other records."""
+
+    logprobs_A: Tensor
+    """float32 [A]: log π of each action token given the tokens before it."""
+    entropy_A: Tensor | None
+    """float32 [A]: entropy of π where the action was taken; None unless asked for."""
+
+
+class Policy(nn.Module):
+    """A Hugging Face causal language model that reads packed streams. Made by `models.loading.load_policy`."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        packed: bool = True,
+        transform: LogitTransform = IDENTITY,
+        config_changes: dict[str, float] | None = None,
+    ) -> None:
+        """`packed`: the model's attention implementation is `ATTENTION`; otherwise sequences run one by one.
+
+        `config_changes`: configuration values that loading replaced, as they were; an export writes them back.
+        """
+        super().__init__()
+        self.model = model
+        self.packed = packed
+        self.transform = transform
+        self.config_changes = config_changes or {}
+
+    def forward(self, tokens: PackedTokens, *, temperature: float, with_entropy: bool = False) -> PolicyOutput:
+        """log π(token t | tokens before t of its sequence) for t in `action_positions`, in that order.
+
+        π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1.
+        """
+        hidden_TD = hidden_states(decoder_body(self.model), tokens, packed=self.packed)
+        head = output_head(self.model)
+        logprobs_A, entropy_A = chunked_logprobs(
+            hidden_TD[tokens.action_positions - 1],  # the state before a token predicts it
+            head.weight,
+            tokens.token_ids[tokens.action_positions],
+            bias_V=head.bias,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            transform=self.transform,
+        )
+        return PolicyOutput(logprobs_A, entropy_A)
+
+
+def output_head(model: Any) -> nn.Linear:
+    """The model's head, as the plain matrix that `chunked_logprobs` multiplies with."""
+    head = model.get_output_embeddings()
+    if type(head).forward is not nn.Linear.forward:
+        raise TypeError(
+            f"the output head must be a plain Linear, got {type(head).__name__}: an adapter or a quantised weight "
+            "there would be left out of the log-probs. Take lm_head out of the LoRA target modules."
+        )
+    return head

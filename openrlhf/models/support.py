@@ -1,0 +1,182 @@
+"""Which models a packed stream can be trusted with. Never wrong: what was not seen to agree runs one by one.
+
+A model may do what an attention plan cannot express: cap its attention scores (Gemma 2), have sinks (gpt-oss), attend
+in chunks (Llama 4), carry state through linear or state-space layers (Mamba, Qwen3-Next), or not look its attention up
+by name at all. Two things are asked of a freshly loaded model: what its configuration says, and whether two tiny
+random sequences give the same hidden states packed as they do one by one with the model's own attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.models.attention import ATTENTION
+from openrlhf.models.body import decoder_body, hidden_states
+from openrlhf.models.logprobs import LogitTransform
+from openrlhf.models.packed import PackedAttention
+from openrlhf.models.policy import output_head
+from openrlhf.types import PackedTokens
+
+logger = logging.getLogger(__name__)
+
+_PROBE_LENGTHS = (7, 11)
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Relative error of a typical token's hidden state. Attending to the wrong tokens shows as far more."""
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_SEEN_PACKED = {"gemma", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+"""Model types that tests hold to the probe, for weights that are sharded as they load and cannot be probed."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model's logits cannot be reproduced from its hidden states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """How a model is to be run."""
+
+    packed: bool
+    reason: str
+    """Why it is not packed; empty when it is."""
+    transform: LogitTransform
+
+
+def examine(model: Any, *, native_attention: str) -> Support:
+    """Decide how to run `model`, and leave its attention implementation set accordingly.
+
+    Warns once when the model has to run one sequence at a time; raises `UnsupportedModelError` when even that would not
+    give its log-probs.
+    """
+    config = model.config.get_text_config()
+    transform = logit_transform(config)
+    reason = _inexpressible(config)
+    if _is_sharded(model):
+        if not reason and config.model_type not in _SEEN_PACKED:
+            reason = "its weights are sharded while loading, so the packed forward could not be compared with its own"
+    else:
+        reason = reason or _probe_packing(model, native_attention=native_attention)
+        model.set_attn_implementation(native_attention)
+        _probe_head(model, transform)
+    if reason:
+        logger.warning(
+            "%s models run one sequence at a time, without packing: %s. Training is right but slower.",
+            config.model_type,
+            reason,
+        )
+    model.set_attn_implementation(native_attention if reason else ATTENTION)
+    return Support(packed=not reason, reason=reason, transform=transform)
+
+
+def logit_transform(config: Any) -> LogitTransform:
+    """The scale and soft-cap that a model's configuration names (Cohere, Granite, Falcon-H1; Gemma)."""
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(p, "ds_id") or p.device.type == "meta" for p in model.parameters())
+
+
+def _inexpressible(config: Any) -> str:
+    """Why the configuration rules packing out; empty if it does not.
+
+    Here stands what two short sequences cannot show, such as limits of a reach longer than they are.
+    """
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"it caps attention scores at {config.attn_logit_softcapping}"
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if other:
+        return f"it has layers of type {', '.join(sorted(other))}"
+    if getattr(config, "attention_chunk_size", None):
+        return f"it attends in chunks of {config.attention_chunk_size} tokens"
+    if getattr(config, "alibi", False):
+        return "it uses ALiBi position biases"
+    return ""
+
+
+class _Witness(PackedAttention):
+    """A plan that remembers which window each layer asked for."""
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        super().__init__(cu_seqlens, max_seqlen)
+        self.windows: list[int | None] = []
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        self.windows.append(kwargs["sliding_window"])
+        return super().__call__(module, query, key, value, **kwargs)
+
+
+@torch.no_grad()
+def _probe_packing(model: Any, *, native_attention: str) -> str:
+    """Why a packed forward of the model differs from its own forwards; empty if it does not."""
+    body, tokens = decoder_body(model), _probe_tokens(model)
+    model.set_attn_implementation(native_attention)
+    expected_TD = hidden_states(body, tokens, packed=False)
+    witness = _Witness(tokens.cu_seqlens, tokens.max_seqlen)
+    try:
+        model.set_attn_implementation(ATTENTION)
+        packed_TD = hidden_states(body, tokens, plan=witness)
+    except Exception as error:  # anything a foreign model may raise means the same: not packable
+        return f"its packed forward fails ({error})"
+    config = model.config.get_text_config()
+    if len(witness.windows) != config.num_hidden_layers:
+        return f"{len(witness.windows)} of its {config.num_hidden_layers} layers attend by plan"
+    expected_windows = _expected_windows(config)
+    if witness.windows != expected_windows:
+        return f"its layers ask for the windows {witness.windows}, its configuration for {expected_windows}"
+    error = _typical_error(packed_TD, expected_TD, tokens)
+    if not error <= _TOLERANCE.get(expected_TD.dtype, 1e-4):
+        return f"its packed hidden states differ from its own by {error:.1e}"
+    return ""
+
+
+def _expected_windows(config: Any) -> list[int | None]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+@torch.no_grad()
+def _probe_head(model: Any, transform: LogitTransform) -> None:
+    """Check that scale and soft-cap of the head's product are all that stands between hidden states and logits."""
+    tokens = next(_probe_tokens(model).split())
+    expected = model(
+        input_ids=tokens.token_ids[None], position_ids=tokens.position_ids[None], use_cache=False
+    ).logits.float()
+    head = output_head(model)
+    z = head(hidden_states(decoder_body(model), tokens, packed=False)).float() * transform.scale
+    if transform.softcap is not None:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    error = ((z - expected).norm() / expected.norm()).item()
+    if not error <= _TOLERANCE.get(head.weight.dtype, 1e-4):
+        raise UnsupportedModelError(
+            f"{model.config.model_type} does something to its logits that log-probs from hidden states leave out "
+            f"(relative error {error:.1e}). Choose another model for --actor.model_name_or_path."
+        )
+
+
+def _probe_tokens(model: Any) -> PackedTokens:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    sequences = [torch.randint(vocabulary, (n,), generator=generator) for n in _PROBE_LENGTHS]
+    masks = [torch.zeros(n, dtype=torch.bool) for n in _PROBE_LENGTHS]
+    return PackedTokens.from_sequences(sequences, masks).to(model.get_input_embeddings().weight.device)
+
+
+def _typical_error(actual_TD: Tensor, expected_TD: Tensor, tokens: PackedTokens) -> float:
+    """Relative error of the median token, in the sequence where that is largest.
+
+    The median, because in low precision a router may send single tokens to another expert.
+    """
+    error_T = (actual_TD - expected_TD).float().norm(dim=-1) / expected_TD.float().norm(dim=-1)
+    bounds = tokens.cu_seqlens.tolist()
+    return max(error_T[a:b].median().item() for a, b in itertools.pairwise(bounds))
