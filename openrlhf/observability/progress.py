@@ -5,6 +5,7 @@ Everything goes to stderr, so that stdout stays free for what machines read.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -290,7 +291,7 @@ def sparkline(values: list[float], *, width: int) -> str:
         return ""
     width = min(width, len(values))
     cuts = [len(values) * i // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
     low, high = min(means), max(means)
     if high == low:
         return "▄" * width

@@ -1,0 +1,165 @@
+"""Curves made ready for drawing: smoothed, thinned out, and with axis bounds people can read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    step: int
+    value: float
+    """As logged; NaN where the run reported a number that is not finite."""
+    smooth: float
+    """The trend there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric over the steps of a run."""
+
+    name: str
+    points: tuple[Point, ...]
+
+    @staticmethod
+    def read(name: str, records: Iterable[Mapping[str, Any]], *, label: str = "") -> Curve:
+        """The metric `name` of every record that has it. null stands for a number that was not finite."""
+        steps, values = [], []
+        for record in records:
+            value = record.get(name, "")
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+                steps.append(record["step"])
+                values.append(float(value) if value is not None and math.isfinite(value) else math.nan)
+        points = (Point(*entry) for entry in zip(steps, values, smoothed(values), strict=True))
+        return Curve(label or name, tuple(points))
+
+    @property
+    def finite(self) -> list[Point]:
+        return [point for point in self.points if math.isfinite(point.value)]
+
+    @property
+    def broken_steps(self) -> list[int]:
+        """Steps that reported a number that was not finite."""
+        return [point.step for point in self.points if not math.isfinite(point.value)]
+
+    def thinned(self, most: int) -> Curve:
+        """At most about `most` points: the lowest and the highest of each stretch, so that no spike is lost.
+
+        Steps without a finite value are kept: one per stretch.
+        """
+        if len(self.points) <= most:
+            return self
+        stretches = max(1, most // 2)
+        cuts = [len(self.points) * i // stretches for i in range(stretches + 1)]
+        kept: list[Point] = [self.points[0]]
+        for start, end in itertools.pairwise(cuts):
+            stretch = self.points[start:end]
+            finite = [point for point in stretch if math.isfinite(point.value)]
+            chosen = {min(finite, key=lambda p: p.value), max(finite, key=lambda p: p.value)} if finite else set()
+            chosen |= set(itertools.islice((p for p in stretch if not math.isfinite(p.value)), 1))
+            kept.extend(sorted(chosen, key=lambda p: p.step))
+        kept.append(self.points[-1])
+        return Curve(self.name, tuple(dict.fromkeys(kept)))
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The trend: mean of an exponential average from the left and one from the right, so that it does not lag.
+
+    It looks about n / 25 values either way; fewer than ten values are left as they are. NaNs are bridged.
+    """
+    if len(values) < 10:
+        return list(values)
+    decay = 1 - 1 / max(2.0, len(values) / 25)
+    left = _exponential_average(values, decay)
+    right = _exponential_average(list(reversed(values)), decay)[::-1]
+    return [_mean_of_finite(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _exponential_average(values: Sequence[float], decay: float) -> list[float]:
+    """Σ decay^(i-j) x_j / Σ decay^(i-j) over finite x_j, j ≤ i; NaN before the first of them."""
+    total = weight = 0.0
+    averages = []
+    for value in values:
+        total, weight = total * decay, weight * decay
+        if math.isfinite(value):
+            total, weight = total + value, weight + 1
+        averages.append(total / weight if weight > 1e-12 else math.nan)
+    return averages
+
+
+def _mean_of_finite(a: float, b: float) -> float:
+    if math.isnan(a) or math.isnan(b):
+        return b if math.isnan(a) else a
+    return (a + b) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+
+    @staticmethod
+    def over(low: float, high: float, *, ticks: int = 5, whole: bool = False) -> Axis:
+        """Bounds and about `ticks` round numbers that cover [low, high]; `whole` keeps them integers."""
+        if not (math.isfinite(low) and math.isfinite(high)):
+            low, high = 0.0, 1.0
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            room = abs(low) * 0.1 or 0.5
+            low, high = low - room, high + room
+        step = _round_number((high - low) / max(1, ticks - 1))
+        if whole:
+            step = max(1.0, step)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        return Axis(first * step, last * step, tuple(i * step for i in range(first, last + 1)))
+
+
+def _round_number(size: float) -> float:
+    """The smallest of 1, 2, 2.5, 5, 10 × 10^k that is not below `size`.
+
+    >>> _round_number(0.3), _round_number(18)
+    (0.5, 20.0)
+    """
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * (1 - 1e-9))
+
+
+def bounds(curves: Sequence[Curve], *, zero: bool = False) -> tuple[float, float]:
+    """What the vertical axis must cover: every finite value, unless a few spikes would flatten all the rest.
+
+    Then (the middle 98% fills less than a quarter of the range) it covers that middle, widened by half.
+    """
+    values = sorted(point.value for curve in curves for point in curve.finite)
+    if not values:
+        return (math.nan, math.nan)
+    low, high = values[0], values[-1]
+    inner_low, inner_high = values[len(values) // 100], values[-1 - len(values) // 100]
+    inner = inner_high - inner_low
+    if len(values) >= 100 and 0 < inner < (high - low) / 4:
+        low, high = max(low, inner_low - inner / 2), min(high, inner_high + inner / 2)
+    return (min(low, 0.0), max(high, 0.0)) if zero else (low, high)
+
+
+def short_number(value: float) -> str:
+    """Three or four digits, whatever the size.
+
+    >>> [short_number(x) for x in (0, 0.5, 0.01234, 1234.5, 2_500_000, 1e-6, float("nan"))]
+    ['0', '0.5', '0.0123', '1,234', '2.5M', '1e-06', '–']
+    """
+    if not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-4:
+        return f"{value:.2e}".replace(".00e", "e").replace("0e", "e")
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.4g}"
+    return f"{float(f'{value:.3g}'):g}"
