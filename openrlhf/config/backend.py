@@ -75,22 +75,22 @@ class BackendSection(InferenceBackendSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalBackendSection(BackendSection, LigerSection):
+class CausalBackendSection(LigerSection, BackendSection):
     """SFT and DPO."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMBackendSection(BackendSection, ValueHeadSection):
+class RMBackendSection(ValueHeadSection, BackendSection):
     """Reward-model training."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLBackendSection(BackendSection, LigerSection, ValueHeadSection):
+class RLBackendSection(LigerSection, ValueHeadSection, BackendSection):
     enable_sleep: Annotated[
         bool, Flag("optimizer state leaves the device between phases", flat="deepspeed_enable_sleep")
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeBackendSection(InferenceBackendSection, ValueHeadSection):
+class ServeBackendSection(ValueHeadSection, InferenceBackendSection):
     """The reward server."""

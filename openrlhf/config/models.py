@@ -52,7 +52,7 @@ class TrainedModelSection(TrustSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorSection(TrainedModelSection, GroupSection, OptimizerSection):
+class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
     eps_clip: Annotated[float, Flag("policy ratio is clipped to [1 − eps, 1 + eps]", flat="eps_clip")] = 0.2
     eps_clip_low_high: Annotated[
         tuple[float, float] | None,
@@ -79,7 +79,7 @@ class ActorSection(TrainedModelSection, GroupSection, OptimizerSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticSection(GroupSection, OptimizerSection):
+class CriticSection(OptimizerSection, GroupSection):
     model_name_or_path: Annotated[
         str | None,
         Flag("critic to start from (gae only); unset: the first reward model, else the actor", flat="critic_pretrain"),
@@ -120,7 +120,7 @@ class ServedRewardSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSection(ServedRewardSection, GroupSection):
+class RewardSection(GroupSection, ServedRewardSection):
     remote_url: Annotated[
         str | None, Flag("reward server URLs (comma list), or one .py file with reward_func", flat="remote_rm_url")
     ] = None

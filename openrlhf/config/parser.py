@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,9 @@ def parse(command: str, argv: Sequence[str] | None = None) -> Config:
     `--help` and `--print_config` print to stdout and raise `SystemExit(0)`; notes go to stderr.
     """
     words = vocabulary(command)
-    found, unknown = build_parser(command).parse_known_args(list(sys.argv[1:] if argv is None else argv))
+    words_given = list(sys.argv[1:] if argv is None else argv)
+    blank = argparse.Namespace(given=[], config=None, print_config=False)
+    found, unknown = build_parser(command).parse_known_args(words_given, namespace=blank)
     if unknown:
         raise ConfigError(_explain_unknown(unknown, words=words))
     values = {path: spec.default for path, spec in flags_of(command).items()}
@@ -61,6 +64,7 @@ class _Record(argparse.Action):
         namespace.given.append(Given(name=name, raw=raw, where=spelling))
 
 
+@functools.cache
 def build_parser(command: str) -> argparse.ArgumentParser:
     """Every name of the command's vocabulary as an option; `--help` shows each field once, grouped by section."""
     words, specs = vocabulary(command), flags_of(command)
@@ -73,7 +77,6 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     )
     # argparse takes -1e-6 and -inf for options; no option here begins with a single dash and a digit.
     parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
-    parser.set_defaults(given=[], config=None, print_config=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file of defaults, nested or dotted; flags override it")
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and exit")
 
@@ -122,12 +125,11 @@ def _explain_unknown(unknown: Sequence[str], *, words: Vocabulary) -> str:
 def _explain_name(shown: str, *, name: str, words: Vocabulary) -> str:
     if name in GONE:
         return f"{shown} is gone: {GONE[name]}"
-    homes = [command for command in ROOTS if command != words.command and name in vocabulary(command).names()]
-    if homes:
-        return f"{shown} is not a setting of {words.command}; it belongs to {', '.join(homes)}"
+    homes = [command for command in ROOTS if name in vocabulary(command).names()]
     candidates = words.names() | {"config", "print_config", "help"}
-    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-    return f"{shown} is unknown" + (f"; did you mean --{near[0]}?" if near else "; --help lists all flags")
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8 if homes else 0.5)
+    problem = f"belongs to {', '.join(homes)}, not to {words.command}" if homes else "is unknown"
+    return f"{shown} {problem}; " + (f"did you mean --{near[0]}?" if near else "--help lists all flags")
 
 
 def _read_file(path: str, *, words: Vocabulary) -> Iterator[Given]:

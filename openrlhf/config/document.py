@@ -1,0 +1,93 @@
+"""Writes the table of all flags: `python -m openrlhf.config.document > docs/flags.md`."""
+
+from collections.abc import Iterator
+
+from openrlhf.config.dialects import GONE, INERT, vocabulary
+from openrlhf.config.roots import ROOTS
+from openrlhf.config.schema import FlagSpec, flags_of
+
+SHORT_NAMES = {
+    "train_sft": "sft",
+    "train_rm": "rm",
+    "train_dpo": "dpo",
+    "train_ppo_ray": "rl",
+    "serve_rm": "serve-rm",
+    "lora_combiner": "lora-combine",
+}
+"""Commands as the `openrlhf` command calls them."""
+
+INTRODUCTION = """\
+# Flags
+
+Made by `python -m openrlhf.config.document > docs/flags.md`; a test holds it up to date.
+
+Commands: `rl` is `python -m openrlhf.cli.train_ppo_ray` (or `openrlhf rl`), `sft`, `rm` and `dpo` are
+`openrlhf.cli.train_sft`, `train_rm` and `train_dpo`, then `serve-rm` (`serve_rm`) and `lora-combine` (`lora_combiner`).
+
+- Every flag has a dotted name; the older names in the last column mean the same, also in a file.
+- A switch takes nothing, `true` or `false`; `--no-NAME` switches it off.
+- `--config FILE.yaml` gives defaults, with nested or dotted keys; flags override it. `--print_config` prints the
+  resolved configuration in that form and exits.
+- `None` unsets a flag that may be unset. Two settings of one flag that differ are an error.
+- `sft`, `rm` and `dpo` also know their model and optimizer flags as `--actor.*`.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    commands: dict[str, dict[str, FlagSpec]] = {}
+    for command in ("train_ppo_ray", "train_sft", "train_rm", "train_dpo", "serve_rm", "lora_combiner"):
+        for path, spec in flags_of(command).items():
+            commands.setdefault(path, {})[command] = spec
+    sections: dict[str, list[str]] = {}
+    for path, specs in commands.items():
+        section = next(iter(specs.values())).section
+        sections.setdefault(section, []).append(_row(path, specs))
+    lines = [INTRODUCTION]
+    for section, rows in sections.items():
+        lines += [f"## {section or 'Top level'}\n", "| flag | type | default | commands | meaning | older names |"]
+        lines += ["|---|---|---|---|---|---|", *rows, ""]
+    return "\n".join([*lines, *_oddities()]) + "\n"
+
+
+def _row(path: str, specs: dict[str, FlagSpec]) -> str:
+    types = _by_command({command: str(spec.shape) for command, spec in specs.items()})
+    defaults = _by_command({command: spec.shown_default for command, spec in specs.items()})
+    older = dict.fromkeys(f"`{name}`" for spec in specs.values() for name in spec.flat_names)
+    cells = (
+        f"`--{path}`",
+        types,
+        defaults,
+        " ".join(SHORT_NAMES[command] for command in specs),
+        next(iter(specs.values())).flag.help,
+        " ".join(older),
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _by_command(texts: dict[str, str]) -> str:
+    """One text where all commands agree, else `sft: 8; rl: 1`."""
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{SHORT_NAMES[command]}: {text}" for command, text in texts.items())
+
+
+def _oddities() -> Iterator[str]:
+    yield "## Older names with a meaning of their own\n"
+    yield "| name | means |"
+    yield "|---|---|"
+    meanings: dict[str, str] = {}
+    for command in ROOTS:
+        words = vocabulary(command)
+        for name, switch in words.value_switches.items():
+            meanings[name] = f"`--{switch.path} {str(switch.on).lower()}`"
+        meanings |= {name: half.help for name, half in words.halves.items()}
+    meanings["ptx_coef"] = "0 only, which does nothing"
+    meanings |= {name: f"does nothing: {why}" for name, why in INERT.items()}
+    meanings |= {name: f"gone: {remedy}" for name, remedy in GONE.items()}
+    for name, meaning in meanings.items():
+        yield f"| `--{name}` | {meaning} |"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,157 @@
+"""The flag contract: every name of data/flags.json, in every command it belongs to, in both dialects.
+
+Where ours differs on purpose, the difference is listed here; everything else must match exactly.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config import ROOTS, parse
+from openrlhf.config.document import render
+from openrlhf.config.schema import flags_of, value_at
+
+FLAGS = json.loads((Path(__file__).parent / "data" / "flags.json").read_text())
+REPOSITORY = Path(__file__).parents[2]
+
+# name -> default here. None where the right value depends on the machine or the algorithm.
+CHANGED_DEFAULTS = {
+    "actor.num_gpus_per_node": None,  # deviation 3: unset is the devices that are there
+    "critic.num_gpus_per_node": None,
+    "ref.num_gpus_per_node": None,
+    "reward.num_gpus_per_node": None,
+    "rollout.n_samples_per_prompt": None,  # deviation 3: 1, or 8 for group estimators
+    "ds.param_dtype": "auto",  # deviation 3: bf16 on a GPU, fp32 on CPU
+    "host": "127.0.0.1",  # deviation 21
+}
+CHANGED_CHOICES = {"ds.param_dtype": ["auto", "bf16", "fp16", "fp32"]}  # deviation 3
+
+TRAINERS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray")
+# (name, type, default) -> commands
+ADDED = {
+    ("train.launcher", "str auto/local/ray", "auto"): ("train_ppo_ray",),
+    ("train.async_share_device", "switch", False): ("train_ppo_ray",),
+    ("max_steps", "int", None): ("train_ppo_ray",),
+    ("rollout.top_k", "int", -1): ("train_ppo_ray",),
+    ("rollout.agent_hosts", "int", None): ("train_ppo_ray",),
+    ("rollout.step_timeout", "float", 600.0): ("train_ppo_ray",),
+    ("reward.timeout", "float", 180.0): ("train_ppo_ray",),
+    ("reward.weights", "float x*", None): ("train_ppo_ray",),
+    ("algo.loss_agg", "str token/sequence/constant", None): ("train_ppo_ray",),
+    ("eval.at_start", "switch", False): ("train_ppo_ray",),
+    ("data.trust_remote_code", "switch", False): TRAINERS,
+    ("actor.trust_remote_code", "switch", False): ("train_ppo_ray",),
+    ("model.trust_remote_code", "switch", False): ("train_sft", "train_rm", "train_dpo", "serve_rm", "lora_combiner"),
+    ("logger.run_dir", "str", None): TRAINERS,
+    ("api_key", "str", None): ("serve_rm",),
+}
+
+# A value that differs from the default, where the usual one (below) is not allowed.
+SAMPLES = {
+    "ckpt.max_num": ["5"],
+    "actor.dual_clip": ["1.5"],
+    "data.dataset_probs": ["1.0"],
+    "data.prompt_probs": ["1.0"],
+    "data.input_template": ["Q: {}"],
+}
+# What else must be said for the flag to make sense.
+COMPANIONS = {
+    "train.partial_rollout_enable": ["--train.async_enable"],
+    "data.multiturn": ["--data.apply_chat_template"],
+    "algo.dynamic_filtering_enable": ["--rollout.n_samples_per_prompt", "4"],
+    "data.max_images_per_prompt": ["--algo.advantage.estimator", "reinforce"],
+    "reward.overlong_buffer_len": ["--rollout.max_new_tokens", "64"],
+}
+
+
+def _cases():
+    for row in FLAGS:
+        for command, facts in row["commands"].items():
+            yield pytest.param(row, command, facts, id=f"{command}-{row['name']}")
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _sample(row, facts):
+    """Words that give the flag another value than its default, and that value."""
+    name = row["name"]
+    if facts["type"] == "flag":
+        return ([], True) if not facts["default"] else (["false"], False)
+    words = SAMPLES.get(name)
+    if words is None and facts["choices"]:
+        words = [facts["choices"][-1]]
+    if words is None:
+        one, two = {"int": ("3", "4"), "float": ("0.25", "0.75"), "str": ("word", "other")}[facts["type"]]
+        words = [one] if facts["count"] == 1 else [one, two]
+    kind = {"int": int, "float": float, "str": str}[facts["type"]]
+    values = [kind(word) for word in words]
+    return words, (values[0] if facts["count"] == 1 else values)
+
+
+@pytest.mark.parametrize(("row", "command", "facts"), _cases())
+def test_flag_has_the_known_type_default_and_choices(row, command, facts):
+    if row["name"].endswith("muon.no_nesterov"):
+        path = row["name"].replace("no_nesterov", "nesterov")
+        assert value_at(parse(command, [f"--{row['name']}"]), path) is False
+        return
+    spec = flags_of(command)[row["name"]]
+    assert spec.flag.help
+    assert spec.shape.kind is {"flag": bool, "int": int, "float": float, "str": str}[facts["type"]]
+    assert spec.shape.count == facts["count"]
+    choices = CHANGED_CHOICES.get(row["name"], facts["choices"])
+    assert (list(spec.shape.choices) if spec.shape.choices else None) == choices
+    expected = CHANGED_DEFAULTS.get(row["name"], facts["default"])
+    if expected == "inf":
+        expected = float("inf")
+    if facts["count"] == "*":
+        expected = [expected]
+    if isinstance(expected, str) and expected.endswith("<time>"):
+        assert spec.default.startswith(expected.removesuffix("<time>"))
+    else:
+        assert _plain(spec.default) == expected
+    assert row["name"] not in CHANGED_DEFAULTS or facts["default"] != expected, "no longer a difference"
+
+
+@pytest.mark.parametrize(("row", "command", "facts"), _cases())
+def test_flag_parses_in_both_dialects(row, command, facts):
+    name = row["name"]
+    if name.endswith("muon.no_nesterov"):
+        return
+    words, expected = _sample(row, facts)
+    assert expected != facts["default"]
+    extra = COMPANIONS.get(name, [])
+    for spelling in (name, *row["flat"]):
+        config = parse(command, [*extra, f"--{spelling}", *words])
+        assert _plain(value_at(config, name)) == expected, spelling
+        if len(words) == 1:
+            assert value_at(parse(command, [*extra, f"--{spelling}={words[0]}"]), name) == expected
+        if facts["type"] == "flag":
+            for off in (["--no-" + spelling], [f"--{spelling}", "false"], [f"--{spelling}=False"]):
+                assert value_at(parse(command, [*extra, *off]), name) is False
+            assert value_at(parse(command, [*extra, f"--{spelling}", "true"]), name) is True
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_a_command_has_these_flags_and_no_others(command):
+    known = {row["name"] for row in FLAGS if command in row["commands"] and not row["name"].endswith("no_nesterov")}
+    added = {name for (name, _, _), commands in ADDED.items() if command in commands}
+    assert set(flags_of(command)) == known | added
+    assert not known & added
+
+
+@pytest.mark.parametrize(("fact", "commands"), ADDED.items(), ids=[name for name, _, _ in ADDED])
+def test_added_flags(fact, commands):
+    name, kind, default = fact
+    for command in commands:
+        spec = flags_of(command)[name]
+        assert str(spec.shape) == kind
+        assert spec.default == default
+        assert spec.flag.help
+
+
+def test_the_table_in_docs_is_up_to_date():
+    """If this fails: python -m openrlhf.config.document > docs/flags.md"""
+    assert (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8") == render()
