@@ -1,0 +1,89 @@
+"""One writer: the columns always agree, and nothing else can change them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.seeds import derive_seed
+from openrlhf.types import FinishReason, Generation
+
+
+def said(ids: list[int], *, version: int = 0, logprobs: bool = True) -> Generation:
+    return Generation(
+        token_ids=ids,
+        logprobs=[-float(i) for i in ids] if logprobs else None,
+        versions=[version] * len(ids),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def test_two_turns_are_recorded_as_they_happened():
+    recorder = TokenRecorder([10, 11])
+    recorder.append_action(said([1, 2], version=7))
+    recorder.reward_turn(0.5)
+    recorder.append_observation([12])
+    recorder.append_action(said([3], version=8))
+    recorder.reward_turn(1.0)
+    segment = recorder.segment()
+    assert segment.token_ids.tolist() == [10, 11, 1, 2, 12, 3]
+    assert segment.action_mask.tolist() == [False, False, True, True, False, True]
+    assert segment.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, -3]
+    assert segment.versions.tolist() == [-1, -1, 7, 7, -1, 8]
+    assert segment.turn_rewards.tolist() == [0, 0, 0, 0.5, 0, 1.0]
+    assert recorder.turns == 2
+
+
+def test_a_reward_after_feedback_still_belongs_to_the_action_before_it():
+    recorder = TokenRecorder([10])
+    recorder.append_action(said([1]))
+    recorder.append_observation([12, 13])
+    recorder.reward_turn(2.0)
+    assert recorder.segment().turn_rewards.tolist() == [0, 2.0, 0, 0]
+
+
+def test_a_reward_before_any_action_is_refused():
+    with pytest.raises(ValueError, match="before the first action"):
+        TokenRecorder([1]).reward_turn(1.0)
+
+
+def test_an_episode_begins_with_a_prompt():
+    with pytest.raises(ValueError, match="at least one prompt token"):
+        TokenRecorder([])
+
+
+def test_one_turn_without_logprobs_makes_the_column_unknown_not_zero():
+    recorder = TokenRecorder([1])
+    recorder.append_action(said([2]))
+    recorder.append_action(said([3], logprobs=False))
+    assert recorder.segment().rollout_logprobs is None
+
+
+def test_what_an_engine_was_given_does_not_change_under_it():
+    recorder = TokenRecorder([1, 2])
+    given_to_engine = recorder.token_ids
+    recorder.append_action(said([3]))
+    assert given_to_engine == [1, 2]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 99), max_size=5)), max_size=8))
+def test_columns_agree_whatever_is_appended(parts):
+    recorder = TokenRecorder([0])
+    expected, mask = [0], [False]
+    for is_action, ids in parts:
+        if is_action:
+            recorder.append_action(said(ids))
+        else:
+            recorder.append_observation(ids)
+        expected += ids
+        mask += [is_action] * len(ids)
+    segment = recorder.segment()
+    assert segment.token_ids.tolist() == expected
+    assert segment.action_mask.tolist() == mask
+
+
+def test_seeds_depend_on_every_part_and_on_nothing_else():
+    assert derive_seed(1, "train", 2, 3) == derive_seed(1, "train", 2, 3)
+    parts = [(1, "train", 2, 3), (0, "train", 2, 3), (1, "eval", 2, 3), (1, "train", 23), (1, "train", 2, 4)]
+    assert len({derive_seed(*p) for p in parts}) == len(parts)
+    assert all(0 <= derive_seed(*p) < 2**63 for p in parts)

@@ -1,0 +1,128 @@
+"""Records refuse what does not fit, where it arises."""
+
+import pytest
+import torch
+
+from openrlhf.types import (
+    Generation,
+    Group,
+    Outcome,
+    PackedTokens,
+    Prompt,
+    SampleKey,
+    SamplingParams,
+    Segment,
+    TrainingBatch,
+    TrainingSample,
+    Trajectory,
+)
+
+
+def segment(tokens: int = 5, prompt: int = 2, *, logprobs: bool = True) -> Segment:
+    mask = torch.arange(tokens) >= prompt
+    return Segment(
+        token_ids=torch.arange(tokens),
+        action_mask=mask,
+        rollout_logprobs=torch.where(mask, -torch.arange(tokens).float(), 0.0) if logprobs else None,
+        versions=torch.where(mask, 1, -1).int(),
+        turn_rewards=torch.zeros(tokens),
+    )
+
+
+def trajectory(prompt: int = 0, sample: int = 0) -> Trajectory:
+    return Trajectory(key=SampleKey(prompt, sample), segments=(segment(),), outcome=Outcome.FINISHED)
+
+
+def test_prompt_must_not_be_empty():
+    with pytest.raises(ValueError, match="prompt 3 is empty"):
+        Prompt(ordinal=3, text="")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": 0}, {"max_tokens": 0}, {"min_tokens": -1}],
+)
+def test_sampling_params_refuse_what_cannot_be_sampled(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_a_copy_of_sampling_params_is_its_own():
+    params = SamplingParams(max_tokens=5, stop="END")
+    changed = params.copy(max_tokens=7)
+    changed.temperature = 0.1
+    assert (params.max_tokens, params.temperature, params.stop) == (5, 1.0, ("END",))
+
+
+def test_generation_columns_must_agree():
+    with pytest.raises(ValueError, match="equal lengths"):
+        Generation(token_ids=[1, 2], logprobs=[-0.1], versions=[0, 0], finish_reason="stop")
+
+
+def test_segment_columns_must_agree_and_cannot_begin_with_an_action():
+    good = segment()
+    with pytest.raises(ValueError, match="versions has shape"):
+        Segment(
+            token_ids=good.token_ids,
+            action_mask=good.action_mask,
+            rollout_logprobs=None,
+            versions=good.versions[:-1],
+            turn_rewards=good.turn_rewards,
+        )
+    with pytest.raises(ValueError, match="cannot be an action"):
+        segment(prompt=0)
+
+
+def test_a_reward_lands_on_the_last_action_token_and_score_falls_back_to_it():
+    judged = trajectory().with_reward(0.5, score=None, extra_logs={})
+    assert judged.segments[0].turn_rewards.tolist() == [0, 0, 0, 0, 0.5]
+    assert (judged.reward, judged.score) == (0.5, 0.5)
+
+
+def test_failures_say_why_and_stay_out_of_scored():
+    with pytest.raises(ValueError, match="does not say why"):
+        Trajectory(key=SampleKey(0, 0), segments=(), outcome=Outcome.FAILED)
+    good = trajectory(sample=0).with_reward(1.0, score=None, extra_logs={})
+    group = Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(good, trajectory(sample=1).as_failed("boom")))
+    assert group.scored == (good,)
+
+
+def test_a_group_takes_only_its_own_prompts_trajectories():
+    with pytest.raises(ValueError, match="is not of prompt 1"):
+        Group(prompt=Prompt(ordinal=1, text="x"), trajectories=(trajectory(prompt=0),))
+
+
+def test_packing_lays_sequences_end_to_end():
+    """Sequences of 5 (3 actions) and 3 (1 action) tokens: actions at stream positions 2,3,4 and 7."""
+    tokens = PackedTokens.from_segments([segment(5, 2), segment(3, 2)])
+    assert tokens.token_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert tokens.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert tokens.cu_seqlens.tolist() == [0, 5, 8]
+    assert tokens.action_positions.tolist() == [2, 3, 4, 7]
+    assert tokens.action_sequences().tolist() == [0, 0, 0, 1]
+    assert (tokens.max_seqlen, tokens.num_sequences, tokens.num_actions) == (5, 2, 4)
+    first, second = tokens.split()
+    assert first.action_positions.tolist() == [2, 3, 4]
+    assert (second.token_ids.tolist(), second.action_positions.tolist()) == ([0, 1, 2], [2])
+
+
+def test_a_micro_batch_carries_the_columns_of_its_samples_in_its_own_order():
+    samples = [
+        TrainingSample(key=SampleKey(0, i), segment=segment(tokens, 2), baseline=0.0, scale=1.0)
+        for i, tokens in enumerate([4, 3, 5])
+    ]
+    batch = TrainingBatch(samples=samples)
+    assert batch.action_offsets == [0, 2, 3, 6]
+    batch.advantages_A = torch.arange(6.0)
+    packed = batch.pack([2, 0])
+    assert packed.advantages_A.tolist() == [3, 4, 5, 0, 1]
+    assert packed.rollout_logprobs_A.tolist() == [-2, -3, -4, -2, -3]
+    assert packed.rows.tolist() == [3, 4, 5, 0, 1]
+    assert packed.old_logprobs_A is None
+
+
+def test_rollout_logprobs_are_known_only_when_every_sample_has_them():
+    samples = [
+        TrainingSample(key=SampleKey(0, i), segment=segment(logprobs=bool(i)), baseline=0.0, scale=1.0) for i in (0, 1)
+    ]
+    assert TrainingBatch(samples=samples).rollout_logprobs_A is None
