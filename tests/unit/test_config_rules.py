@@ -1,0 +1,222 @@
+"""Cross-flag rules: what is refused when parsing, what a run needs, what the user is told, what is derived."""
+
+import pytest
+
+from openrlhf.config import ConfigError, parse, require_runnable, rules
+
+RUNNABLE = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator rloo --init_kl_coef 0"
+
+# rule, command, flags it refuses, words of its message, flags it lets pass
+CASES = [
+    ("sizes_are_positive", "train_sft", "--train.batch_size 0", ["--train.batch_size 0"], "--train.batch_size 1"),
+    ("sizes_are_positive", "train_ppo_ray", "--temperature 0", ["--rollout.temperature"], "--temperature 0.1"),
+    ("sizes_are_positive", "train_ppo_ray", "--async_queue_size 0", ["--train.async_queue_size"], ""),
+    ("sizes_are_positive", "serve_rm", "--batch_size 0", ["--batch_size 0"], "--batch_size 1"),
+    ("numbers_are_in_range", "train_ppo_ray", "--gamma 1.5", ["--algo.advantage.gamma 1.5"], "--gamma 0.9"),
+    ("numbers_are_in_range", "train_ppo_ray", "--eval_temperature -1", ["--eval.temperature"], "--eval_temperature 0"),
+    ("numbers_are_in_range", "train_ppo_ray", "--critic.max_norm -1", ["--critic.max_norm"], "--critic.max_norm 0"),
+    ("numbers_are_in_range", "train_ppo_ray", "--vllm_num_engines -1", ["--vllm.num_engines"], "--vllm_num_engines 0"),
+    ("numbers_are_in_range", "train_sft", "--lr_warmup_ratio 2", ["--lr_warmup_ratio 2"], "--lr_warmup_ratio 1"),
+    ("numbers_are_in_range", "train_sft", "--zero_stage 4", ["--ds.zero_stage 4", "from 0 to 3"], "--zero_stage 3"),
+    ("numbers_are_in_range", "serve_rm", "--port 70000", ["--port 70000"], "--port 80"),
+    ("betas_are_below_one", "train_dpo", "--adam_betas 0.9 1", ["--adam.betas 0.9 1.0"], "--adam_betas 0 0.99"),
+    ("betas_are_below_one", "train_ppo_ray", "--critic.adam.betas -1 0", ["--critic.adam.betas"], ""),
+    ("periods_are_positive_or_off", "train_rm", "--eval.steps 0", ["--eval.steps 0", "-1"], "--eval.steps -1"),
+    ("probabilities_fit_datasets", "train_sft", "--dataset a,b --dataset_probs 1", ["--data.dataset_probs", "--data.dataset:"], "--dataset a,b --dataset_probs 0.5,0.5"),
+    ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a,b --prompt_data_probs 0.5,0.6", ["--data.prompt_probs", "1.1"], "--prompt_data a,b --prompt_data_probs 0.3,0.7"),
+    ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a --prompt_data_probs half", ["--data.prompt_probs half"], ""),
+    ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", ["--data.multiturn", "--data.apply_chat_template"], "--multiturn --apply_chat_template"),
+    ("group_estimators_need_samples", "train_ppo_ray", "--advantage_estimator rloo --n_samples_per_prompt 1", ["--algo.advantage.estimator rloo", "--rollout.n_samples_per_prompt"], "--advantage_estimator rloo"),
+    ("clip_range_is_valid", "train_ppo_ray", "--eps_clip -0.1", ["--actor.eps_clip"], "--eps_clip 0"),
+    ("clip_range_is_valid", "train_ppo_ray", "--eps_clip_low_high 1.5 0.2", ["--actor.eps_clip_low_high"], "--eps_clip_low_high 1 5"),
+    ("dual_clip_is_above_one", "train_ppo_ray", "--dual_clip 1", ["--actor.dual_clip 1"], "--dual_clip 3"),
+    ("sampling_is_valid", "train_ppo_ray", "--top_p 0", ["--rollout.top_p"], "--top_p 0.5"),
+    ("sampling_is_valid", "train_ppo_ray", "--top_k 0", ["--rollout.top_k 0", "-1"], "--top_k 20"),
+    ("reward_clip_is_ordered", "train_ppo_ray", "--reward_clip_range 5 -5", ["--reward.clip_range"], "--reward_clip_range 0 1"),
+    ("correction_thresholds_are_ordered", "train_ppo_ray", "--vllm_is_truncated_threshold 2 1", ["--algo.advantage.is_correction_threshold"], ""),
+    ("filtering_is_possible", "train_ppo_ray", "--dynamic_filtering", ["--algo.dynamic_filtering_enable", "--rollout.n_samples_per_prompt"], "--dynamic_filtering --n_samples_per_prompt 2"),
+    ("filtering_is_possible", "train_ppo_ray", "--dynamic_filtering --n_samples_per_prompt 2 --dynamic_filtering_reward_range 1 0", ["--algo.dynamic_filtering_range"], "--dynamic_filtering_reward_range 1 0"),
+    ("responses_leave_room_for_prompts", "train_ppo_ray", "--max_new_tokens 2048", ["--rollout.max_new_tokens 2048", "--data.max_len 2048"], "--max_new_tokens 2047"),
+    ("overlong_buffer_fits", "train_ppo_ray", "--overlong_buffer_len 65 --max_new_tokens 64", ["--reward.overlong_buffer_len 65", "--rollout.max_new_tokens 64"], "--overlong_buffer_len 64 --max_new_tokens 64"),
+    ("overlong_buffer_fits", "train_ppo_ray", "--overlong_buffer_len 65 --max_len 64", ["--data.max_len 64"], ""),
+    ("vision_has_no_critic", "train_ppo_ray", "--max_images_per_prompt 1", ["--data.max_images_per_prompt", "--algo.advantage.estimator"], "--max_images_per_prompt 1 --advantage_estimator rloo"),
+    ("one_kind_of_reward", "train_ppo_ray", "--remote_rm_url a.py,http://b", ["--reward.remote_url"], "--remote_rm_url http://a,http://b"),
+    ("reward_weights_match", "train_ppo_ray", "--remote_rm_url http://a,http://b --reward.weights 1", ["--reward.weights has 1 values for 2"], "--remote_rm_url http://a,http://b --reward.weights 1 2"),
+    ("async_modes_agree", "train_ppo_ray", "--partial_rollout", ["--train.partial_rollout_enable", "--train.async_enable"], "--partial_rollout --async_train"),
+    ("async_modes_agree", "train_ppo_ray", "--async_train --vllm_enable_sleep", ["--vllm.enable_sleep", "--train.async_enable"], "--async_train"),
+    ("async_modes_agree", "train_ppo_ray", "--vllm_generate_batch_size 2048", ["--rollout.vllm_generate_batch_size 2048", "--rollout.batch_size 1024", "--train.async_enable"], "--vllm_generate_batch_size 2048 --async_train"),
+    ("groups_have_workers", "train_ppo_ray", "--critic_num_nodes 0", ["--critic.num_nodes 0", "--train.colocate_all"], "--critic_num_nodes 0 --advantage_estimator rloo"),
+    ("groups_have_workers", "train_ppo_ray", "--ref_num_gpus_per_node 0", ["--ref.num_gpus_per_node 0"], "--ref_num_gpus_per_node 0 --colocate_all_models"),
+    ("groups_have_workers", "train_ppo_ray", "--actor_num_nodes 0 --colocate_all_models", ["--actor.num_nodes 0"], ""),
+    ("groups_have_workers", "train_ppo_ray", "--reward_num_nodes -1", ["--reward.num_nodes -1"], "--reward_num_nodes 0"),
+    ("shared_devices_agree", "train_ppo_ray", "--colocate_all_models --actor_num_gpus_per_node 2 --ref_num_gpus_per_node 4", ["--train.colocate_all", "--ref.num_gpus_per_node is 4"], "--colocate_all_models --actor_num_gpus_per_node 4 --ref_num_gpus_per_node 2"),
+    ("shared_devices_agree", "train_ppo_ray", "--colocate_all_models --actor_num_gpus_per_node 8 --vllm_num_engines 2", ["--vllm.num_engines 2", "8 devices"], "--colocate_all_models --actor_num_gpus_per_node 8 --vllm_num_engines 2 --vllm_tensor_parallel_size 4"),
+    ("shared_devices_agree", "train_ppo_ray", "--colocate_actor_ref --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4", ["--train.colocate_actor_ref", "1 × 8 and 1 × 4"], "--colocate_actor_ref --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4 --init_kl_coef 0"),
+    ("shared_devices_agree", "train_ppo_ray", "--colocate_critic_reward --reward_pretrain r --critic_num_gpus_per_node 8 --reward_num_gpus_per_node 4", ["--train.colocate_critic_reward"], "--colocate_critic_reward --remote_rm_url r.py --critic_num_gpus_per_node 8 --reward_num_gpus_per_node 4"),
+    ("every_worker_scores_something", "train_ppo_ray", "--actor_num_gpus_per_node 8 --rollout_batch_size 4", ["--rollout.batch_size 4", "workers (8)"], "--actor_num_gpus_per_node 8 --rollout_batch_size 8"),
+    ("every_worker_scores_something", "train_ppo_ray", "--actor_num_gpus_per_node 8 --ring_attn_size 3", ["--ds.ring_attn_size", "does not divide"], "--actor_num_gpus_per_node 8 --ring_attn_size 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "command", "bad", "expected", "good"), CASES, ids=lambda value: None if isinstance(value, list) else str(value)[:40])  # fmt: skip
+def test_rule_refuses_and_lets_pass(rule, command, bad, expected, good):
+    with pytest.raises(ConfigError) as caught:
+        parse(command, bad.split())
+    for words in expected:
+        assert words in str(caught.value)
+    parse(command, good.split())
+
+
+def test_every_rule_is_tested():
+    listed = {rule.__name__ for rule in (*rules.COMMON_RULES, *(r for some in rules.RULES.values() for r in some))}
+    assert listed == {case[0] for case in CASES}
+
+
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        parse("train_ppo_ray", ["--top_p", "0", "--dual_clip", "0.5", "--zero_stage", "9"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_the_local_launcher_does_not_check_device_plans():
+    parse("train_ppo_ray", ["--train.launcher", "local", "--colocate_all_models", "--actor_num_gpus_per_node", "8", "--vllm_num_engines", "3"])  # fmt: skip
+
+
+def test_packing_needs_no_engines():
+    parse("train_ppo_ray", ["--packing_samples", "--vllm_num_engines", "0", "--use_dynamic_batch"])
+
+
+# ------------------------------------------------------------------------------------------ what a run needs
+
+NEEDS = [
+    ("model_is_named", "train_ppo_ray", "--prompt_data d --remote_rm_url r.py", "--actor.model_name_or_path"),
+    ("model_is_named", "train_sft", "--dataset d", "--model.model_name_or_path"),
+    ("data_is_named", "train_ppo_ray", "--pretrain m --remote_rm_url r.py", "--data.prompt_dataset"),
+    ("data_is_named", "train_dpo", "--pretrain m", "--data.dataset"),
+    ("rewards_come_from_somewhere", "train_ppo_ray", "--pretrain m --prompt_data d", "--reward.remote_url"),
+    ("rewards_come_from_somewhere", "train_ppo_ray", "--pretrain m --prompt_data d --reward_pretrain r --eval_dataset e", "--eval.dataset"),
+    ("rewards_come_from_somewhere", "train_ppo_ray", "--pretrain m --prompt_data d --reward_pretrain r --dynamic_filtering --n_samples_per_prompt 2", "--algo.dynamic_filtering_enable"),
+    ("optimizer_batch_fits_the_round", "train_ppo_ray", f"{RUNNABLE} --rollout_batch_size 4 --train_batch_size 33", "--train.batch_size 33 is more than a round has: --rollout.batch_size 4 × --rollout.n_samples_per_prompt 8 = 32"),
+    ("reward_model_is_named", "serve_rm", "", "--reward.model_name_or_path"),
+    ("merge_paths_are_named", "lora_combiner", "--model_path a --output_path c", "--lora_path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "command", "text", "expected"), NEEDS)
+def test_what_is_missing_stops_a_run_but_not_parsing(rule, command, text, expected):
+    config = parse(command, text.split())
+    with pytest.raises(ConfigError) as caught:
+        require_runnable(config)
+    assert expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_every_need_is_tested_and_a_complete_run_needs_nothing():
+    assert {rule.__name__ for some in rules.NEEDS.values() for rule in some} == {need[0] for need in NEEDS}
+    require_runnable(parse("train_ppo_ray", RUNNABLE.split()))
+    require_runnable(parse("train_ppo_ray", f"{RUNNABLE} --rollout_batch_size 4 --train_batch_size 32".split()))
+    require_runnable(parse("train_sft", ["--pretrain", "m", "--dataset", "d"]))
+
+
+# -------------------------------------------------------------------------------------------------- notes
+
+NOTED = [
+    ("template_is_not_used", "train_sft", ["--input_template", "no braces"], "--data.input_template has no {}"),
+    ("template_is_not_used", "train_rm", ["--input_template", "{}\\n"], "backslash"),
+    ("gamma_is_one", "train_ppo_ray", ["--gamma", "0.9", "--advantage_estimator", "rloo"], "--algo.advantage.gamma 0.9 is not used"),
+    ("kl_estimator_fits_its_use", "train_ppo_ray", ["--use_kl_loss"], "k2 or k3 is recommended"),
+    ("kl_estimator_fits_its_use", "train_ppo_ray", ["--kl_estimator", "k3"], "k1 is recommended"),
+    ("agent_replaces_remote_reward", "train_ppo_ray", ["--agent_func_path", "a.py", "--remote_rm_url", "r.py"], "--reward.remote_url is not used"),
+    ("engines_stay_awake", "train_ppo_ray", ["--vllm_enable_sleep"], "--vllm.enable_sleep is not used"),
+    ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
+    ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
+    ("local_launcher_is_one_process", "train_ppo_ray", ["--actor_num_gpus_per_node", "8"], "the actor's 8 workers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "command", "argv", "expected"), NOTED)
+def test_a_choice_that_is_not_followed_is_noted(rule, command, argv, expected, capsys):
+    parse(command, argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: ")
+    assert expected in line
+
+
+def test_every_note_is_tested_and_defaults_are_silent(capsys):
+    assert {rule.__name__ for some in rules.NOTES.values() for rule in some} == {note[0] for note in NOTED}
+    for command in ("train_sft", "train_rm", "train_dpo", "train_ppo_ray", "serve_rm", "lora_combiner"):
+        parse(command, [])
+    assert capsys.readouterr().err == ""
+
+
+# ------------------------------------------------------------------------------------------ derived values
+
+
+@pytest.mark.parametrize(
+    ("estimator", "samples"),
+    [("gae", 1), ("reinforce", 1), ("rloo", 8), ("reinforce_baseline", 8), ("group_norm", 8), ("dr_grpo", 8)],
+)
+def test_samples_per_prompt_follow_the_estimator(estimator, samples):
+    config = parse("train_ppo_ray", ["--advantage_estimator", estimator, "--rollout_batch_size", "4"])
+    assert config.rollout.n_samples_per_prompt is None
+    assert config.samples_per_prompt == samples
+    assert config.samples_per_round == 4 * samples
+
+
+def test_derived_values():
+    """64 prompts × 4 samples = 256; 256 // 100 = 2 optimizer steps a pass."""
+    text = (
+        "--rollout_batch_size 64 --n_samples_per_prompt 4 --train_batch_size 100 --advantage_estimator rloo --gamma 0.9"
+    )
+    config = parse("train_ppo_ray", text.split())
+    assert config.optimizer_steps_per_epoch == 2
+    assert (config.generate_batch_size, config.scoring_tokens_per_gpu, config.response_limit) == (64, 16192, 2048)
+    assert config.gamma == 1.0
+    assert config.algo.advantage.gamma == 0.9
+    assert config.critic_path is None
+    assert parse("train_ppo_ray", ["--gamma", "0.9"]).gamma == 0.9
+    assert config.loss_aggregation == "token"
+    assert parse("train_ppo_ray", ["--policy_loss_type", "gspo"]).loss_aggregation == "sequence"
+    assert parse("train_ppo_ray", ["--policy_loss_type", "gspo", "--algo.loss_agg", "constant"]).loss_aggregation == "constant"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "critic"),
+    [
+        ("--pretrain m", None, "m"),
+        ("--pretrain m --reward_pretrain r1,r2", "model", "r1"),
+        ("--pretrain m --reward_pretrain r1 --remote_rm_url http://h", "http", "m"),
+        ("--pretrain m --remote_rm_url f.py", "function", "m"),
+        ("--pretrain m --remote_rm_url f.py --agent_func_path a.py", "agent", "m"),
+        ("--pretrain m --critic_pretrain c", None, "c"),
+    ],
+)
+def test_reward_source_and_the_critics_start(text, source, critic):
+    config = parse("train_ppo_ray", text.split())
+    assert (config.reward_source, config.critic_path) == (source, critic)
+
+
+def test_engines_sleep_only_where_they_share_devices():
+    assert parse("train_ppo_ray", ["--vllm_enable_sleep", "--colocate_all_models"]).engines_sleep
+    assert not parse("train_ppo_ray", ["--vllm_enable_sleep"]).engines_sleep
+
+
+def test_a_template_without_a_place_for_the_prompt_is_none():
+    assert parse("train_sft", []).data.prompt_template == "User: {}\nAssistant: "
+    assert parse("train_sft", ["--input_template", "x"]).data.prompt_template is None
+    assert parse("train_sft", ["--apply_chat_template"]).data.prompt_template is None
+
+
+def test_periods_paths_and_names():
+    config = parse("train_dpo", ["--pretrain", "m", "--save_steps", "5", "--wandb_run_name", "a/b:c"])
+    assert (config.eval.period, config.ckpt.period) == (None, 5)
+    assert config.reference_path == "m"
+    assert config.logger.directory == "./runs/a_bc"
+    assert parse("train_dpo", ["--logger.run_dir", "x"]).logger.directory == "x"
+    assert parse("train_dpo", ["--pretrain", "m", "--ref_pretrain", "r"]).reference_path == "r"
+
+
+def test_a_configuration_cannot_be_changed():
+    config = parse("train_ppo_ray", [])
+    with pytest.raises(AttributeError):
+        config.actor.adam.lr = 1.0

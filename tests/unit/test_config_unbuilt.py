@@ -1,0 +1,140 @@
+"""What is not built yet parses and prints, and is refused before a run, by name."""
+
+import pytest
+
+from openrlhf.config import NotBuiltError, parse, refuse_unbuilt, require_runnable
+from openrlhf.config.entry import enter
+from openrlhf.config.unbuilt import RL, UNBUILT
+
+BUILT = "--pretrain m --prompt_data d --remote_rm_url r.py --init_kl_coef 0 --advantage_estimator {estimator}"
+BASE = BUILT.format(estimator="group_norm").split()
+
+# The flags that ask for each entry, added to a run that is built; None: covered by a test of its own.
+ASKS = {
+    "--algo.advantage.estimator gae": None,
+    "--algo.kl.init_coef": None,
+    "--actor.policy_loss_type gspo": "--actor.policy_loss_type gspo",
+    "--actor.dual_clip": "--dual_clip 3",
+    "--actor.entropy_coef": "--entropy_loss_coef 0.1",
+    "--actor.aux_loss_coef": "--aux_loss_coef 0.1",
+    "--actor.optim muon": "--actor.optim muon",
+    "--algo.advantage.is_correction_enable": "--enable_vllm_is_correction",
+    "--algo.dynamic_filtering_enable": "--dynamic_filtering",
+    "--reward.overlong_buffer_len": "--overlong_buffer_len 4",
+    "--reward.stop_properly_penalty_coef": "--stop_properly_penalty_coef 0.5",
+    "--reward.normalize_enable": "--normalize_reward",
+    "--reward.weights": "--reward.weights 2",
+    "--reward.remote_url": None,
+    "--reward.model_name_or_path": None,
+    "--train.agent_func_path": "--agent_func_path a.py",
+    "--rollout.agent_hosts": "--rollout.agent_hosts 0",
+    "--train.async_enable": "--async_train",
+    "--train.partial_rollout_enable": "--partial_rollout --async_train",
+    "--train.enable_ema": "--enable_ema",
+    "--train.launcher ray": "--train.launcher ray",
+    "--vllm.num_engines": "--vllm_num_engines 1",
+    "--ds.lora.rank": "--lora_rank 4",
+    "--ds.load_in_4bit": "--load_in_4bit",
+    "--ds.deepcompile": "--deepcompile",
+    "--ds.use_liger_kernel": "--use_liger_kernel",
+    "--ds.experts_implementation": "--ds.experts_implementation eager",
+    "--ds.grad_accum_dtype": "--grad_accum_dtype bf16",
+    "--ds.tensor_parallel_size": "--ds_tensor_parallel_size 2",
+    "--ds.ring_attn_size": "--ring_attn_size 2",
+    "--ds.use_universal_ckpt": "--use_ds_universal_ckpt",
+    "--ckpt.save_steps": "--save_steps 5",
+    "--ckpt.save_hf": "--save_hf_ckpt",
+    "--ckpt.load_enable": "--load_checkpoint",
+    "--logger.wandb.key": "--use_wandb SECRET",
+    "--logger.tensorboard_dir": "--use_tensorboard t",
+    "--data.max_images_per_prompt": "--max_images_per_prompt 1",
+    "--actor.freeze_visual_encoder": "--freeze_visual_encoder",
+    "--use_ms": "--use_ms",
+}
+
+
+def never(_config):
+    raise AssertionError("a refused run was started")
+
+
+def assert_refused(argv, flags, capsys, command="train_ppo_ray"):
+    assert enter(command, argv, never) == 2
+    err = capsys.readouterr().err
+    assert f"{command}: error: {flags}: not built yet" in err
+    assert "Traceback" not in err
+    assert "SECRET" not in err
+    with pytest.raises(SystemExit) as done:
+        parse(command, [*argv, "--print_config"])
+    assert done.value.code == 0
+    assert "SECRET" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entry", RL, ids=lambda entry: entry.flags)
+def test_each_entry_parses_prints_and_is_refused_by_name(entry, capsys):
+    words = ASKS[entry.flags]
+    if words is not None:
+        assert_refused([*BASE, *words.split()], entry.flags, capsys)
+
+
+def test_defaults_ask_for_a_critic_and_a_reference(capsys):
+    argv = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py"]
+    for entry in RL:
+        if entry.flags in ("--algo.advantage.estimator gae", "--algo.kl.init_coef"):
+            assert_refused(argv, entry.flags, capsys)
+
+
+@pytest.mark.parametrize(
+    ("reward", "flags"),
+    [("--remote_rm_url http://h", "--reward.remote_url"), ("--reward_pretrain r", "--reward.model_name_or_path")],
+)
+def test_rewards_from_elsewhere(reward, flags, capsys):
+    if flags in {entry.flags for entry in RL}:
+        argv = [word for word in BASE if word not in ("--remote_rm_url", "r.py")]
+        assert_refused([*argv, *reward.split()], flags, capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("train_sft", "--pretrain m --dataset d"),
+        ("train_rm", "--pretrain m --dataset d"),
+        ("train_dpo", "--pretrain m --dataset d"),
+        ("serve_rm", "--reward_pretrain r"),
+        ("lora_combiner", "--model_path a --lora_path b --output_path c"),
+    ],
+)
+def test_whole_commands(command, text, capsys):
+    config = parse(command, text.split())
+    require_runnable(config)
+    if UNBUILT.get(type(config)):
+        assert_refused(text.split(), command, capsys, command=command)
+
+
+def test_all_missing_features_are_listed_at_once():
+    config = parse("train_ppo_ray", [*BASE, "--use_ms", "--lora_rank", "4"])
+    asked = [entry for entry in RL if entry.flags in ("--use_ms", "--ds.lora.rank")]
+    if asked:
+        with pytest.raises(NotBuiltError) as caught:
+            refuse_unbuilt(config)
+        assert len(str(caught.value).splitlines()) == len(asked)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "--vllm_num_engines 0 --train.launcher local",
+        "--actor_num_nodes 1 --actor_num_gpus_per_node 8",
+        "--zero_stage 3 --adam_offload --gradient_checkpointing --packing_samples --flash_attn",
+        "--use_dynamic_batch --train_max_tokens_per_gpu 512 --rollout_max_tokens_per_gpu 1024",
+        "--eps_clip_low_high 0.2 0.3 --entropy_loss_coef 0 --reward_clip_range 5",
+        "--eval_dataset e --eval_steps 5 --eval.at_start --seed 7 --full_determinism --logging_steps 2",
+        "--max_epochs 2 --train_batch_size 64 --temperature 0.7 --top_p 0.9 --top_k 50 --max_new_tokens 64",
+        "--critic_pretrain None --kl_estimator k3 --colocate_all_models --critic_num_nodes 0 --ref_num_nodes 0",
+    ],
+)
+def test_what_is_built_is_let_through(estimator, text):
+    config = parse("train_ppo_ray", [*BUILT.format(estimator=estimator).split(), *text.split()])
+    require_runnable(config)
+    refuse_unbuilt(config)
