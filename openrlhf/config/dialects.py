@@ -1,12 +1,7 @@
 """Every name a user may give a setting, and what it sets.
 
-A plain name — dotted or flat — sets one field, or several where actor and critic share it. Besides these there are
-four kinds of oddities, all from older documents:
-
-- a switch that stands for a value (`--bf16`),
-- one half of a pair of numbers (`--clip_eps_low`, `--prompt_max_len`),
-- a name that is accepted and does nothing (`--perf`),
-- a name that is gone (`--pretrain_data`): an error that says what to use.
+A plain name — dotted or flat — sets one field, or several where actor and critic share it. What is not as plain is in
+`oddities`.
 """
 
 import functools
@@ -16,14 +11,19 @@ from typing import Any
 
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.fields import Flag, Shape, convert
+from openrlhf.config.oddities import (
+    CLIP_HALVES,
+    INERT,
+    LENGTH_HALVES,
+    NO_PTX,
+    NUMBER,
+    OLD_MAX_LEN,
+    SWITCH,
+    VALUE_SWITCHES,
+    Half,
+    ValueSwitch,
+)
 from openrlhf.config.schema import REDACTED, FlagSpec, flags_of
-
-SWITCH = Shape(kind=bool)
-NUMBER = Shape(kind=float)
-WHOLE = Shape(kind=int)
-
-OLD_MAX_LEN = 1024
-"""Default of --prompt_max_len and --generate_max_len in the documents that have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,70 +42,6 @@ class Given:
 class Assigned:
     value: Any
     where: str
-
-
-@dataclass(frozen=True, slots=True)
-class ValueSwitch:
-    """A switch that stands for a value of another flag. `off` None: switched off it says nothing."""
-
-    path: str
-    on: Any
-    off: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Half:
-    """A number that makes up another field together with a second number; `help` says how."""
-
-    shape: Shape
-    help: str
-
-
-_VALUE_SWITCHES = {
-    "bf16": ValueSwitch("ds.param_dtype", on="bf16", off="fp32"),
-    "flash_attn": ValueSwitch("ds.attn_implementation", on="flash_attention_2", off="sdpa"),
-    "use_icepop": ValueSwitch("algo.advantage.is_correction_type", on="icepop"),
-    "use_kl_estimator_k3": ValueSwitch("algo.kl.estimator", on="k3"),
-    "muon.no_nesterov": ValueSwitch("muon.nesterov", on=False, off=True),
-    "actor.muon.no_nesterov": ValueSwitch("actor.muon.nesterov", on=False, off=True),
-    "critic.muon.no_nesterov": ValueSwitch("critic.muon.nesterov", on=False, off=True),
-}
-
-_CLIP_HALVES = {
-    "clip_eps_low": Half(NUMBER, "first value of --actor.eps_clip_low_high"),
-    "clip_eps_high": Half(NUMBER, "second value of --actor.eps_clip_low_high"),
-}
-_LENGTH_HALVES = {
-    "prompt_max_len": Half(WHOLE, "adds to --generate_max_len: their sum is --data.max_len"),
-    "generate_max_len": Half(WHOLE, "longest response; see --prompt_max_len"),
-}
-
-INERT = {
-    "perf": "throughput is always logged",
-    "actor_init_on_gpu": "models are always built where they run",
-    "disable_trace_cache": "there is no trace cache to disable",
-}
-"""Accepted by every command, with a note that they do nothing, and why."""
-
-_NO_PTX = "mixing pretraining data into RL does not exist; remove the flag and train on that data with train_sft"
-_NO_TOKENS = "special tokens come from the tokenizer; set them in its files"
-GONE = {
-    "pretrain_data": _NO_PTX,
-    "pretrain_data_probs": _NO_PTX,
-    "pretrain_split": _NO_PTX,
-    "colocate_actor_critic": "use --train.colocate_all, or --train.colocate_actor_ref",
-    "colocate_ref_reward": "use --train.colocate_actor_ref and --train.colocate_critic_reward",
-    "bos_token": _NO_TOKENS,
-    "eos_token": _NO_TOKENS,
-    "pad_token": _NO_TOKENS,
-    "unk_token": _NO_TOKENS,
-    "inference_tp_size": "use --vllm.tensor_parallel_size",
-    "sft_model_path": "use --actor.model_name_or_path (train_sft, train_rm, train_dpo: --model.model_name_or_path)",
-    "reward_model_path": "use --reward.model_name_or_path",
-    "load_model": "name a folder of weights with --actor.model_name_or_path or --model.model_name_or_path",
-    "save_hf_model": "the final model is always saved, to --ckpt.output_dir; use --ckpt.save_hf for checkpoints",
-}
-"""Names of older versions without an equivalent, and what to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +77,13 @@ def vocabulary(command: str) -> Vocabulary:
             names.setdefault(flat, []).append(spec)
         for synonym in _section_synonyms(spec, command=command):
             names.setdefault(synonym, []).append(spec)
-    halves = (_LENGTH_HALVES if "data.max_len" in specs and command != "serve_rm" else {}) | (
-        _CLIP_HALVES if "actor.eps_clip" in specs else {}
+    halves = (LENGTH_HALVES if "data.max_len" in specs and command != "serve_rm" else {}) | (
+        CLIP_HALVES if "actor.eps_clip" in specs else {}
     )
     return Vocabulary(
         command=command,
         fields={name: tuple(targets) for name, targets in names.items()},
-        value_switches={name: switch for name, switch in _VALUE_SWITCHES.items() if switch.path in specs},
+        value_switches={name: switch for name, switch in VALUE_SWITCHES.items() if switch.path in specs},
         halves=halves,
     )
 
@@ -228,8 +164,8 @@ def _switch(item: Given) -> bool:
 def _accept_without_effect(item: Given, *, note: Callable[[str], None]) -> None:
     if item.name == "ptx_coef":
         if convert(item.raw, shape=NUMBER, flag=Flag(""), where=item.where) != 0:
-            raise ConfigError(f"{item.where}: {_NO_PTX}")
-        note(f"{item.where} 0 does nothing: {_NO_PTX}")
+            raise ConfigError(f"{item.where}: {NO_PTX}")
+        note(f"{item.where} 0 does nothing: {NO_PTX}")
     elif _switch(item):
         note(f"{item.where} does nothing: {INERT[item.name]}")
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from openrlhf.config.dialects import GONE, INERT, vocabulary
+from openrlhf.config.dialects import vocabulary
+from openrlhf.config.oddities import GONE, INERT
 from openrlhf.config.roots import ROOTS
 from openrlhf.config.schema import FlagSpec, flags_of
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from openrlhf.config.dialects import GONE, INERT, Given, Vocabulary, resolve, vocabulary
+from openrlhf.config.dialects import Given, Vocabulary, resolve, vocabulary
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.oddities import GONE, INERT
 from openrlhf.config.roots import ROOTS, Config
-from openrlhf.config.rules import check, notes
+from openrlhf.config.rules import check, notes_on
 from openrlhf.config.schema import build, flags_of, to_yaml
 
 
@@ -34,7 +35,7 @@ def parse(command: str, argv: Sequence[str] | None = None) -> Config:
     values |= resolve(found.given, words=words, below=values, note=_note)
     config = build(command, values)
     check(config)
-    for line in notes(config):
+    for line in notes_on(config):
         _note(line)
     if found.print_config:
         print(to_yaml(config), end="")

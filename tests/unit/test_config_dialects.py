@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.config import ConfigError, RLConfig, parse
-from openrlhf.config.dialects import GONE, INERT, vocabulary
+from openrlhf.config.dialects import vocabulary
+from openrlhf.config.oddities import GONE, INERT
 
 
 def rl(text: str) -> RLConfig:

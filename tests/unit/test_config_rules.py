@@ -2,7 +2,8 @@
 
 import pytest
 
-from openrlhf.config import ConfigError, parse, require_runnable, rules
+from openrlhf.config import ROOTS, ConfigError, limits, parse, require_runnable, rules
+from openrlhf.config.schema import flags_of
 
 RUNNABLE = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator rloo --init_kl_coef 0"
 
@@ -70,6 +71,11 @@ def test_rule_refuses_and_lets_pass(rule, command, bad, expected, good):
 def test_every_rule_is_tested():
     listed = {rule.__name__ for rule in (*rules.COMMON_RULES, *(r for some in rules.RULES.values() for r in some))}
     assert listed == {case[0] for case in CASES}
+
+
+def test_every_limit_is_on_a_flag_that_exists():
+    known = {path for command in ROOTS for path in flags_of(command)}
+    assert known >= {*limits.POSITIVE, *limits.RANGES, *limits.OPTIMIZER_RANGES}
 
 
 def test_all_problems_are_reported_at_once():

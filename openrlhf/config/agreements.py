@@ -1,0 +1,160 @@
+"""Flags that contradict each other. Each rule yields messages that name the flags and the remedy."""
+
+from collections.abc import Iterator
+
+from openrlhf.config.roots import RLConfig, SFTConfig
+
+
+def multiturn_needs_a_chat_template(config: SFTConfig) -> Iterator[str]:
+    if config.data.multiturn and not config.data.apply_chat_template:
+        yield "--data.multiturn finds turns by the chat template: add --data.apply_chat_template"
+
+
+def group_estimators_need_samples(config: RLConfig) -> Iterator[str]:
+    if config.uses_group_baseline and config.samples_per_prompt == 1:
+        yield (
+            f"--algo.advantage.estimator {config.algo.advantage.estimator} compares the samples of a prompt: "
+            "--rollout.n_samples_per_prompt must be more than 1 (leave it out for 8)"
+        )
+
+
+def filtering_is_possible(config: RLConfig) -> Iterator[str]:
+    if not config.algo.dynamic_filtering_enable:
+        return
+    low, high = config.algo.dynamic_filtering_range
+    if low >= high:
+        yield f"--algo.dynamic_filtering_range {low} {high}: the first must be less than the second"
+    if config.samples_per_prompt < 2:
+        yield (
+            "--algo.dynamic_filtering_enable judges the samples of a prompt: "
+            "--rollout.n_samples_per_prompt must be more than 1"
+        )
+
+
+def responses_leave_room_for_prompts(config: RLConfig) -> Iterator[str]:
+    new, total = config.rollout.max_new_tokens, config.data.max_len
+    if new is not None and new >= total:
+        yield (
+            f"--rollout.max_new_tokens {new} leaves no room for a prompt in --data.max_len {total}: "
+            "data.max_len counts prompt and response together"
+        )
+
+
+def overlong_buffer_fits(config: RLConfig) -> Iterator[str]:
+    buffer = config.reward.overlong_buffer_len
+    if buffer is not None and buffer > config.response_limit:
+        limit = "--rollout.max_new_tokens" if config.rollout.max_new_tokens else "--data.max_len"
+        yield (
+            f"--reward.overlong_buffer_len {buffer:g} is longer than a response can be "
+            f"({limit} {config.response_limit}): make it shorter"
+        )
+
+
+def vision_has_no_critic(config: RLConfig) -> Iterator[str]:
+    if config.data.max_images_per_prompt > 0 and config.uses_critic:
+        yield (
+            "--data.max_images_per_prompt > 0 works without a critic only: "
+            "choose another --algo.advantage.estimator than gae"
+        )
+
+
+def one_kind_of_reward(config: RLConfig) -> Iterator[str]:
+    urls = config.reward.urls
+    if len(urls) > 1 and any(url.endswith(".py") for url in urls):
+        yield "--reward.remote_url takes several URLs or one .py file: call the others from your reward_func"
+
+
+def reward_weights_match(config: RLConfig) -> Iterator[str]:
+    weights = config.reward.weights
+    count = len(config.reward.urls or config.reward.model_paths)
+    if weights is not None and count and len(weights) != count:
+        yield f"--reward.weights has {len(weights)} values for {count} rewards: give one for each"
+
+
+def async_modes_agree(config: RLConfig) -> Iterator[str]:
+    train = config.train
+    if train.partial_rollout_enable and not train.async_enable:
+        yield "--train.partial_rollout_enable changes weights while generating: add --train.async_enable"
+    if train.async_enable and config.vllm.enable_sleep:
+        yield "--vllm.enable_sleep would stop the generation that --train.async_enable keeps running: drop one of them"
+    wanted = config.rollout.vllm_generate_batch_size
+    if wanted is not None and wanted > config.rollout.batch_size and not train.async_enable:
+        yield (
+            f"--rollout.vllm_generate_batch_size {wanted} is more than --rollout.batch_size "
+            f"{config.rollout.batch_size}: add --train.async_enable, or make it smaller"
+        )
+
+
+def groups_have_workers(config: RLConfig) -> Iterator[str]:
+    """Zero-sized groups are fine where nobody needs them, or where `colocate_all` gives them the actor's devices."""
+    for name, needed in _groups(config).items():
+        group = getattr(config, name)
+        for field in ("num_nodes", "num_gpus_per_node"):
+            value = getattr(group, field)
+            if value is None:
+                continue
+            if value < 0:
+                yield f"--{name}.{field} {value}: must not be negative"
+            elif value == 0 and needed and (name == "actor" or not config.train.colocate_all):
+                remedy = "" if name == "actor" else ", or share the actor's devices with --train.colocate_all"
+                yield f"--{name}.{field} 0: this run needs a {name} model; give it workers{remedy}"
+
+
+def shared_devices_agree(config: RLConfig) -> Iterator[str]:
+    """Who shares devices must have as many of them. Sizes left to the machine agree by construction."""
+    if config.train.launcher == "local":
+        return
+    needed = _groups(config)
+    actor = config.actor.world_size
+    if config.train.colocate_all:
+        for name in (name for name in needed if needed[name] and name != "actor"):
+            size = getattr(config, name).world_size
+            if actor is not None and size is not None and size > actor:
+                yield (
+                    f"--train.colocate_all puts the {name} model on the actor's {actor} devices, but "
+                    f"--{name}.num_nodes × --{name}.num_gpus_per_node is {size}: make it {actor} or less"
+                )
+        engines, tp = config.vllm.num_engines, config.vllm.tensor_parallel_size
+        if actor is not None and engines and not config.train.async_enable and engines * tp != actor:
+            yield (
+                f"--train.colocate_all: --vllm.num_engines {engines} × --vllm.tensor_parallel_size {tp} must equal "
+                f"the actor's {actor} devices (--actor.num_nodes × --actor.num_gpus_per_node)"
+            )
+        return
+    for flag, first, second in (("colocate_actor_ref", "actor", "ref"), ("colocate_critic_reward", "critic", "reward")):
+        sizes = [(getattr(config, name).num_nodes, getattr(config, name).num_gpus_per_node) for name in (first, second)]
+        known = all(gpus is not None for _, gpus in sizes)
+        if getattr(config.train, flag) and needed[first] and needed[second] and known and sizes[0] != sizes[1]:
+            yield (
+                f"--train.{flag}: {first} and {second} need the same num_nodes and num_gpus_per_node, "
+                f"not {sizes[0][0]} × {sizes[0][1]} and {sizes[1][0]} × {sizes[1][1]}"
+            )
+
+
+def every_worker_scores_something(config: RLConfig) -> Iterator[str]:
+    world = config.actor.world_size
+    if world is None or config.train.launcher == "local":
+        return
+    share = config.ds.ring_attn_size * config.ds.tensor_parallel_size
+    workers = world // share
+    if world and world % share:
+        yield (
+            f"--ds.ring_attn_size × --ds.tensor_parallel_size is {share}, which does not divide the actor's {world} "
+            "workers (--actor.num_nodes × --actor.num_gpus_per_node)"
+        )
+    elif config.samples_per_round // config.rollout.micro_batch_size < workers:
+        yield (
+            f"--rollout.batch_size {config.rollout.batch_size} × {config.samples_per_prompt} samples give fewer "
+            f"micro-batches of --rollout.micro_batch_size {config.rollout.micro_batch_size} than there are actor "
+            f"workers ({workers}): make the batch larger or the micro-batch smaller"
+        )
+
+
+def _groups(config: RLConfig) -> dict[str, bool]:
+    """Worker groups, and whether this run creates them."""
+    return {
+        "actor": True,
+        "critic": config.uses_critic,
+        "ref": config.uses_reference,
+        "reward": config.reward_source == "model",
+    }

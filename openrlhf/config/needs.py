@@ -1,0 +1,56 @@
+"""What a run needs beyond a configuration without contradictions. Not asked of `--print_config`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from openrlhf.config.roots import LoraCombinerConfig, RLConfig, ServeRMConfig
+from openrlhf.config.schema import value_at
+
+
+def model_is_named(config: Any) -> Iterator[str]:
+    for path in ("actor.model_name_or_path", "model.model_name_or_path"):
+        section = path.partition(".")[0]
+        if hasattr(config, section) and not value_at(config, path):
+            yield f"--{path} is missing: the model to train, a Hugging Face name or a folder"
+
+
+def data_is_named(config: Any) -> Iterator[str]:
+    path = "data.prompt_dataset" if isinstance(config, RLConfig) else "data.dataset"
+    if not value_at(config, path):
+        yield f"--{path} is missing: a dataset name, folder or file"
+
+
+def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
+    if config.reward_source is None:
+        yield (
+            "no reward: give --reward.remote_url (a .py file with reward_func, or URLs), --train.agent_func_path or "
+            "--reward.model_name_or_path"
+        )
+    if config.reward_source in (None, "model"):
+        if config.eval.dataset:
+            yield "--eval.dataset needs rewards from --reward.remote_url or --train.agent_func_path"
+        if config.algo.dynamic_filtering_enable:
+            yield (
+                "--algo.dynamic_filtering_enable needs rewards from --reward.remote_url or --train.agent_func_path, "
+                "before a reward model runs"
+            )
+
+
+def optimizer_batch_fits_the_round(config: RLConfig) -> Iterator[str]:
+    if config.train.batch_size > config.samples_per_round:
+        yield (
+            f"--train.batch_size {config.train.batch_size} is more than a round has: --rollout.batch_size "
+            f"{config.rollout.batch_size} × --rollout.n_samples_per_prompt {config.samples_per_prompt} = "
+            f"{config.samples_per_round} samples. Make it {config.samples_per_round} or less"
+        )
+
+
+def reward_model_is_named(config: ServeRMConfig) -> Iterator[str]:
+    if not config.reward.model_name_or_path:
+        yield "--reward.model_name_or_path is missing: the reward model to serve"
+
+
+def merge_paths_are_named(config: LoraCombinerConfig) -> Iterator[str]:
+    for path in ("model_path", "lora_path", "output_path"):
+        if not value_at(config, path):
+            yield f"--{path} is missing"

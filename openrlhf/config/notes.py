@@ -1,0 +1,66 @@
+"""What the user wrote and a run will not do as written: told, not refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from openrlhf.config.roots import RLConfig
+
+
+def template_is_not_used(config: Any) -> Iterator[str]:
+    template = config.data.input_template
+    if template is None:
+        return
+    if "{}" not in template:
+        yield "--data.input_template has no {} for the prompt: it is not used"
+    elif "\\n" in template:
+        yield "--data.input_template contains a backslash and an n, not a line break: write $'…\\n…' in the shell"
+
+
+def gamma_is_one(config: RLConfig) -> Iterator[str]:
+    gamma = config.algo.advantage.gamma
+    if config.uses_group_baseline and gamma != 1:
+        yield f"--algo.advantage.gamma {gamma} is not used: {config.algo.advantage.estimator} has no discount"
+
+
+def kl_estimator_fits_its_use(config: RLConfig) -> Iterator[str]:
+    kl = config.algo.kl
+    if not config.uses_reference:
+        return
+    if kl.use_loss and kl.estimator == "k1":
+        yield "--algo.kl.estimator k1 has the wrong gradient as a loss: k2 or k3 is recommended with --algo.kl.use_loss"
+    if not kl.use_loss and kl.estimator != "k1":
+        yield f"--algo.kl.estimator {kl.estimator} is biased as a reward: k1 is recommended without --algo.kl.use_loss"
+
+
+def agent_replaces_remote_reward(config: RLConfig) -> Iterator[str]:
+    if config.train.agent_func_path and config.reward.remote_url:
+        yield "--reward.remote_url is not used: the agent of --train.agent_func_path gives the rewards"
+
+
+def engines_stay_awake(config: RLConfig) -> Iterator[str]:
+    if config.vllm.enable_sleep and not config.train.colocate_all:
+        yield "--vllm.enable_sleep is not used: without --train.colocate_all engines have devices of their own"
+
+
+def async_engines_have_own_devices(config: RLConfig) -> Iterator[str]:
+    if config.train.async_enable and config.train.colocate_all and not config.train.async_share_device:
+        yield (
+            "--train.colocate_all with --train.async_enable: the models share devices, the engines have their own "
+            "(on a single device add --train.async_share_device)"
+        )
+
+
+def critic_is_not_used(config: RLConfig) -> Iterator[str]:
+    if config.critic.model_name_or_path and not config.uses_critic:
+        estimator = config.algo.advantage.estimator
+        yield f"--critic.model_name_or_path is not used: --algo.advantage.estimator {estimator} has no critic"
+
+
+def local_launcher_is_one_process(config: RLConfig) -> Iterator[str]:
+    world = config.actor.world_size
+    launcher = config.train.launcher
+    if launcher != "ray" and world is not None and world > 1:
+        yield (
+            f"--train.launcher {launcher} is one process on this machine: the actor's {world} workers "
+            "(--actor.num_nodes × --actor.num_gpus_per_node) become 1"
+        )
