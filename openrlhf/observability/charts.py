@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 8, 24
 COLOURS = 6
 MOST_POINTS = 400
+REST = "other"
+"""The layer of a stack that is what the others leave; drawn grey."""
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, zero: bool = False, dots: bool = False) -> str:
@@ -44,8 +46,9 @@ def line_chart(title: str, curves: Sequence[Curve], *, zero: bool = False, dots:
     if len(curves) == 1 and curves[0].finite:
         last = curves[0].finite[-1]
         latest = last.value if few else last.smooth
-    names = [curve.name for curve in curves] if len(curves) > 1 else []
-    return _card(title, _svg(title, frame, marks), data=data, latest=latest, legend=names, note=_note(frame, curves))
+    legend = {curve.name: colour for colour, curve in enumerate(curves, start=1)} if len(curves) > 1 else {}
+    svg = _svg(title, frame, marks, [(frame.x(tick), tick) for tick in frame.x_axis.ticks])
+    return _card(title, svg, data=data, latest=latest, legend=legend, note=_note(frame, curves))
 
 
 def stacked_chart(title: str, layers: Mapping[str, Curve], *, unit: str, most_bars: int = 48) -> str:
@@ -62,13 +65,14 @@ def stacked_chart(title: str, layers: Mapping[str, Curve], *, unit: str, most_ba
         members = steps[start:end]
         heights = [sum(table[step].get(name, 0.0) for step in members) / len(members) for name in layers]
         bars.append((members[0], members[-1], heights))
-    frame = _Frame.over((0, count), (0.0, max(sum(heights) for _, _, heights in bars)), x_labels=False)
+    frame = _Frame.over((0, count), (0.0, max(sum(heights) for _, _, heights in bars)))
     width = (WIDTH - LEFT - RIGHT) / count
     gap = min(2.0, width * 0.2)
+    colours = [COLOURS if name == REST else place for place, name in enumerate(layers, start=1)]
     marks = []
     for place, (_, _, heights) in enumerate(bars):
         base = 0.0
-        for colour, height in enumerate(heights, start=1):
+        for colour, height in zip(colours, heights, strict=True):
             x, y = LEFT + place * width + gap / 2, frame.y(base + height)
             tall = frame.y(base) - y
             if tall > 0.05:
@@ -77,35 +81,33 @@ def stacked_chart(title: str, layers: Mapping[str, Curve], *, unit: str, most_ba
                 )
             base += height
     every = max(1, math.ceil(count / 6))
-    marks.extend(
-        f'<text class="tick" x="{LEFT + (place + 0.5) * width:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{bar[0]}</text>'
-        for place, bar in enumerate(bars)
-        if place % every == 0
-    )
+    labels = [(LEFT + (place + 0.5) * width, bars[place][0]) for place in range(0, count, every)]
     data = {
         "unit": unit,
         "bars": [{"from": a, "to": b, "heights": [_short(h) for h in heights]} for a, b, heights in bars],
         "names": list(layers),
+        "colours": colours,
     }
     mean = sum(sum(row.values()) for row in table.values()) / len(table)
     shares = [sum(row.get(name, 0.0) for row in table.values()) / len(table) / (mean or 1.0) for name in layers]
-    legend = [f"{name} {share:.0%}" for name, share in zip(layers, shares, strict=True)]
-    return _card(title, _svg(title, frame, marks), data=data, latest=mean, unit=unit, legend=legend, note="")
+    legend = {f"{name} {share:.0%}": colour for name, share, colour in zip(layers, shares, colours, strict=True)}
+    svg = _svg(title, frame, marks, labels)
+    return _card(title, svg, data=data, latest=mean, unit=unit, legend=legend, note="")
 
 
 class _Frame:
     """From steps and values to places in the picture."""
 
-    def __init__(self, x_axis: Axis, y_axis: Axis, *, x_labels: bool) -> None:
+    def __init__(self, x_axis: Axis, y_axis: Axis) -> None:
         self.x_axis = x_axis
         self.y_axis = y_axis
-        self.x_labels = x_labels
 
     @staticmethod
-    def over(x: tuple[float, float], y: tuple[float, float], *, x_labels: bool = True) -> _Frame:
+    def over(x: tuple[float, float], y: tuple[float, float]) -> _Frame:
+        ticks = tuple(tick for tick in Axis.over(*x, whole=True).ticks if x[0] <= tick <= x[1])
+        # A single step stands in the middle.
         low, high = x if x[0] < x[1] else (x[0] - 1, x[1] + 1)
-        ticks = tuple(t for t in Axis.over(low, high, ticks=6, whole=True).ticks if low <= t <= high)
-        return _Frame(Axis(low, high, ticks), Axis.over(*y), x_labels=x_labels)
+        return _Frame(Axis(low, high, ticks), Axis.over(*y))
 
     def x(self, step: float) -> float:
         return LEFT + (step - self.x_axis.low) / (self.x_axis.high - self.x_axis.low) * (WIDTH - LEFT - RIGHT)
@@ -115,21 +117,23 @@ class _Frame:
         share = (value - self.y_axis.low) / (self.y_axis.high - self.y_axis.low)
         return HEIGHT - BOTTOM - min(1.1, max(-0.1, share)) * (HEIGHT - TOP - BOTTOM)
 
+    def y_label(self, tick: float) -> str:
+        if self.y_axis.high >= 1e4 and abs(tick) < 1e4:
+            # All labels in one unit: 5k below 10k, not 5,000.
+            return f"{tick / 1e3:.4g}k" if tick else "0"
+        return short_number(tick)
 
-def _svg(title: str, frame: _Frame, marks: Sequence[str]) -> str:
+
+def _svg(title: str, frame: _Frame, marks: Sequence[str], labels: Sequence[tuple[float, float]]) -> str:
+    """`labels`: (place, step) of the marks below the horizontal axis."""
     grid = []
     for tick in frame.y_axis.ticks:
         y = frame.y(tick)
         grid.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        grid.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_tick(tick)}</text>')
-    if frame.x_labels:
-        for tick in frame.x_axis.ticks:
-            x = frame.x(tick)
-            # Labels at the rim are pulled in, so that none is cut off.
-            anchor = "end" if x > WIDTH - RIGHT - 14 else "middle"
-            grid.append(
-                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{short_number(tick)}</text>'
-            )
+        grid.append(
+            f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{frame.y_label(tick)}</text>'
+        )
+    grid.extend(_x_label(x, step) for x, step in labels)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
         f'{"".join(grid)}<svg x="0" y="{TOP - 4}" width="{WIDTH}" height="{HEIGHT - BOTTOM - TOP + 8}" '
@@ -138,11 +142,20 @@ def _svg(title: str, frame: _Frame, marks: Sequence[str]) -> str:
     )
 
 
-def _card(title: str, svg: str, *, data: dict, latest: float, legend: Sequence[str], note: str, unit: str = "") -> str:
+def _x_label(x: float, step: float) -> str:
+    # At the rim it is pulled in, so that none is cut off.
+    anchor = "end" if x > WIDTH - RIGHT - 14 else "middle"
+    return f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{step:,.0f}</text>'
+
+
+def _card(
+    title: str, svg: str, *, data: dict, latest: float, legend: Mapping[str, int], note: str, unit: str = ""
+) -> str:
     value = "" if math.isnan(latest) else f'<span class="latest">{short_number(latest)}{escape(unit)}</span>'
-    entries = "".join(f'<li><i class="c{i}"></i>{escape(name)}</li>' for i, name in enumerate(legend, start=1))
+    entries = "".join(f'<li><i class="c{i}"></i>{escape(name)}</li>' for name, i in legend.items())
     return (
-        f'<figure class="chart" data-chart="{escape(_json(data))}"><figcaption><b>{escape(title)}</b>{value}</figcaption>'
+        f'<figure class="chart" data-chart="{escape(_json(data))}">'
+        f"<figcaption><b>{escape(title)}</b>{value}</figcaption>"
         + (f'<ul class="legend">{entries}</ul>' if entries else "")
         + f'<div class="plot">{svg}</div>'
         + (f'<p class="note">{escape(note)}</p>' if note else "")
@@ -183,10 +196,6 @@ def _note(frame: _Frame, curves: Sequence[Curve]) -> str:
     if outside:
         notes.append(f"{outside} point{'s' if outside > 1 else ''} beyond the axis")
     return " · ".join(notes)
-
-
-def _tick(value: float) -> str:
-    return short_number(0.0 if abs(value) < 1e-12 else value)
 
 
 def _numbers(point: Point, *, few: bool) -> list[float | None]:

@@ -37,14 +37,19 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole objects of a file, in order. Half-written lines are passed over; a missing file is empty."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open("rb") as lines:
         for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+            if (record := parse_json_line(line)) is not None:
                 yield record
+
+
+def parse_json_line(line: bytes) -> dict[str, Any] | None:
+    """The object a line holds, None when it holds no whole one."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _mend_last_line(path: Path) -> None:

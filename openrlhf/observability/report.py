@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from openrlhf.observability.charts import COLOURS, line_chart, stacked_chart
+from openrlhf.observability.charts import COLOURS, REST, line_chart, stacked_chart
 from openrlhf.observability.loggers import is_time, read_metrics
 from openrlhf.observability.progress import clock_text
 from openrlhf.observability.rollout_samples import render_rollouts
@@ -54,7 +54,8 @@ PLANS = (
     ChartPlan("Update", "Policy loss", ("policy_loss",)),
     ChartPlan("Update", "Critic loss", ("critic_loss",)),
     ChartPlan("Update", "Gradient norm", ("actor_grad_norm", "critic_grad_norm", "grad_norm"), zero=True),
-    ChartPlan("Update", "KL divergence", ("kl", "ppo_kl", "vllm_kl")),
+    ChartPlan("Update", "KL to the reference", ("kl",)),
+    ChartPlan("Update", "KL within the update", ("ppo_kl", "vllm_kl")),
     ChartPlan("Update", "Clipped tokens", ("ppo_clip_ratio",), zero=True),
     ChartPlan("Update", "Entropy", ("entropy", "entropy_loss"), alternatives=True),
     ChartPlan("Speed", "Tokens per second", ("perf/tokens_per_second",), zero=True),
@@ -150,7 +151,7 @@ def _per_step(train: Sequence[Mapping]) -> str:
 
 
 def _card(label: str, value: str, detail: str = "") -> str:
-    size = "small" if len(value) > 12 else ""
+    size = "small" if len(value) > 9 else ""
     below = f"<small>{escape(detail)}</small>" if detail else ""
     return f'<div class="card"><span>{escape(label)}</span><strong class="{size}">{escape(value)}</strong>{below}</div>'
 
@@ -212,12 +213,13 @@ def _charts(train: Sequence[Mapping], evaluations: Sequence[Mapping]) -> str:
         sections["Learning"].append(line_chart("Evaluation", scores, dots=True))
     if phases := _phases(train):
         sections.setdefault("Speed", []).append(stacked_chart("Time per step", phases, unit=" s"))
-    html = "".join(
-        f'<section><h2>{title}</h2><div class="charts {"large" if title == "Learning" else ""}">{"".join(cards)}</div></section>'
-        for title, cards in sections.items()
-        if cards
-    )
+    html = "".join(_chart_section(title, cards) for title, cards in sections.items() if cards)
     return html + _extra_charts(train, shown)
+
+
+def _chart_section(title: str, cards: Sequence[str]) -> str:
+    css = "charts large" if title in ("Learning", "Speed") else "charts"
+    return f'<section><h2>{title}</h2><div class="{css}">{"".join(cards)}</div></section>'
 
 
 def _phases(train: Sequence[Mapping]) -> dict[str, Curve]:
@@ -234,7 +236,7 @@ def _phases(train: Sequence[Mapping]) -> dict[str, Curve]:
         whole = record.get("timing/step_total")
         parts = [record.get(name) or 0.0 for name in ranked]
         rest.append({"step": record["step"], "other": max(0.0, whole - sum(parts)) if whole else None})
-    phases["other"] = Curve.read("other", rest)
+    phases[REST] = Curve.read("other", rest)
     return phases
 
 

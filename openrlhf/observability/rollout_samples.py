@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from openrlhf.observability.jsonl import read_json_lines
+from openrlhf.observability.jsonl import parse_json_line
 
 MOST_STEPS = 24
 MOST_PER_STEP = 16
 MOST_BYTES = 1_200_000
 COLUMNS = ("Early", "Middle", "Late")
+
+HEAD = re.compile(rb'\{"step": (\d{1,15})[,}]')
+"""How `RolloutLog` begins a line."""
 
 SPECIAL_TOKEN = re.compile(r"&lt;(?:\|[^|&\s]{1,40}\||/?s|pad|eos|bos|unk|/?think|/?answer)&gt;|\[/?INST\]")
 """As they look after escaping."""
@@ -27,8 +30,8 @@ def render_rollouts(path: Path) -> str:
         return ""
     count, characters = MOST_STEPS, 4000
     while True:
-        chosen = spread(steps, count)
-        html = _section(_read(path, chosen), total=len(steps), characters=characters)
+        chosen = _read(path, spread(steps, count))
+        html = _section(chosen, total=len(steps), characters=characters) if chosen else ""
         if len(html.encode("utf-8", errors="replace")) <= MOST_BYTES or (count <= 3 and characters <= 200):
             return html
         count, characters = max(3, count * 2 // 3), max(200, characters * 2 // 3)
@@ -45,12 +48,21 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
     return [steps[i * (len(steps) - 1) // (count - 1)] for i in range(count)]
 
 
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(step, line) of each record. The step is read off the line's head: the texts behind it may be long."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if (head := HEAD.match(line)) and line.endswith(b"\n"):
+                yield int(head.group(1)), line
+
+
 def _steps(path: Path) -> list[int]:
     """Steps that have rollouts. A resumed run writes steps again: going back drops what came after."""
     steps: list[int] = []
-    for record in read_json_lines(path):
-        step = record.get("step")
-        if not isinstance(step, int) or (steps and step == steps[-1]):
+    for step, _ in _lines(path):
+        if steps and step == steps[-1]:
             continue
         while steps and steps[-1] >= step:
             steps.pop()
@@ -61,10 +73,10 @@ def _steps(path: Path) -> list[int]:
 def _read(path: Path, steps: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     """The records of these steps; of a sample that was written twice, the later one."""
     found: dict[int, dict[tuple, dict[str, Any]]] = {step: {} for step in steps}
-    for record in read_json_lines(path):
-        if record.get("step") in found:
-            found[record["step"]][record.get("prompt_ordinal"), record.get("sample")] = record
-    return {step: list(records.values())[:MOST_PER_STEP] for step, records in found.items()}
+    for step, line in _lines(path):
+        if step in found and (record := parse_json_line(line)) is not None:
+            found[step][str(record.get("prompt_ordinal")), str(record.get("sample"))] = record
+    return {step: list(records.values())[:MOST_PER_STEP] for step, records in found.items() if records}
 
 
 def _section(by_step: Mapping[int, Sequence[Mapping[str, Any]]], *, total: int, characters: int) -> str:
@@ -81,7 +93,7 @@ def _section(by_step: Mapping[int, Sequence[Mapping[str, Any]]], *, total: int, 
         for name, here in zip(names, shown, strict=True)
     )
     templates = "".join(f'<template data-step="{step}">{block}</template>' for step, block in blocks.items())
-    scope = f"{len(steps)} of {total} steps" if total > len(steps) else f"{total} step{'s' if total > 1 else ''}"
+    scope = f"{len(steps)} of {total:,} steps" if total > len(steps) else f"{total} step{'s' if total > 1 else ''}"
     return (
         f'<section id="rollouts"><h2>Rollouts <span class="count">{scope}</span></h2>'
         '<div class="filters"><input type="search" placeholder="Search in prompts and responses" aria-label="Search">'

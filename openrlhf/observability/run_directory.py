@@ -28,13 +28,13 @@ class RunDirectory:
     def create(cls, path: str | Path, config: Mapping[str, Any], *, reuse: bool = False) -> Self:
         """Make the folder and write config.yaml. `config` must already be free of secrets.
 
-        A folder that has something in it is left alone: `runs/demo` becomes `runs/demo-2`, `runs/demo-3`, …;
+        A folder that holds another run is left alone: `runs/demo` becomes `runs/demo-2`, `runs/demo-3`, …;
         with `reuse` (a resumed run) it is continued.
         """
         wanted = Path(path).expanduser()
         if wanted.exists() and not wanted.is_dir():
             raise NotADirectoryError(f"run directory {wanted} is a file; choose another with --logger.run_dir")
-        run = cls(wanted if reuse else _claim(wanted))
+        run = cls(wanted if reuse else free_directory(wanted))
         run.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
         run.config.write_text(text, encoding="utf-8")
@@ -62,18 +62,11 @@ class RunDirectory:
         return self.path / "report.html"
 
 
-def _claim(wanted: Path) -> Path:
-    """The first of wanted, wanted-2, wanted-3, … that is new or empty."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
+def free_directory(wanted: Path) -> Path:
+    """The first of wanted, wanted-2, wanted-3, … that holds no run yet."""
     for attempt in itertools.count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
-        try:
-            # mkdir decides, so two runs that start together cannot take the same folder.
-            candidate.mkdir()
-        except FileExistsError:
-            if candidate.is_dir() and not any(candidate.iterdir()):
-                return candidate
-        else:
+        if not RunDirectory(candidate).config.exists():
             return candidate
     raise AssertionError("unreachable")
 

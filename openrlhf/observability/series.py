@@ -67,34 +67,37 @@ class Curve:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The trend: mean of an exponential average from the left and one from the right, so that it does not lag.
+    """The trend: Σ_j d^|i-j| x_j / Σ_j d^|i-j| over finite x_j, looking about n / 25 values either way.
 
-    It looks about n / 25 values either way; fewer than ten values are left as they are. NaNs are bridged.
+    It looks both ways so that it does not lag. Spikes count only as far as the axis reaches (`visible_range`).
+    Fewer than ten values are left as they are.
     """
     if len(values) < 10:
         return list(values)
     decay = 1 - 1 / max(2.0, len(values) / 25)
-    left = _exponential_average(values, decay)
-    right = _exponential_average(list(reversed(values)), decay)[::-1]
-    return [_mean_of_finite(a, b) for a, b in zip(left, right, strict=True)]
+    low, high = visible_range(value for value in values if math.isfinite(value))
+    near = [min(max(value, low), high) if math.isfinite(value) else None for value in values]
+    left = _decayed_sums(near, decay)
+    right = _decayed_sums(near[::-1], decay)[::-1]
+    trend = []
+    for value, (left_sum, left_weight), (right_sum, right_weight) in zip(near, left, right, strict=True):
+        # Both sides count the value itself; once is enough.
+        total = left_sum + right_sum - (value or 0.0)
+        weight = left_weight + right_weight - (value is not None)
+        trend.append(total / weight if weight > 1e-9 else math.nan)
+    return trend
 
 
-def _exponential_average(values: Sequence[float], decay: float) -> list[float]:
-    """Σ decay^(i-j) x_j / Σ decay^(i-j) over finite x_j, j ≤ i; NaN before the first of them."""
+def _decayed_sums(values: Sequence[float | None], decay: float) -> list[tuple[float, float]]:
+    """(Σ decay^(i-j) x_j, Σ decay^(i-j)) over the x_j that are there, j ≤ i."""
     total = weight = 0.0
-    averages = []
+    sums = []
     for value in values:
         total, weight = total * decay, weight * decay
-        if math.isfinite(value):
+        if value is not None:
             total, weight = total + value, weight + 1
-        averages.append(total / weight if weight > 1e-12 else math.nan)
-    return averages
-
-
-def _mean_of_finite(a: float, b: float) -> float:
-    if math.isnan(a) or math.isnan(b):
-        return b if math.isnan(a) else a
-    return (a + b) / 2
+        sums.append((total, weight))
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class Axis:
     ticks: tuple[float, ...]
 
     @staticmethod
-    def over(low: float, high: float, *, ticks: int = 5, whole: bool = False) -> Axis:
+    def over(low: float, high: float, *, ticks: int = 6, whole: bool = False) -> Axis:
         """Bounds and about `ticks` round numbers that cover [low, high]; `whole` keeps them integers."""
         if not (math.isfinite(low) and math.isfinite(high)):
             low, high = 0.0, 1.0
@@ -128,19 +131,30 @@ def _round_number(size: float) -> float:
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * (1 - 1e-9))
 
 
-def bounds(curves: Sequence[Curve], *, zero: bool = False) -> tuple[float, float]:
-    """What the vertical axis must cover: every finite value, unless a few spikes would flatten all the rest.
+def visible_range(numbers: Iterable[float]) -> tuple[float, float]:
+    """What an axis must cover: all of it, unless a few spikes would flatten the rest.
 
-    Then (the middle 98% fills less than a quarter of the range) it covers that middle, widened by half.
+    Then (the middle 96% of at least 30 numbers fills less than a quarter) it is that middle, widened by half.
     """
-    values = sorted(point.value for curve in curves for point in curve.finite)
+    values = sorted(numbers)
     if not values:
         return (math.nan, math.nan)
     low, high = values[0], values[-1]
-    inner_low, inner_high = values[len(values) // 100], values[-1 - len(values) // 100]
-    inner = inner_high - inner_low
-    if len(values) >= 100 and 0 < inner < (high - low) / 4:
-        low, high = max(low, inner_low - inner / 2), min(high, inner_high + inner / 2)
+    if len(values) >= 30:
+        rim = max(1, len(values) // 50)
+        inner_low, inner_high = values[rim], values[-1 - rim]
+        inner = inner_high - inner_low
+        if 0 < inner < (high - low) / 4:
+            low, high = max(low, inner_low - inner / 2), min(high, inner_high + inner / 2)
+    return low, high
+
+
+def bounds(curves: Sequence[Curve], *, zero: bool = False) -> tuple[float, float]:
+    """The visible range of all curves together; `zero` takes 0 in."""
+    ranges = [visible_range(point.value for point in curve.finite) for curve in curves if curve.finite]
+    if not ranges:
+        return (math.nan, math.nan)
+    low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
     return (min(low, 0.0), max(high, 0.0)) if zero else (low, high)
 
 

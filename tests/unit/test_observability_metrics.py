@@ -1,0 +1,149 @@
+"""Reductions do not depend on how the work was cut; phases add up."""
+
+import math
+import pickle
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.observability.metrics import Last, Max, Mean, Metrics, Min, Std, Sum
+from openrlhf.observability.timing import PhaseClock
+
+numbers = st.floats(-1e6, 1e6)
+
+
+def test_a_mean_weighs_micro_batches_by_their_size():
+    """10 tokens with total 1 and 90 with total 2: 3 / 100, where a mean of means would say (0.1 + 0.0222) / 2."""
+    first, second = Metrics(), Metrics()
+    first.mean("kl", 1.0, 10)
+    second.mean("kl", 2.0, 90)
+    assert Metrics.merged([first, second]).values() == {"kl": pytest.approx(0.03)}
+
+
+@given(st.lists(st.lists(numbers, max_size=5), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_any_cut_and_any_order_gives_the_same_numbers(parts: list[list[float]], shuffle: random.Random):
+    def measure(values: list[float]) -> Metrics:
+        metrics = Metrics()
+        metrics.mean("mean", math.fsum(values), len(values))
+        metrics.mean_of("mean_of", values)
+        metrics.std_of("std", values)
+        for value in values:
+            metrics.sum("sum", value)
+            metrics.max("max", value)
+            metrics.min("min", value)
+        return metrics
+
+    whole = measure([value for part in parts for value in part]).values()
+    measured = [measure(part) for part in parts]
+    shuffle.shuffle(measured)
+    cut = shuffle.randrange(len(measured) + 1)
+    grouped = Metrics.merged([Metrics.merged(measured[:cut]), Metrics.merged(measured[cut:])])
+    # Rounding is relative to what was added up, which may cancel.
+    assert grouped.values() == pytest.approx(whole, rel=1e-6, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", [Sum, Max, Min, Last])
+@given(a=numbers, b=numbers, c=numbers)
+def test_merging_is_associative(kind, a: float, b: float, c: float):
+    left = kind(a).merge(kind(b)).merge(kind(c)).value
+    right = kind(a).merge(kind(b).merge(kind(c))).value
+    assert left == pytest.approx(right, abs=1e-6)
+
+
+def test_the_last_value_wins():
+    metrics = Metrics()
+    metrics.last("actor_lr", 1e-6)
+    metrics.last("actor_lr", 2e-6)
+    assert metrics.values() == {"actor_lr": 2e-6}
+
+
+def test_standard_deviation_by_hand():
+    """1, 2 | 3, 6: μ = 3, Σ(x - μ)² = 4 + 1 + 0 + 9 = 14, √(14 / 4)."""
+    assert Std.of([1, 2]).merge(Std.of([3, 6])).value == pytest.approx(math.sqrt(3.5))
+
+
+def test_nothing_has_no_mean():
+    metrics = Metrics()
+    metrics.mean("kl", 0.0, 0)
+    metrics.std_of("std", [])
+    assert metrics.values() == {}
+    with pytest.raises(ValueError, match="count of a mean"):
+        Mean(1.0, -1)
+
+
+@pytest.mark.parametrize("kind", [Max, Min])
+def test_nan_is_never_swallowed(kind):
+    assert math.isnan(kind(math.nan).merge(kind(1.0)).value)
+    assert math.isnan(kind(1.0).merge(kind(math.nan)).value)
+
+
+def test_one_name_has_one_reduction():
+    metrics = Metrics()
+    metrics.sum("tokens", 3)
+    with pytest.raises(TypeError, match=r"'tokens' is a Sum.*Mean"):
+        metrics.mean("tokens", 3, 1)
+
+
+def test_metrics_travel_between_processes_and_merging_leaves_the_parts_alone():
+    part = Metrics()
+    part.mean("kl", 1, 2)
+    copy = pickle.loads(pickle.dumps(part))
+    assert Metrics.merged([part, copy]).values() == {"kl": 0.5}
+    assert part == copy
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_phases_add_up_and_inner_phases_are_not_counted_twice():
+    """3 s experience of which 2 s generation, 4 s training, 1 s elsewhere: 1 + 2 + 4 + 1 = 8."""
+    now, heard = FakeTime(), []
+    clock = PhaseClock(on_phase=heard.append, now=now)
+    with clock.phase("make_experience"):
+        now.seconds += 0.5
+        with clock.phase("generation"):
+            assert clock.current == "generation"
+            now.seconds += 2
+        now.seconds += 0.5
+    now.seconds += 1
+    with clock.phase("ppo_train"):
+        now.seconds += 4
+    assert clock.take() == {
+        "timing/make_experience": 1.0,
+        "timing/generation": 2.0,
+        "timing/ppo_train": 4.0,
+        "timing/step_total": 8.0,
+    }
+    assert heard == ["make_experience", "generation", "make_experience", "", "ppo_train", ""]
+    assert clock.take() == {"timing/step_total": 0.0}
+
+
+def test_a_phase_that_raises_is_timed_and_left():
+    now = FakeTime()
+    clock = PhaseClock(now=now)
+
+    def fail() -> None:
+        now.seconds += 3
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError), clock.phase("ppo_train"):
+        fail()
+    assert clock.current == ""
+    assert clock.take()["timing/ppo_train"] == 3.0
+
+
+def test_a_phase_may_span_a_take():
+    now = FakeTime()
+    clock = PhaseClock(now=now)
+    with clock.phase("generation"):
+        now.seconds += 1
+        assert clock.take()["timing/generation"] == 1.0
+        now.seconds += 2
+    assert clock.take() == {"timing/generation": 2.0, "timing/step_total": 2.0}
