@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf.data.sources import DataError, Record, Records
+from openrlhf.data.errors import DataError
+from openrlhf.data.sources import Record, Records
 from openrlhf.data.templates import has_placeholder, known_keys, render_prompt
 from openrlhf.types import Prompt
 

@@ -1,37 +1,29 @@
-"""Where records come from: a comma list of files, folders and Hub names becomes one sequence of plain dicts.
-
-JSON is read here rather than by `datasets`, whose type inference changes what the user wrote: the label "007"
-becomes 7, "2024-01-31" a datetime, a long integer a float. Rewards compare with labels, so records stay exact.
-"""
+"""Where records come from: a comma list of files, folders and Hub names becomes one sequence of plain dicts."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
+from openrlhf.data.errors import DataError
+from openrlhf.data.json_files import Record, read_json
+from openrlhf.data.tables import HubUnreachableError, UnknownSplitError, read_folder, read_hub, read_table
+
 logger = logging.getLogger(__name__)
 
-Record = Mapping[str, Any]
+__all__ = ["DataError", "Record", "Records", "load_records"]
 
-FILE_KINDS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ACCEPTED = "a .jsonl, .json, .csv, .parquet or .arrow file, a folder, or a Hub name such as org/name"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-HUB_PROBE_SECONDS = 5.0
 
 # Flags that belong to the same data set, so that an error about one of them can name it.
 PROBS_FLAG = {"--data.prompt_dataset": "--data.prompt_probs", "--data.dataset": "--data.dataset_probs"}
@@ -40,10 +32,6 @@ SPLIT_FLAG = {
     "--data.dataset": "--data.dataset_split",
     "--eval.dataset": "--eval.split",
 }
-
-
-class DataError(ValueError):
-    """The data the user named cannot be used. The message names the flag or the file, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +170,42 @@ def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code:
     if path.is_file():
         if kind is None:
             raise DataError(f"{flag}: cannot tell what kind of data {name} is: give {ACCEPTED}")
-        records = read_json(path, limit=limit) if kind == "json" else _read_table(path, kind)
+        records = read_json(path, limit=limit) if kind == "json" else read_table(path, kind)
         name = path.name
     elif path.is_dir():
         if (path / f"{path.resolve().name}.py").is_file():
             raise _script_refused(f"{name}/{path.resolve().name}.py", flag=flag)
-        records = _read_folder(path, data_dir=data_dir, split=split, flag=flag)
+        with _about(name, split=split, flag=flag):
+            records = read_folder(path, data_dir=data_dir, split=split)
     elif kind is not None or not HUB_NAME.fullmatch(name) or name.startswith("."):
         raise DataError(f"{flag}: there is no file {name} (looked in {Path.cwd()}): give {ACCEPTED}")
     else:
-        records = _read_hub(name, data_dir=data_dir, split=split, trust_remote_code=trust_remote_code, flag=flag)
+        if trust_remote_code:
+            logger.warning("--data.trust_remote_code does nothing for %s: datasets runs no loading scripts", name)
+        with _about(name, split=split, flag=flag):
+            records = read_hub(name, data_dir=data_dir, split=split)
     if len(records) == 0:
         raise DataError(f"{flag}: {name} has no records")
     return Source(name, _First(records, limit) if limit is not None and limit < len(records) else records)
+
+
+@contextlib.contextmanager
+def _about(name: str, *, split: str, flag: str) -> Iterator[None]:
+    """Say it in the user's words: which flag to change, and to what."""
+    try:
+        yield
+    except UnknownSplitError as error:
+        raise DataError(
+            f"{flag}: {name} has no split {split!r}: set {SPLIT_FLAG.get(flag, 'the split')} to one of "
+            f"{', '.join(error.known)}"
+        ) from error
+    except HubUnreachableError as error:
+        raise DataError(
+            f"{flag}: {name} is neither a local file or folder (looked in {Path.cwd()}) nor in the Hub's cache, "
+            f"and the Hub cannot be reached: download it first, or give {ACCEPTED}"
+        ) from error
+    except DataError as error:
+        raise DataError(f"{flag}: {error}") from error
 
 
 class _First(Sequence[Record]):
@@ -216,207 +227,3 @@ def _script_refused(name: str, *, flag: str) -> DataError:
         f"{flag}: {name} is a loading script, which datasets {version} no longer runs: save what it yields once, "
         f"for instance with Dataset.to_json('train.jsonl'), and name that file"
     )
-
-
-# ---------------------------------------------------------------------------------------------- JSON
-
-
-class JsonLines(Sequence[Record]):
-    """Records of a JSON-lines file, kept as its bytes and parsed when asked for: exact and compact.
-
-    The bytes are held, not the file, so that a file edited during the run changes nothing.
-    """
-
-    def __init__(self, lines: list[bytes]) -> None:
-        self._lines = lines
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return JsonLines(self._lines[index])
-        return json.loads(self._lines[index])
-
-
-def read_json(path: Path, *, limit: int | None = None) -> Sequence[Record]:
-    """Records of a .json or .jsonl file: one object per line, or a single list of objects. Checked as it is read."""
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    stripped = data.lstrip()
-    if not stripped:
-        raise DataError(f"{path} is empty")
-    if stripped.startswith(b"["):
-        return _json_list(path, data)
-    lines: list[bytes] = []
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if limit is not None and len(lines) == limit:
-            break
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            if not lines and path.suffix.lower() == ".json":
-                return _json_object(path, data)
-            raise DataError(f"{path}, line {number} is not JSON ({error}): {_beginning(line)}") from None
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path}, line {number} is {_json_type(record)}, not an object such as "
-                f'{{"input": …, "label": …}}: {_beginning(line)}'
-            )
-        lines.append(line)
-    return JsonLines(lines)
-
-
-def _json_list(path: Path, data: bytes) -> list[Record]:
-    document = _json_document(path, data)
-    if not isinstance(document, list):
-        raise DataError(f"{path} must hold a list of objects, or one object per line")
-    for number, record in enumerate(document, start=1):
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path}, item {number} of the list is {_json_type(record)}, not an object such as "
-                f'{{"input": …, "label": …}}: {_beginning(json.dumps(record).encode())}'
-            )
-    return document
-
-
-def _json_object(path: Path, data: bytes) -> list[Record]:
-    """A .json file that is one object over several lines: a single record."""
-    document = _json_document(path, data)
-    return [document]
-
-
-def _json_document(path: Path, data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except json.JSONDecodeError as error:
-        line = data.split(b"\n")[error.lineno - 1]
-        raise DataError(f"{path}, line {error.lineno} is not JSON ({error.msg}): {_beginning(line)}") from None
-    except ValueError as error:  # not UTF-8
-        raise DataError(f"{path} is not JSON ({error})") from None
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
-
-
-def _beginning(line: bytes) -> str:
-    text = line.strip().decode("utf-8", errors="replace")
-    return text if len(text) <= 80 else text[:77] + "…"
-
-
-# ---------------------------------------------------------------------------------------------- datasets
-
-
-def _read_table(path: Path, kind: str) -> Sequence[Record]:
-    """A .csv, .parquet or .arrow file."""
-    from datasets import load_dataset
-
-    # Only an empty cell is a missing value: "NA", "None" and "null" are answers like any other.
-    options = {"na_values": [""], "keep_default_na": False} if kind == "csv" else {}
-    if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty")
-    try:
-        with _quiet():
-            return load_dataset(kind, data_files=str(path), split="train", **options)
-    except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        raise DataError(f"{path} cannot be read as {kind}: {reason}") from error
-
-
-def _read_folder(path: Path, *, data_dir: str | None, split: str, flag: str) -> Sequence[Record]:
-    """A folder written by `save_to_disk`, or one of data files."""
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    saved = path / data_dir if data_dir else path
-    if (saved / "dataset_dict.json").is_file() or (saved / "state.json").is_file():
-        data = load_from_disk(str(saved))
-        if not isinstance(data, DatasetDict):
-            return data
-        if split not in data:
-            raise _unknown_split(str(path), split, list(data), flag=flag)
-        return data[split]
-    try:
-        with _quiet():
-            return load_dataset(str(path), data_dir=data_dir, split=split)
-    except Exception as error:
-        raise _load_failure(error, name=str(path), split=split, flag=flag) from error
-
-
-def _read_hub(name: str, *, data_dir: str | None, split: str, trust_remote_code: bool, flag: str) -> Sequence[Record]:
-    """A data set of the Hub, or its cached copy when the Hub cannot be reached."""
-    from datasets import load_dataset
-
-    if trust_remote_code:
-        logger.warning("--data.trust_remote_code does nothing for %s: datasets no longer runs loading scripts", name)
-    reachable = _hub_reachable()
-    try:
-        with contextlib.nullcontext() if reachable else _offline(), _quiet():
-            return load_dataset(name, data_dir=data_dir, split=split)
-    except Exception as error:
-        if not reachable or isinstance(error, ConnectionError):
-            raise DataError(
-                f"{flag}: {name} is neither a local file or folder (looked in {Path.cwd()}) nor in the Hub's cache, "
-                f"and the Hub cannot be reached: download it first, or give {ACCEPTED}"
-            ) from error
-        raise _load_failure(error, name=name, split=split, flag=flag) from error
-
-
-def _load_failure(error: Exception, *, name: str, split: str, flag: str) -> DataError:
-    reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-    unknown = re.match(r"Unknown split .* Should be one of (\[.*\])", reason)
-    if unknown:
-        return _unknown_split(name, split, re.findall(r"'([^']*)'", unknown[1]), flag=flag)
-    return DataError(f"{flag}: {name} cannot be loaded: {reason}")
-
-
-def _unknown_split(name: str, split: str, known: list[str], *, flag: str) -> DataError:
-    split_flag = SPLIT_FLAG.get(flag, "the split")
-    return DataError(f"{flag}: {name} has no split {split!r}: set {split_flag} to one of {', '.join(known)}")
-
-
-def _hub_reachable() -> bool:
-    """One short request: `datasets` itself retries for half a minute before it says so."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_PROBE_SECONDS)
-    except Exception:  # whatever the HTTP client raises: the answer is no
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Cached copies only, without a request."""
-    import datasets.config
-    from huggingface_hub import constants
-
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no log lines of `datasets`: what goes wrong is said in a DataError."""
-    import datasets
-    from datasets.utils import logging as datasets_logging
-
-    bars, level = datasets.utils.are_progress_bars_disabled(), datasets_logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets_logging.set_verbosity(datasets_logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets_logging.set_verbosity(level)
-        if not bars:
-            datasets.enable_progress_bars()

@@ -6,7 +6,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openrlhf.data.sources import DataError, Record
+from openrlhf.data.errors import DataError
+from openrlhf.data.json_files import Record
 
 
 def render_prompt(

@@ -1,0 +1,196 @@
+"""Prompts are checked before training, and their order is a function of (seed, ordinal)."""
+
+import json
+import logging
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.prompts import PromptSet, PromptStream
+from openrlhf.data.sources import load_records
+
+
+class WordTokenizer:
+    """A token per word; counts how it is called."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, texts, *, add_special_tokens):
+        assert not add_special_tokens
+        self.calls += 1
+        return {"input_ids": [text.split() for text in texts]}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Records of a file train.jsonl."""
+
+    def write(records):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return load_records(str(path))
+
+    return write
+
+
+@pytest.fixture
+def prompts(load):
+    return PromptSet(load([{"input": f"q{i}", "label": i} for i in range(10)]), label_key="label")
+
+
+class TestPromptSet:
+    def test_file_order_with_ordinals(self, prompts):
+        assert [(p.ordinal, p.text, p.label) for p in prompts] == [(i, f"q{i}", i) for i in range(10)]
+        assert prompts[-1].text == "q9"
+        assert [p.text for p in prompts[2:4]] == ["q2", "q3"]
+
+    def test_label_and_datasource_are_optional(self, load):
+        first, second = PromptSet(load([{"input": "a"}, {"input": "b", "datasource": "aime"}]))
+        assert (first.label, first.datasource) == ("", "default")
+        assert second.datasource == "aime"
+
+    def test_label_of_any_kind(self, load):
+        labels = [0, False, "", {"tests": ["x"]}]
+        prompts = PromptSet(load([{"input": "a", "label": label} for label in labels]), label_key="label")
+        assert [p.label for p in prompts] == labels
+
+    def test_wrong_input_key(self, load):
+        with pytest.raises(DataError) as caught:
+            PromptSet(load([{"question": "a", "label": 1}]), flag="--eval.dataset")
+        assert str(caught.value) == (
+            "--eval.dataset, record 1 of train.jsonl: it has no 'input': set --data.input_key to one of question, label"
+        )
+
+    @pytest.mark.parametrize("second", [{"input": "b", "answer": "5"}, {"input": "b", "answer": "5", "label": None}])
+    def test_missing_label(self, load, second):
+        with pytest.raises(DataError) as caught:
+            PromptSet(load([{"input": "a", "label": 1}, second]), label_key="label")
+        assert str(caught.value) == (
+            "--data.prompt_dataset, record 2 of train.jsonl: it has no 'label': "
+            "set --data.label_key to one of input, answer"
+        )
+
+    def test_empty_and_long_prompts_are_left_out_and_counted(self, load, caplog):
+        """10 records: 2 empty, 6 of more than 2 words; two warnings, the second naming five of the six."""
+        records = [{"input": text} for text in ["a", "", "a b", " ", *["a b c"] * 6]]
+        tokenizer = WordTokenizer()
+        with caplog.at_level(logging.WARNING):
+            prompts = PromptSet(load(records), tokenizer=tokenizer, max_prompt_tokens=2)
+        assert [p.text for p in prompts] == ["a", "a b"]
+        assert prompts.where(1) == "record 3 of train.jsonl"
+        assert tokenizer.calls == 1
+        assert [record.getMessage() for record in caplog.records] == [
+            "--data.prompt_dataset: left out 2 of 10 prompts, which have an empty 'input': "
+            "record 2 of train.jsonl, record 4 of train.jsonl",
+            "--data.prompt_dataset: left out 6 of 10 prompts, which are longer than 2 tokens: "
+            + ", ".join(f"record {n} of train.jsonl" for n in range(5, 10))
+            + ", …",
+        ]
+
+    def test_the_limit_itself_fits(self, load):
+        assert len(PromptSet(load([{"input": "a b"}]), tokenizer=WordTokenizer(), max_prompt_tokens=2)) == 1
+
+    def test_nothing_left(self, load):
+        with pytest.raises(DataError) as caught:
+            PromptSet(load([{"input": "a b c"}, {"input": ""}]), tokenizer=WordTokenizer(), max_prompt_tokens=2)
+        assert str(caught.value) == (
+            "--data.prompt_dataset: no usable prompt in 2 records: 1 are empty, 1 are longer than 2 tokens "
+            "(raise --data.max_len or lower --rollout.max_new_tokens)"
+        )
+
+    def test_template_without_a_place_is_not_used(self, load, caplog):
+        prompts = PromptSet(load([{"input": "a"}]), input_template="Answer:")
+        assert prompts[0].text == "a"
+        assert "has no {} for the prompt: it is not used" in caplog.text
+
+    def test_many_prompts_are_tokenised_in_batches(self, load):
+        tokenizer = WordTokenizer()
+        PromptSet(load([{"input": "a"}] * 2500), tokenizer=tokenizer, max_prompt_tokens=5)
+        assert tokenizer.calls == 3
+
+
+class TestPromptStream:
+    def test_each_pass_is_a_new_permutation(self, prompts):
+        stream = PromptStream(prompts, seed=1, num_episodes=3)
+        passes = [[p.text for p in stream.take(10)] for _ in range(3)]
+        assert all(sorted(texts) == [f"q{i}" for i in range(10)] for texts in passes)
+        assert len({tuple(texts) for texts in passes}) == 3
+
+    def test_order_is_fixed_for_good(self, prompts):
+        """A checkpoint's ordinals must mean the same prompts in every later version."""
+        order = " ".join(p.text for p in PromptStream(prompts, seed=42).take(10))
+        assert order == "q4 q8 q1 q9 q3 q6 q0 q7 q2 q5"
+
+    def test_seed_changes_the_order(self, prompts):
+        orders = {tuple(p.text for p in PromptStream(prompts, seed=seed).take(10)) for seed in (-1, 0, 1, 2)}
+        assert len(orders) == 4
+
+    def test_an_ordinal_is_one_prompt_however_it_is_reached(self, prompts):
+        stream = PromptStream(prompts, seed=7)
+        taken = [*stream.take(3), *stream.take(25)]
+        assert [p.ordinal for p in taken] == list(range(28))
+        fresh = PromptStream(prompts, seed=7)
+        assert [fresh.prompt_at(ordinal) for ordinal in reversed(range(28))] == taken[::-1]
+        assert fresh.next_ordinal == 0
+
+    def test_fewer_at_the_end(self, prompts):
+        stream = PromptStream(prompts, seed=1, num_episodes=1)
+        assert len(stream) == 10
+        assert [len(stream.take(4)) for _ in range(4)] == [4, 4, 2, 0]
+        assert stream.remaining == 0
+        with pytest.raises(IndexError):
+            stream.prompt_at(10)
+
+    def test_endless(self, prompts):
+        stream = PromptStream(prompts, seed=1)
+        assert len(stream.take(95)) == 95
+        assert stream.remaining is None
+        with pytest.raises(TypeError):
+            len(stream)
+
+    def test_without_shuffling(self, prompts):
+        stream = PromptStream(prompts, seed=1, shuffle=False, num_episodes=2)
+        assert [p.text for p in stream] == [f"q{i}" for i in range(10)] * 2
+
+    def test_names_the_record(self, prompts):
+        stream = PromptStream(prompts, seed=1)
+        text = stream.prompt_at(13).text
+        assert stream.where(13) == f"record {int(text[1:]) + 1} of train.jsonl"
+
+    def test_continues_where_it_was(self, prompts):
+        stream = PromptStream(prompts, seed=5)
+        stream.take(13)
+        state = json.loads(json.dumps(stream.state_dict()))
+        resumed = PromptStream(prompts, seed=5)
+        resumed.load_state_dict(state)
+        assert resumed.take(20) == stream.take(20)
+
+    def test_state_of_other_data_is_refused(self, prompts, load, caplog):
+        state = PromptStream(prompts, seed=5).state_dict()
+        with pytest.raises(DataError, match=r"was made with --train\.seed 5, now it is 6"):
+            PromptStream(prompts, seed=6).load_state_dict(state)
+        fewer = PromptSet(load([{"input": "q"}]))
+        with pytest.raises(DataError, match="was made with 10 prompts, now there are 1"):
+            PromptStream(fewer, seed=5).load_state_dict(state)
+        others = PromptSet(load([{"input": f"other {i}"} for i in range(10)]))
+        PromptStream(others, seed=5).load_state_dict(state)
+        assert "not those the checkpoint was made with" in caplog.text
+
+    @given(seed=st.integers(-(2**70), 2**70), takes=st.lists(st.integers(0, 7), max_size=8))
+    def test_takes_partition_the_stream(self, small_prompts, seed, takes):
+        """Whatever is taken at a time, two passes over 4 prompts give each prompt twice, ordinals in order."""
+        stream = PromptStream(small_prompts, seed=seed, num_episodes=2)
+        taken = [prompt for n in takes for prompt in stream.take(n)] + list(stream)
+        assert [p.ordinal for p in taken] == list(range(8))
+        assert set(Counter(p.text for p in taken).values()) == {2}
+
+
+@pytest.fixture(scope="module")
+def small_prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "small.jsonl"
+    path.write_text("".join(json.dumps({"input": f"q{i}"}) + "\n" for i in range(4)))
+    return PromptSet(load_records(str(path)))
