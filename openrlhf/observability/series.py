@@ -111,8 +111,9 @@ class Axis:
         """Bounds and about `ticks` round numbers that cover [low, high]; `whole` keeps them integers."""
         if not (math.isfinite(low) and math.isfinite(high)):
             low, high = 0.0, 1.0
-        if high - low <= 1e-9 * max(abs(low), abs(high)):
-            room = abs(low) * 0.1 or 0.5
+        size = max(abs(low), abs(high))
+        if high - low <= max(1e-9 * size, 1e-290):
+            room = 0.1 * size if size > 1e-280 else 0.5
             low, high = low - room, high + room
         step = _round_number((high - low) / max(1, ticks - 1))
         if whole:

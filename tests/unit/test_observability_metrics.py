@@ -5,7 +5,7 @@ import pickle
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.observability.metrics import Last, Max, Mean, Metrics, Min, Std, Sum
@@ -22,6 +22,7 @@ def test_a_mean_weighs_micro_batches_by_their_size():
     assert Metrics.merged([first, second]).values() == {"kl": pytest.approx(0.03)}
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(numbers, max_size=5), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_any_cut_and_any_order_gives_the_same_numbers(parts: list[list[float]], shuffle: random.Random):
     def measure(values: list[float]) -> Metrics:
@@ -45,6 +46,7 @@ def test_any_cut_and_any_order_gives_the_same_numbers(parts: list[list[float]], 
 
 
 @pytest.mark.parametrize("kind", [Sum, Max, Min, Last])
+@settings(deadline=None)
 @given(a=numbers, b=numbers, c=numbers)
 def test_merging_is_associative(kind, a: float, b: float, c: float):
     left = kind(a).merge(kind(b)).merge(kind(c)).value

@@ -1,0 +1,322 @@
+"""The report page: whatever the run left, one page that needs nothing else."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.observability.jsonl import JsonLinesWriter
+from openrlhf.observability.loggers import JsonlLogger
+from openrlhf.observability.report import write_report
+from openrlhf.observability.rollout_samples import spread
+from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.series import Axis, Curve, Point, bounds, short_number, smoothed, visible_range
+
+CONFIG = {"actor": {"model_name_or_path": "/models/Qwen/Qwen3-0.6B"}, "algo": {"advantage": {"estimator": "rloo"}}}
+
+
+class Page(HTMLParser):
+    """The page as a browser understands it."""
+
+    VOID = frozenset({"meta", "input", "br", "link", "img", "path", "rect", "line", "circle"})
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def charts(self) -> dict[str, dict]:
+        """Data behind each chart by its title."""
+        titles = [attrs["aria-label"] for tag, attrs in self.tags if tag == "svg" and "aria-label" in attrs]
+        data = [json.loads(attrs["data-chart"]) for tag, attrs in self.tags if "data-chart" in attrs]
+        return dict(zip(titles, data, strict=True))
+
+    def check(self) -> None:
+        """Well-formed, self-contained, and no undefined number in any drawing."""
+        assert self.open == []
+        for tag, attrs in self.tags:
+            assert not {"src", "href", "srcset"} & set(attrs), f"<{tag}> loads something"
+            assert not any(name.startswith("on") for name in attrs)
+            for name in ("d", "x", "y", "x1", "cx", "cy", "height"):
+                assert "nan" not in (attrs.get(name) or "")
+                assert "inf" not in (attrs.get(name) or "")
+        assert not re.search(r"url\(|@import|https?:", self.source)
+        assert len(self.source.encode()) < 3_000_000
+
+
+def report(run: RunDirectory, **options: str) -> Page:
+    page = Page(write_report(run.path, **options))
+    page.check()
+    return page
+
+
+def write_metrics(run: RunDirectory, records: list[tuple[str, int, dict]]) -> None:
+    logger = JsonlLogger(run.metrics)
+    for kind, step, metrics in records:
+        logger.log(step, metrics, kind=kind)
+    logger.close()
+
+
+def rollout(step: int, sample: int = 0, **fields) -> dict:
+    record = {"step": step, "prompt_ordinal": step, "sample": sample, "prompt": "2+2=", "response": "4", "label": "4"}
+    record |= {"reward": 1.0, "score": 1.0, "response_length": 1, "outcome": "finished", "error": ""}
+    return record | fields
+
+
+def write_rollouts(run: RunDirectory, records: list[dict]) -> None:
+    writer = JsonLinesWriter(run.rollouts)
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "demo", CONFIG)
+
+
+def test_a_whole_run(run: RunDirectory):
+    """20 steps, reward 0.00, 0.05 … 0.95; evaluations 0.1 → 0.9 win over rewards in the summary."""
+    records: list[tuple[str, int, dict]] = [("eval", 0, {"eval_default_pass1": 0.1})]
+    for step in range(1, 21):
+        times = {"timing/generation": 3.0, "timing/ppo_train": 1.0, "timing/step_total": 5.0}
+        metrics = {"reward": (step - 1) / 20, "policy_loss": 0.1, "my_extra_log": 2.0, "perf/tokens_per_second": 1000.0}
+        records.append(("train", step, metrics | times))
+    records.append(("eval", 20, {"eval_default_pass1": 0.9}))
+    write_metrics(run, records)
+    write_rollouts(run, [rollout(step, response=f"answer of {step}") for step in range(1, 21)])
+    page = report(run)
+    assert "0.100 → 0.900" in page.text
+    assert "Steps 20" in page.text
+    assert "Estimator rloo" in page.text
+    assert "Model Qwen/Qwen3-0.6B" in page.text
+    assert list(page.charts) == [
+        "Reward",
+        "Evaluation",
+        "Policy loss",
+        "Tokens per second",
+        "Time per step",
+        "my_extra_log",
+    ]
+    assert page.charts["Reward"]["series"][0]["points"][0][:2] == [1, 0.0]
+    assert page.charts["Time per step"]["names"] == ["generation", "ppo_train", "other"]
+    assert page.charts["Time per step"]["bars"][0]["heights"] == [3.0, 1.0, 1.0]
+    assert "generation 60%" in page.text
+    shown = [attrs["data-step"] for tag, attrs in page.tags if tag == "template"]
+    assert shown == [str(step) for step in range(1, 21)]
+    assert "Early step" in page.text
+    assert page.source.count("answer of 10<") == 2, "the middle step stands in its column and in its template"
+    assert "estimator: rloo" in page.text
+
+
+def test_without_evaluations_rewards_make_the_summary(run: RunDirectory):
+    """First and last tenth of 20 steps: (0 + 1) / 2 and (18 + 19) / 2."""
+    write_metrics(run, [("train", step + 1, {"reward": float(step)}) for step in range(20)])
+    assert "0.500 → 18.500 first → last 2 steps" in report(run).text
+
+
+def test_an_empty_folder(tmp_path: Path):
+    page = Page(write_report(tmp_path))
+    page.check()
+    assert "No step was finished" in page.text
+    assert page.charts == {}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 9, 10, 11])
+def test_few_steps(run: RunDirectory, steps: int):
+    records = [("eval", 0, {"eval_default_pass1": 0.1})]
+    records += [("train", s, {"reward": 0.5, "timing/step_total": 1.0, "timing/a": 0.5}) for s in range(1, steps + 1)]
+    write_metrics(run, records)
+    write_rollouts(run, [rollout(s) for s in range(1, steps + 1)])
+    page = report(run, status="interrupted")
+    assert f"Steps {steps}" in page.text
+    assert "interrupted" in page.text
+
+
+def test_half_written_files(run: RunDirectory):
+    write_metrics(run, [("train", 1, {"reward": 0.5}), ("train", 2, {"reward": 0.6})])
+    write_rollouts(run, [rollout(1), rollout(2)])
+    for path in (run.metrics, run.rollouts):
+        path.write_bytes(path.read_bytes()[:-20])
+    run.config.write_text("actor: {model_name_or_path: [")
+    page = report(run)
+    assert "Steps 1" in page.text
+    assert [attrs["data-step"] for tag, attrs in page.tags if tag == "template"] == ["1"]
+
+
+def test_numbers_that_are_not_finite_are_shown_as_such(run: RunDirectory):
+    values = [0.1, math.nan, 0.3, math.inf, 0.5]
+    metrics = [
+        ("train", i, {"policy_loss": v, "reward": math.nan, "timing/step_total": math.nan})
+        for i, v in enumerate(values)
+    ]
+    write_metrics(run, metrics)
+    page = report(run)
+    assert [point[1] for point in page.charts["Policy loss"]["series"][0]["points"]] == [0.1, None, 0.3, None, 0.5]
+    assert "2 values were not finite" in page.text
+    assert "5 values were not finite" in page.text
+
+
+def test_metrics_of_odd_types_are_ignored(run: RunDirectory):
+    write_metrics(run, [("train", 1, {"reward": "high", "flag": True, "list": [1], "kl": 3})])  # type: ignore[dict-item]
+    assert list(report(run).charts) == ["KL to the reference"]
+
+
+ATTACK = "</script></template><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{config}}"
+
+
+def test_nothing_in_a_run_becomes_markup(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "<b>demo&", {"model": ATTACK, "algo": {"advantage": {"estimator": ATTACK}}})
+    write_metrics(run, [("train", s, {ATTACK: 1.0, f"timing/{ATTACK}": 1.0}) for s in (1, 2)])
+    write_metrics(run, [("eval", 1, {f"eval_{ATTACK}": 1.0, f"eval_{ATTACK}2": 1.0})])
+    fields = ("prompt", "response", "label", "outcome", "error", "prompt_ordinal", "response_length")
+    write_rollouts(run, [rollout(1, **dict.fromkeys(fields, ATTACK)), rollout(2, label=[ATTACK], reward=ATTACK)])
+    page = report(run, status=ATTACK)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert "img" not in [tag for tag, _ in page.tags]
+    assert ATTACK in "".join(page.words), "it is shown as it is"
+    assert ATTACK in page.charts
+
+
+@settings(deadline=None)
+@given(st.text(max_size=200))
+def test_any_text_survives_the_page(tmp_path_factory: pytest.TempPathFactory, text: str):
+    run = RunDirectory.create(tmp_path_factory.mktemp("run") / "demo", {})
+    write_rollouts(run, [rollout(1, response=text)])
+    report(run)
+
+
+def test_ten_thousand_steps_of_long_answers_stay_small(run: RunDirectory):
+    """A spike at step 5,000 is still in the thinned-out curve; the pathological texts are all '<' and '𝄞'."""
+    lines = []
+    for step in range(1, 10_001):
+        metrics = {f"m{i}": step / 10_000 for i in range(8)} | {"reward": 9.0 if step == 5000 else 0.1}
+        lines.append(json.dumps({"step": step, "kind": "train", "time": step, **metrics}))
+    run.metrics.write_text("\n".join(lines) + "\n")
+    write_rollouts(
+        run, [rollout(s, i, response="<𝄞" * 4000, prompt="<" * 4000) for s in range(1, 60) for i in range(8)]
+    )
+    page = report(run)
+    points = page.charts["Reward"]["series"][0]["points"]
+    assert len(points) <= 402
+    assert [5000, 9.0] in [point[:2] for point in points]
+    assert "characters left out" in page.text
+
+
+def test_a_resumed_run_shows_its_second_life(run: RunDirectory):
+    """Steps 1 – 3, then again from 2 and no further: 3 is gone."""
+    write_rollouts(run, [rollout(s, response="first life") for s in (1, 2, 3)])
+    write_rollouts(run, [rollout(2, response="second life")])
+    page = report(run)
+    assert [attrs["data-step"] for tag, attrs in page.tags if tag == "template"] == ["1", "2"]
+    assert "second life" in page.text
+    assert page.source.count("first life") == 2
+
+
+def test_failures_are_shown_with_their_reason(run: RunDirectory):
+    failed = rollout(1, response="", reward=None, score=None, outcome="failed", error="reward.py:3 KeyError: 'x'")
+    write_rollouts(run, [failed, rollout(1, 1, outcome="truncated")])
+    page = report(run)
+    assert "reward.py:3 KeyError: 'x'" in page.text
+    assert "1 tokens · truncated" in page.text
+    assert sum("odd" in (attrs.get("class") or "") for tag, attrs in page.tags if tag == "div") == 4
+
+
+def test_writing_again_replaces_the_page_and_leaves_no_draft(run: RunDirectory):
+    report(run)
+    write_metrics(run, [("train", 1, {"reward": 0.5})])
+    assert "Steps 1" in report(run).text
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html"]
+
+
+def test_the_trend_of_a_constant_is_the_constant_and_it_bridges_gaps():
+    assert smoothed([2.0] * 30) == pytest.approx([2.0] * 30)
+    assert smoothed([2.0, math.nan] * 15) == pytest.approx([2.0] * 30)
+    assert smoothed([1.0, 2.0]) == [1.0, 2.0]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e9, 1e9), min_size=10, max_size=60))
+def test_the_trend_does_not_lag_and_stays_inside(values: list[float]):
+    """Read backwards it is the same, and it never leaves the range of the values."""
+    trend = smoothed(values)
+    assert trend == pytest.approx(smoothed(values[::-1])[::-1], rel=1e-6, abs=1e-3)
+    room = 1e-6 * max(map(abs, values)) + 1e-9
+    assert min(values) - room <= min(trend)
+    assert max(trend) <= max(values) + room
+
+
+def test_one_spike_does_not_flatten_a_chart():
+    """99 values in [0, 1] and one 1,000: the axis covers the middle, widened by half of it."""
+    values = [i % 10 / 9 for i in range(99)] + [1000.0]
+    low, high = visible_range(values)
+    assert (low, high) == (0.0, 1.5)
+    assert visible_range([0.0, 1.0, 1000.0]) == (0.0, 1000.0)
+
+
+@settings(deadline=None)
+@given(st.floats(-1e12, 1e12), st.floats(0, 1e12))
+def test_axes_cover_what_they_are_for(low: float, size: float):
+    axis = Axis.over(low, low + size)
+    room = 1e-6 * max(abs(low), abs(low + size), 1e-300)
+    assert axis.low <= low + room
+    assert axis.high >= low + size - room
+    assert 2 <= len(axis.ticks) <= 12
+
+
+def test_axes_by_hand():
+    assert Axis.over(0, 12.1).ticks == (0, 2.5, 5, 7.5, 10, 12.5)
+    assert Axis.over(3, 3, whole=True).low <= 3
+    assert Axis.over(math.nan, math.nan).low == 0
+    assert bounds([Curve("x", (Point(1, 5.0, 5.0),))], zero=True) == (0.0, 5.0)
+
+
+def test_short_numbers():
+    examples = (0, 0.5, 0.01234, 12.0, 1234.5, 12345, 2_500_000, 1e-6, -0.25, math.nan)
+    assert [short_number(x) for x in examples] == [
+        "0",
+        "0.5",
+        "0.0123",
+        "12",
+        "1,234",
+        "12.35k",
+        "2.5M",
+        "1e-06",
+        "-0.25",
+        "–",
+    ]
+
+
+def test_spread_keeps_the_ends():
+    assert spread([1, 2, 3, 4, 5], 3) == [1, 3, 5]
+    assert spread([1, 2], 3) == [1, 2]
+    assert spread(list(range(100)), 5) == [0, 24, 49, 74, 99]
