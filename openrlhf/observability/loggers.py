@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -80,6 +81,13 @@ def is_time(name: str) -> bool:
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal in two runs of the same configuration."""
     return {name: value for name, value in record.items() if not is_time(name)}
+
+
+def score_names(names: Iterable[str]) -> list[str]:
+    """Of an evaluation's metrics those that say how good the policy is: pass rates, or all if there are none."""
+    measured = [n for n in names if n not in ("step", "kind", "global_step") and not is_time(n)]
+    rates = [n for n in measured if re.search(r"pass\d+$", n)]
+    return rates or [n for n in measured if not n.endswith(("num_samples", "failed"))]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

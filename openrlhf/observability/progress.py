@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
+from openrlhf.observability.loggers import score_names
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -299,6 +301,9 @@ def sparkline(values: list[float], *, width: int) -> str:
 
 
 def _evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
-    shown = [(n, v) for n, v in metrics.items() if "/" not in n and not n.endswith("num_samples")]
-    numbers = "  ".join(f"{name.removeprefix('eval_').removeprefix('default_')} {value:.3f}" for name, value in shown)
-    return f"eval at step {step}  {numbers}"
+    shown = [f"{n.removeprefix('eval_').removeprefix('default_')} {metrics[n]:.3f}" for n in score_names(metrics)]
+    if length := metrics.get("eval_response_length_mean"):
+        shown.append(f"len {length:.1f}")
+    if failed := metrics.get("eval_failed"):
+        shown.append(f"failed {failed:.0f}")
+    return "  ".join([f"eval at step {step}", *dict.fromkeys(shown)])

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from openrlhf.observability.charts import COLOURS, REST, line_chart, stacked_chart
-from openrlhf.observability.loggers import is_time, read_metrics
+from openrlhf.observability.loggers import is_time, read_metrics, score_names
 from openrlhf.observability.progress import clock_text
 from openrlhf.observability.rollout_samples import render_rollouts
 from openrlhf.observability.run_directory import RunDirectory
@@ -39,7 +39,7 @@ class ChartPlan:
 
 
 PLANS = (
-    ChartPlan("Learning", "Reward", ("reward", "rollout/reward_mean", "score"), alternatives=True),
+    ChartPlan("Learning", "Reward", ("reward", "rollout/reward_mean"), alternatives=True),
     ChartPlan("Learning", "Loss", ("loss", "gpt_loss")),
     ChartPlan("Learning", "Accuracy", ("acc", "accuracy")),
     ChartPlan(
@@ -186,10 +186,7 @@ def _score(value: float) -> str:
 
 
 def _evaluation_names(evaluations: Sequence[Mapping]) -> list[str]:
-    """What evaluations scored: pass rates where there are any, else every metric they have."""
-    names = list(dict.fromkeys(name for r in evaluations for name in r if name not in ("step", "kind", "time")))
-    rates = [name for name in names if re.search(r"pass\d+$", name)]
-    return rates or [name for name in names if not is_time(name) and not name.endswith("num_samples")]
+    return score_names(dict.fromkeys(name for record in evaluations for name in record))
 
 
 def _charts(train: Sequence[Mapping], evaluations: Sequence[Mapping]) -> str:

@@ -34,11 +34,17 @@ class RunDirectory:
         wanted = Path(path).expanduser()
         if wanted.exists() and not wanted.is_dir():
             raise NotADirectoryError(f"run directory {wanted} is a file; choose another with --logger.run_dir")
-        run = cls(wanted if reuse else free_directory(wanted))
-        run.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
-        run.config.write_text(text, encoding="utf-8")
-        return run
+        while True:
+            run = cls(wanted if reuse else free_directory(wanted))
+            run.path.mkdir(parents=True, exist_ok=True)
+            try:
+                # "x" decides, so two runs that start together cannot take the same folder.
+                with run.config.open("w" if reuse else "x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                continue
+            return run
 
     @property
     def config(self) -> Path:

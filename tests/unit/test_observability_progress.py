@@ -53,11 +53,14 @@ def test_the_loop_s_own_step_time_is_preferred():
 def test_evaluations_and_notes_are_lines():
     stream = io.StringIO()
     with Progress(2, "tiny", stream=stream) as progress:
-        metrics = {"eval_default_pass1": 0.25, "eval_math_pass1": 0.5, "eval_num_samples": 64.0, "timing/eval": 1.0}
+        metrics = {"eval_default_pass1": 0.25, "eval_math_pass1": 0.5, "eval_math_mean": 0.4}
+        metrics |= {"eval_response_length_mean": 7.25, "eval_num_samples": 64.0, "eval_failed": 2.0, "timing/eval": 1.0}
         progress.evaluation(0, metrics)
+        progress.evaluation(0, {"eval_loss": 1.5, "eval_failed": 0.0, "global_step": 1.0})
         progress.note("checkpoint written to [runs/demo]")
     assert stream.getvalue().splitlines()[1:] == [
-        "eval at step 0  pass1 0.250  math_pass1 0.500",
+        "eval at step 0  pass1 0.250  math_pass1 0.500  len 7.2  failed 2",
+        "eval at step 0  loss 1.500",
         "checkpoint written to [runs/demo]",
     ]
 

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,16 @@ def test_a_run_directory_is_never_shared(tmp_path: Path):
     assert not runs[0].model.exists()
 
 
-def test_an_empty_directory_is_taken_and_a_resumed_one_continued(tmp_path: Path):
-    (tmp_path / "demo").mkdir()
+def test_runs_that_start_together_get_a_directory_each(tmp_path: Path):
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda seed: RunDirectory.create(tmp_path / "demo", {"seed": seed}), range(16)))
+    assert len({run.path for run in runs}) == 16
+    assert [yaml.safe_load(run.config.read_text())["seed"] for run in runs] == list(range(16))
+
+
+def test_a_directory_without_a_run_is_taken_and_a_resumed_one_continued(tmp_path: Path):
+    """Inputs that were put there beforehand do not make it a run."""
+    (tmp_path / "demo" / "inputs").mkdir(parents=True)
     first = RunDirectory.create(tmp_path / "demo", {})
     again = RunDirectory.create(tmp_path / "demo", {"seed": 1}, reuse=True)
     assert first.path == again.path == tmp_path / "demo"
