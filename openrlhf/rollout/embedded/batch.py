@@ -1,0 +1,137 @@
+"""The running requests as arrays, one row each, so that a step costs the same Python however many run."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from openrlhf.rollout.embedded.sampler import uniforms
+from openrlhf.rollout.embedded.stopping import StopStrings
+from openrlhf.types import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One `generate` call."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    limit: int
+    """Most tokens it may sample."""
+    seed: int
+    future: asyncio.Future
+    stop: StopStrings | None = None
+    row: int | None = None
+    """Where it runs; None while it waits."""
+    prompt_version: int = field(default=-1)
+    """Weight version that read its prompt."""
+
+
+class Columns(NamedTuple):
+    """What a request has sampled so far."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+class RunningBatch:
+    """Sampling state and transcript of every row; `requests[row]` is None where the row is free."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.requests: list[Request | None] = [None] * max_rows
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._seed = np.zeros(max_rows, np.uint64)
+        self._count = np.zeros(max_rows, np.int64)
+        self._limit = np.zeros(max_rows, np.int64)
+        self._min_tokens = np.zeros(max_rows, np.int64)
+        self._temperature = np.ones(max_rows, np.float32)
+        self._top_p = np.ones(max_rows, np.float32)
+        self._top_k = np.full(max_rows, -1, np.int64)
+        self._wants_logprobs = np.zeros(max_rows, bool)
+        self._watched = np.zeros(max_rows, bool)
+        self.last_tokens = np.zeros(max_rows, np.int64)
+        """What each row feeds to its next step."""
+        self._token_ids = np.zeros((max_rows, 64), np.int64)
+        self._logprobs = np.zeros((max_rows, 64), np.float32)
+        self._versions = np.zeros((max_rows, 64), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.requests) - len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def add(self, request: Request) -> int:
+        """Give the request a row."""
+        row = self._free.pop()
+        params = request.params
+        self.requests[row] = request
+        request.row = row
+        self._seed[row] = request.seed
+        self._count[row] = 0
+        self._limit[row] = request.limit
+        self._min_tokens[row] = params.min_tokens
+        self._temperature[row] = params.temperature
+        self._top_p[row] = params.top_p
+        self._top_k[row] = params.top_k
+        self._wants_logprobs[row] = params.logprobs
+        self._watched[row] = request.stop is not None
+        self.last_tokens[row] = request.token_ids[-1]
+        return row
+
+    def remove(self, row: int) -> None:
+        request = self.requests[row]
+        assert request is not None
+        request.row = None
+        self.requests[row] = None
+        self._free.append(row)
+
+    def sampling(self, rows: np.ndarray) -> dict:
+        """Arguments of `sampler.sample` for these rows, in this order."""
+        count = self._count[rows]
+        forbidding = count < self._min_tokens[rows]
+        return {
+            "uniform": uniforms(self._seed[rows], count),
+            "temperature": self._temperature[rows],
+            "top_p": self._top_p[rows],
+            "top_k": self._top_k[rows],
+            "forbidding": forbidding,
+            "want_logprobs": bool(self._wants_logprobs[rows].any()),
+        }
+
+    def record(
+        self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray | None, *, version: int, eos: np.ndarray
+    ) -> tuple[list[int], list[int]]:
+        """Append one token to each row. Returns the rows that stopped and those that reached their limit."""
+        count = self._count[rows]
+        if count.max() >= self._token_ids.shape[1]:
+            for name in ("_token_ids", "_logprobs", "_versions"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)], axis=1))
+        self._token_ids[rows, count] = token_ids
+        self._versions[rows, count] = version
+        if logprobs is not None:
+            self._logprobs[rows, count] = logprobs
+        self.last_tokens[rows] = token_ids
+        count += 1
+        self._count[rows] = count
+
+        stopped = (token_ids[:, None] == eos).any(1) if len(eos) else np.zeros(len(rows), bool)
+        for i in np.flatnonzero(self._watched[rows]).tolist():
+            request = self.requests[rows[i]]
+            found = request.stop.feed(int(token_ids[i]))  # type: ignore[union-attr]
+            if found and count[i] >= self._min_tokens[rows[i]]:
+                stopped[i] = True
+        full = (count >= self._limit[rows]) & ~stopped
+        return rows[stopped].tolist(), rows[full].tolist()
+
+    def columns(self, row: int) -> Columns:
+        n = int(self._count[row])
+        return Columns(
+            self._token_ids[row, :n].tolist(), self._logprobs[row, :n].tolist(), self._versions[row, :n].tolist()
+        )

@@ -1,0 +1,311 @@
+"""`EmbeddedEngine`: the policy samples from itself, in the training process, on CPU or one GPU.
+
+Who waits on whom:
+    generate   appends a request to the queue, waits for its future
+    _drive     one task per event loop while anything is queued or running: admits, steps, resolves the futures of
+               finished rows, yields to the loop once per step; ends when idle
+Everything happens on the caller's event loop, between two of its turns: there are no locks, and a training step can
+never overlap a decoding step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from openrlhf.models.attention import ATTENTION
+from openrlhf.rollout.embedded.batch import Columns, Request, RunningBatch
+from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
+from openrlhf.rollout.embedded.fallback import CachedDecoder
+from openrlhf.rollout.embedded.sampler import derive_seed, sample
+from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids
+from openrlhf.types import FinishReason, Generation, SamplingParams
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Work done since construction."""
+
+    steps: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens that went through the model; a prompt shared by n samples counts once."""
+
+
+class EmbeddedEngine:
+    """Continuous batching over a Hugging Face causal LM that stays the caller's: same weights, no copy.
+
+    A model whose attention implementation is `ATTENTION` is decoded in one packed forward per step. Any other runs
+    a request at a time with its own cache (`packed` is False), slow but right. A model of the first kind that
+    cannot be decoded so is refused by name at construction.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None,
+        *,
+        max_model_len: int,
+        max_batch_size: int = 256,
+        max_batch_tokens: int = 8192,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: evaluated under `no_grad`, in eval mode; its training flags are put back after every step.
+            tokenizer: decodes results and looks for stop strings; None: no text, no stop strings.
+            max_model_len: most tokens of a request, prompt and response together.
+            max_batch_size: most requests decoding at once.
+            max_batch_tokens: most prompt tokens read in one step; a longer prompt is read in a step of its own.
+            seed: randomness of requests that bring no seed; theirs follow from it and the order of the calls.
+        """
+        for name, value in (
+            ("max_model_len", max_model_len - 1),
+            ("max_batch_size", max_batch_size),
+            ("max_batch_tokens", max_batch_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is too small")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.stats = EngineStats()
+        self._max_model_len = max_model_len
+        self._max_batch_tokens = max_batch_tokens
+        self._seed = seed
+        self._requests_seen = 0
+        self._version = 0
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self._eos = np.array(eos_token_ids(model, tokenizer), dtype=np.int64)
+        self._eos_tensor = torch.from_numpy(self._eos).to(next(model.parameters()).device)
+        self._waiting: deque[Request] = deque()
+        self._batch = RunningBatch(max_batch_size)
+        self._readers: dict[tuple[int, ...], Request] = {}
+        """A running request by its prompt: later ones with the same prompt start from its keys and values."""
+        self._task: asyncio.Task | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.packed = getattr(model.config.get_text_config(), "_attn_implementation", None) == ATTENTION
+        with torch.no_grad(), _evaluating(model):
+            self._decoder: Decoder = (
+                packed_decoder(model, max_rows=max_batch_size, max_length=max_model_len)
+                if self.packed
+                else CachedDecoder(model)
+            )
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """The weights have changed in place. Tokens sampled from now on carry this version; running requests go on
+        with the keys and values they have."""
+        self._version = version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+        """Continue `token_ids` until end-of-sequence, a stop string, `max_tokens` or the context limit.
+
+        With `sampling_params.seed` set, token i depends on (seed, i) and its history alone. `logprobs` are those
+        of `sampler.sample`. Cancelling the call frees its place at once. An error of the model fails every call
+        under way.
+        """
+        request = self._make_request(tuple(token_ids), sampling_params.copy())
+        self._waiting.append(request)
+        self._ensure_driving()
+        try:
+            return await request.future
+        finally:
+            # Reached with the request still queued or running only when the caller was cancelled.
+            self._drop(request)
+
+    def abort(self) -> None:
+        """Finish every request now, with the tokens it has: reason ABORT."""
+        for request in self._running():
+            self._finish(request, FinishReason.ABORT)
+        while self._waiting:
+            self._resolve(self._waiting.popleft(), Columns([], [], []), FinishReason.ABORT)
+
+    def release(self) -> None:
+        """Give the key-value memory back. The next request allocates it anew."""
+        if self.num_running:
+            raise RuntimeError(f"{self.num_running} requests are running: wait for them or abort() before release()")
+        self._decoder.clear()
+
+    def _make_request(self, token_ids: tuple[int, ...], params: SamplingParams) -> Request:
+        room = self._max_model_len - len(token_ids)
+        if not token_ids:
+            raise ValueError("a prompt needs at least one token")
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self._max_model_len} "
+                "(max_model_len): shorten the prompt or raise the limit"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            raise ValueError(
+                f"prompt ids must be in 0 … {self._vocab_size - 1}, got {min(token_ids)} … {max(token_ids)}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none")
+        counter, self._requests_seen = self._requests_seen, self._requests_seen + 1
+        return Request(
+            token_ids=token_ids,
+            params=params,
+            limit=room if params.max_tokens is None else min(room, params.max_tokens),
+            seed=derive_seed(self._seed, counter) if params.seed is None else params.seed % 2**64,
+            future=asyncio.get_running_loop().create_future(),
+            stop=StopStrings(self.tokenizer, params.stop) if params.stop else None,
+        )
+
+    def _ensure_driving(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._task is not None and not self._task.done() and not self._loop.is_closed():  # type: ignore[union-attr]
+                raise RuntimeError("an embedded engine serves one event loop at a time, and another is using it")
+            self._forget_loop(loop)
+        if self._task is None or self._task.done():
+            self._task = loop.create_task(self._drive(), name="embedded engine")
+
+    def _forget_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Drop what a loop that ended in the middle has left."""
+        for request in self._running():
+            self._free(request)
+        self._waiting = deque(request for request in self._waiting if request.future.get_loop() is loop)
+        self._loop, self._task = loop, None
+
+    async def _drive(self) -> None:
+        try:
+            while self._waiting or self.num_running:
+                self._step()
+                await asyncio.sleep(0)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Admit who fits, run the model once, record a token for every row, let the finished go."""
+        with _evaluating(self.model):
+            prefills = self._admit()
+            rows, logits = self._decoder.step(self._batch.last_tokens, prefills)
+            sampled = sample(logits, forbidden=self._eos_tensor, **self._batch.sampling(rows))
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
+        stopped, full = self._batch.record(
+            rows, sampled.token_ids.cpu().numpy(), logprobs, version=self._version, eos=self._eos
+        )
+        self.stats.steps += 1
+        self.stats.generated_tokens += len(rows)
+        self.stats.prompt_tokens += sum(len(prefill.token_ids) for prefill in prefills)
+        for finished, reason in ((stopped, FinishReason.STOP), (full, FinishReason.LENGTH)):
+            for row in finished:
+                self._finish(self._batch.requests[row], reason)
+
+    def _admit(self) -> list[Prefill]:
+        """Move waiting requests into free rows, in order of arrival, up to the step's prompt tokens.
+
+        A prompt is read once: requests that wait together share the reading, and one that comes while another
+        with the same prompt runs starts from its keys and values, with only the last prompt token left to feed.
+        """
+        prefills: dict[tuple[int, ...], Prefill] = {}
+        tokens = 0
+        while self._waiting and self._batch.num_free:
+            request = self._waiting[0]
+            prompt = request.token_ids
+            shared = prefills.get(prompt)
+            reader = None if shared else self._reader(prompt)
+            if shared is None and reader is None and tokens and tokens + len(prompt) > self._max_batch_tokens:
+                break
+            self._waiting.popleft()
+            row = self._batch.add(request)
+            request.prompt_version = self._version
+            if shared is not None:
+                prefills[prompt] = shared._replace(siblings=(*shared.siblings, row))
+            elif reader is None or not self._decoder.fork(reader.row, row, length=len(prompt) - 1):
+                prefills[prompt] = Prefill(row, np.array(prompt, dtype=np.int64))
+                tokens += len(prompt)
+            self._readers[prompt] = request
+        return list(prefills.values())
+
+    def _reader(self, prompt: tuple[int, ...]) -> Request | None:
+        reader = self._readers.get(prompt)
+        return reader if reader is not None and reader.prompt_version == self._version else None
+
+    def _running(self) -> list[Request]:
+        return [request for request in self._batch.requests if request is not None]
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        columns = self._batch.columns(request.row)
+        self._free(request)
+        self._resolve(request, columns, reason)
+
+    def _resolve(self, request: Request, columns: Columns, reason: FinishReason) -> None:
+        if request.future.done():
+            return
+        text = "" if self.tokenizer is None else self.tokenizer.decode(columns.token_ids, skip_special_tokens=True)
+        request.future.set_result(
+            Generation(
+                token_ids=columns.token_ids,
+                logprobs=columns.logprobs if request.params.logprobs else None,
+                versions=columns.versions,
+                finish_reason=reason,
+                text=text,
+            )
+        )
+
+    def _free(self, request: Request) -> None:
+        self._decoder.remove(request.row)
+        self._batch.remove(request.row)
+        if self._readers.get(request.token_ids) is request:
+            del self._readers[request.token_ids]
+
+    def _drop(self, request: Request) -> None:
+        if request.row is not None:
+            self._free(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def _fail(self, error: BaseException) -> None:
+        """Every call under way raises `error`; what the decoder holds may be half a step ahead, so it starts anew."""
+        requests = [*self._running(), *self._waiting]
+        self._waiting.clear()
+        self._readers.clear()
+        self._batch = RunningBatch(len(self._batch.requests))
+        self._decoder.clear()
+        for request in requests:
+            request.row = None
+            if request.future.done():
+                continue
+            if isinstance(error, Exception):
+                request.future.set_exception(error)
+            else:
+                request.future.cancel()
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Eval mode inside; every module gets its own training flag back."""
+    switched = [module for module in model.modules() if module.training]
+    for module in switched:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.training = True

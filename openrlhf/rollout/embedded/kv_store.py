@@ -1,0 +1,191 @@
+"""Keys and values of the running rows, in pools of doubling capacity.
+
+A row lives in the smallest pool that holds it: pool c has slots of `MIN_CAPACITY · 2^c` tokens, each row one
+slot, slots 0 … n-1 in use without holes. Attention runs pool by pool over contiguous memory, to the longest
+row of the pool, so a long row does not slow the short ones down and no row wastes more than half its slot.
+A row that outgrows its slot moves to the next pool; when one leaves, the last row of the pool takes its slot.
+
+Shapes: S slots, H key-value heads, C capacity, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MIN_CAPACITY = 64
+_GIB = 2**30
+
+
+class LayerShape(NamedTuple):
+    """What one attention layer stores for one token."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(slots=True)
+class Pool:
+    """Slots of one capacity."""
+
+    capacity: int
+    keys: dict[int, Tensor]
+    """[S, H, C, D] by layer index."""
+    values: dict[int, Tensor]
+    rows: list[int]
+    """Which row holds slot i."""
+    slots: int = 0
+    """S: how many are allocated."""
+
+
+class KVStore:
+    """Where each row's keys and values are. Rows are numbered 0 … max_rows-1 by the caller."""
+
+    def __init__(
+        self,
+        layers: dict[int, LayerShape],
+        *,
+        max_rows: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = layers
+        self.max_rows = max_rows
+        self.dtype = dtype
+        self.device = device
+        self.lengths = np.zeros(max_rows, dtype=np.int64)
+        """Tokens stored for each row."""
+        capacities = [MIN_CAPACITY]
+        while capacities[-1] < max_length:
+            capacities.append(capacities[-1] * 2)
+        capacities[-1] = min(capacities[-1], max(max_length, MIN_CAPACITY))
+        self.pools = [Pool(capacity, {}, {}, []) for capacity in capacities]
+        self._pool_of: dict[int, int] = {}
+        self._slot_of: dict[int, int] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(s.heads * (s.key_dim + s.value_dim) for s in self.layers.values()) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Allocated now."""
+        return sum(pool.slots * pool.capacity for pool in self.pools) * self.bytes_per_token
+
+    def slot(self, row: int) -> tuple[Pool, int]:
+        return self.pools[self._pool_of[row]], self._slot_of[row]
+
+    def place(self, rows: Sequence[int], *, length: int) -> None:
+        """Give each row the next free slot that holds `length` tokens and one more. Nothing is stored yet."""
+        index = self._pool_index(length + 1)
+        pool = self.pools[index]
+        self._reserve(pool, len(pool.rows) + len(rows))
+        for row in rows:
+            self._pool_of[row], self._slot_of[row] = index, len(pool.rows)
+            self.lengths[row] = length
+            pool.rows.append(row)
+
+    def remove(self, row: int) -> None:
+        """Free the row's slot; the pool's last row moves into it."""
+        pool, slot = self.slot(row)
+        del self._pool_of[row], self._slot_of[row]
+        last = len(pool.rows) - 1
+        if slot != last:
+            mover = pool.rows[last]
+            n = int(self.lengths[mover])
+            for cache in (pool.keys, pool.values):
+                for tensor in cache.values():
+                    tensor[slot, :, :n] = tensor[last, :, :n]
+            pool.rows[slot] = mover
+            self._slot_of[mover] = slot
+        pool.rows.pop()
+
+    def copy(self, source: int, targets: Sequence[int], *, length: int) -> None:
+        """The first `length` tokens of `source` become those of `targets`, which have their slots already."""
+        pool, slot = self.slot(source)
+        for row in targets:
+            target_pool, target_slot = self.slot(row)
+            for caches in ((pool.keys, target_pool.keys), (pool.values, target_pool.values)):
+                for layer, tensor in caches[0].items():
+                    caches[1][layer][target_slot, :, :length] = tensor[slot, :, :length]
+            self.lengths[row] = length
+
+    def make_room(self) -> None:
+        """Move every row whose slot is full to the next pool: after this each row can take one more token."""
+        for index, pool in enumerate(self.pools[:-1]):
+            if not pool.rows:
+                continue
+            rows = np.array(pool.rows)
+            for row in rows[self.lengths[rows] >= pool.capacity].tolist():
+                length = int(self.lengths[row])
+                slot = self._slot_of[row]
+                larger = self.pools[index + 1]
+                self._reserve(larger, len(larger.rows) + 1)
+                target = len(larger.rows)
+                for caches in ((pool.keys, larger.keys), (pool.values, larger.values)):
+                    for layer, tensor in caches[0].items():
+                        caches[1][layer][target, :, :length] = tensor[slot, :, :length]
+                self.remove(row)
+                self._pool_of[row], self._slot_of[row] = index + 1, target
+                larger.rows.append(row)
+
+    def clear(self) -> None:
+        """Forget every row and give the memory back."""
+        self._pool_of.clear()
+        self._slot_of.clear()
+        for pool in self.pools:
+            pool.keys, pool.values, pool.rows, pool.slots = {}, {}, [], 0
+
+    def _pool_index(self, tokens: int) -> int:
+        for index, pool in enumerate(self.pools):
+            if tokens <= pool.capacity:
+                return index
+        return len(self.pools) - 1
+
+    def _reserve(self, pool: Pool, slots: int) -> None:
+        if slots <= pool.slots:
+            return
+        slots = min(self.max_rows, max(slots, 2 * pool.slots, 8))
+        wanted = slots * pool.capacity * self.bytes_per_token
+        free = _free_bytes(self.device)
+        if free is not None and wanted > free:
+            raise MemoryError(self._does_not_fit(wanted, slots, pool.capacity, f"{free / _GIB:.2f} GiB are free"))
+        try:
+            for layer, shape in self.layers.items():
+                for cache, dim in ((pool.keys, shape.key_dim), (pool.values, shape.value_dim)):
+                    # Zeros, not empty: masked positions still meet the softmax's zeros, and 0 · NaN is NaN.
+                    grown = torch.zeros((slots, shape.heads, pool.capacity, dim), dtype=self.dtype, device=self.device)
+                    if pool.slots:
+                        grown[: pool.slots] = cache[layer]
+                    cache[layer] = grown
+        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain one from the CPU allocator
+            raise MemoryError(self._does_not_fit(wanted, slots, pool.capacity, str(error))) from error
+        pool.slots = slots
+
+    def _does_not_fit(self, wanted: int, slots: int, capacity: int, why: str) -> str:
+        return (
+            f"the embedded engine's key-value store does not fit: {slots} sequences of up to {capacity} tokens need "
+            f"{wanted / _GIB:.2f} GiB on {self.device} beside the {self.num_bytes / _GIB:.2f} GiB it has ({why}); "
+            f"lower max_batch_size (now {self.max_rows}) or max_model_len"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that an allocation may use, where it can be told. Linux hands out more than it has, then kills."""
+    if device.type != "cpu":
+        return None
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

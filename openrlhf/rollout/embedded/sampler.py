@@ -1,0 +1,167 @@
+"""From logits to tokens. A row's token depends on its own logits, parameters and uniform only, never on its batch.
+
+Token i of a request with seed s is drawn with the uniform `uniforms(s, i)`, a hash, by inverse CDF: retries,
+batch-mates and order do not change what is sampled.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 64  # tokens per block of the two-level search
+_CANDIDATES = 256  # most top-p nuclei are smaller; a full sort costs ten times as much
+
+
+class Sampled(NamedTuple):
+    """One token for every row."""
+
+    token_ids: Tensor
+    """int64 [B]"""
+    logprobs: Tensor | None
+    """float32 [B]; None when no row wants them."""
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words, uint64 [B]."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _hash(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """uint64 [B]. Seeds are mixed first: neighbouring seeds would otherwise share a shifted sequence."""
+    return _mix(_mix(seeds + _GOLDEN) + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+
+
+def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """float64 [B] in [0, 1): a pure function of (seeds[b], counters[b]), uint64 and int64 [B].
+
+    48 bits, so that u · total < total holds in float64 for every total.
+    """
+    return (_hash(seeds, counters) >> np.uint64(16)).astype(np.float64) * 2.0**-48
+
+
+def derive_seed(seed: int, counter: int) -> int:
+    """The seed of the request number `counter` that did not bring its own, in [0, 2^64)."""
+    return int(_hash(np.array([seed % 2**64], dtype=np.uint64), np.array([counter]))[0])
+
+
+def sample(
+    logits: Tensor,
+    *,
+    uniform: np.ndarray,
+    temperature: np.ndarray,
+    top_p: np.ndarray,
+    top_k: np.ndarray,
+    forbidden: Tensor | None = None,
+    forbidding: np.ndarray | None = None,
+    want_logprobs: bool = True,
+) -> Sampled:
+    """One token per row of `logits` [B, V], which is overwritten.
+
+    Args:
+        uniform: float64 [B] in [0, 1).
+        temperature: float32 [B]; 0 means greedy.
+        top_p: float32 [B]; 1 means all.
+        top_k: int64 [B]; -1 means all. Applied before top-p, which then sees the renormalised rest.
+        forbidden: int64 [E] token ids that the rows in `forbidding` (bool [B]) must not sample.
+
+    The log-prob of a sampled token is log q(token) with q the distribution it was drawn from: after
+    forbidding, temperature, top-k and top-p. A greedy token is reported under the temperature-1 softmax
+    (after forbidding), because under its own distribution every log-prob would be 0.
+    """
+    logits = logits.float()
+    device = logits.device
+    if forbidden is not None and len(forbidden) and forbidding is not None and forbidding.any():
+        rows = torch.from_numpy(np.flatnonzero(forbidding)).to(device)
+        logits[rows[:, None], forbidden[None, :]] = float("-inf")
+
+    greedy = temperature == 0
+    argmax = logits.argmax(-1) if greedy.any() else None
+    if greedy.all() and not want_logprobs:
+        return Sampled(argmax, None)
+    divisor = np.where(greedy, np.float32(1), temperature)
+    if (divisor != 1).any():
+        logits.div_(torch.from_numpy(divisor).to(device)[:, None])
+    probs = torch.softmax(logits, dim=-1)
+
+    if greedy.all():
+        token_ids = argmax
+    else:
+        truncated = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
+        if len(truncated):
+            rows = torch.from_numpy(truncated).to(device)
+            probs[rows] = _truncate(probs[rows], top_p=top_p[truncated], top_k=top_k[truncated])
+        token_ids = inverse_cdf(probs, torch.from_numpy(uniform).to(device))
+        if argmax is not None:
+            token_ids = torch.where(torch.from_numpy(greedy).to(device), argmax, token_ids)
+    if not want_logprobs:
+        return Sampled(token_ids, None)
+    return Sampled(token_ids, probs.gather(-1, token_ids[:, None]).squeeze(-1).log_())
+
+
+def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [B]: the first token whose cumulative probability exceeds uniform · total. Never one of probability 0.
+
+    `probs` float32 [B, V] (need not be normalised), `uniform` float64 [B]. Searches block sums first and one
+    block after: a cumulative sum over the whole vocabulary costs more than the softmax.
+    """
+    V = probs.shape[-1]
+    whole = V // _BLOCK * _BLOCK
+    sums = probs[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
+    if whole < V:
+        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], dim=-1)
+    block, rest = _search(sums.double().cumsum(-1), uniform, scale=True)
+    inside = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    members = probs.gather(-1, inside.clamp(max=V - 1)).double().masked_fill_(inside >= V, 0.0)
+    offset, _ = _search(members.cumsum(-1), rest, scale=False)
+    return block * _BLOCK + offset
+
+
+def _search(cumulative: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
+    """First index per row of `cumulative` [B, N] beyond the target, and how far the target lies into it.
+
+    A target past the end (the block's sum was rounded) is pulled just inside, so that the index is one where
+    the cumulative sum grows.
+    """
+    total = cumulative[:, -1]
+    if scale:
+        target = target * total
+    target = torch.minimum(target, total * (1 - 2.0**-48))
+    index = (cumulative <= target[:, None]).sum(-1)
+    before = torch.where(index > 0, cumulative.gather(-1, (index - 1).clamp(min=0)[:, None]).squeeze(-1), 0.0)
+    return index, target - before
+
+
+def _truncate(probs: Tensor, *, top_p: np.ndarray, top_k: np.ndarray) -> Tensor:
+    """`probs` [B, V] with everything outside top-k and top-p set to 0, renormalised.
+
+    Top-p keeps the most likely tokens until their sum reaches p, the one that crosses it included.
+    """
+    V = probs.shape[-1]
+    k = np.where(top_k > 0, np.minimum(top_k, V), V)
+    width = int(k.max())
+    if width > _CANDIDATES:
+        # Only rows with a nucleus need a ranking this deep, and few of them do.
+        widest_k = int(k[top_k > 0].max(initial=0))
+        width = min(V, max(_CANDIDATES, widest_k))
+    values, token_ids = probs.topk(width, dim=-1)
+    p_column = torch.from_numpy(top_p.astype(np.float32)).to(probs.device)[:, None]
+    k_column = torch.from_numpy(k).to(probs.device)[:, None]
+    covered = (values.sum(-1, keepdim=True) >= p_column) & (p_column < 1) | (k_column <= width)
+    if not bool(covered.all()):
+        values, token_ids = probs.sort(dim=-1, descending=True)
+    values = values.masked_fill(torch.arange(values.shape[-1], device=probs.device) >= k_column, 0.0)
+    cumulative = values.cumsum(-1)
+    # With no top-k the candidates need not hold all the mass, whose sum is 1.
+    total = torch.where(k_column < V, cumulative[:, -1:], torch.ones_like(cumulative[:, -1:]))
+    values = values.masked_fill(cumulative - values >= p_column * total, 0.0)
+    values[:, 0].clamp_(min=torch.finfo(values.dtype).tiny)
+    return torch.zeros_like(probs).scatter_(-1, token_ids, values / values.sum(-1, keepdim=True))
