@@ -96,11 +96,11 @@ def _number(value: Any, *, what: str, count: int) -> float:
     if isinstance(value, (str, bytes, complex)) or not hasattr(type(value), "__float__"):
         raise RewardValueError(f"{what} must be a number, got {_shown(value)}. {_expected(count)}")
     try:
-        number = struct.unpack("f", struct.pack("f", float(value)))[0]
+        number = struct.unpack("<f", struct.pack("<f", float(value)))[0]  # "<" refuses what overflows
     except OverflowError:
         raise RewardValueError(f"{what} is {_shown(value)}, which is too large for a float32") from None
     if not math.isfinite(number):
-        raise RewardValueError(f"{what} is {number}: rewards must be finite")
+        raise RewardValueError(f"{what} is {number}, which must be finite")
     return number
 
 
