@@ -48,6 +48,8 @@ class Prompt:
     """Ground truth for rewards and environments; "" when the data has none."""
     datasource: str = "default"
     """Which source evaluation reports it under."""
+    where: str = ""
+    """Where it was read, for messages: `record 12 of train.jsonl`."""
     images: tuple[Any, ...] = ()
     """Pictures that belong to the text."""
 

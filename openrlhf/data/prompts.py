@@ -76,6 +76,7 @@ class PromptSet(Sequence[Prompt]):
             text=self._render(row, record),
             label=self._label(row, record),
             datasource=str(record.get("datasource") or "default"),
+            where=self._records.where(row),
         )
 
     def where(self, index: int) -> str:

@@ -18,7 +18,7 @@ class RewardRequest:
     prompts: tuple[str, ...]
     labels: tuple[object, ...]
     name: str
-    """How errors call it, e.g. `prompt 17 (record 4 of train.jsonl)`."""
+    """How errors call it, e.g. `record 4 of train.jsonl`."""
 
     def __post_init__(self) -> None:
         if not len(self.queries) == len(self.prompts) == len(self.labels) > 0:
@@ -32,7 +32,7 @@ class RewardRequest:
             queries=tuple(t.text for t in finished),
             prompts=tuple(group.prompt.text for _ in finished),
             labels=tuple(group.prompt.label for _ in finished),
-            name=f"prompt {group.prompt.ordinal}",
+            name=group.prompt.where or f"prompt {group.prompt.ordinal}",
         )
 
 

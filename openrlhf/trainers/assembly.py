@@ -62,17 +62,32 @@ class RunResult:
     """The last one; empty if there was none."""
 
 
-def run_rl(config: RLConfig) -> int:
-    """Train as the configuration says; returns the process's exit status."""
+@dataclass(slots=True)
+class Ending:
+    """How a run ended, as an exit status."""
+
+    status: int = 0
+
+
+@contextlib.contextmanager
+def user_errors_end_the_run() -> Iterator[Ending]:
+    """Errors that users can mend become one line and status 1, Ctrl-C status 130; defects keep their traceback."""
+    ending = Ending()
     try:
-        train(config)
+        yield ending
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        ending.status = 1
     except KeyboardInterrupt:
         print("interrupted; what was written so far is in the run directory", file=sys.stderr)
-        return 130
-    return 0
+        ending.status = 130
+
+
+def run_rl(config: RLConfig) -> int:
+    """Train as the configuration says; returns the process's exit status."""
+    with user_errors_end_the_run() as ending:
+        train(config)
+    return ending.status
 
 
 def train(config: RLConfig) -> RunResult:
@@ -121,9 +136,10 @@ def train(config: RLConfig) -> RunResult:
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
-        run_dir = RunDirectory.create(_run_path(config), to_dict(config, redact=True))
+        run_dir = RunDirectory.create(config.logger.directory, to_dict(config))
         logger.info("run directory %s", run_dir.path)
-        with _observed(run_dir, rounds=schedule.rounds, title=config.algo.advantage.estimator) as seen:
+        title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
+        with _observed(run_dir, rounds=schedule.rounds, title=title) as seen:
             trainer = RLTrainer(
                 collector=SyncCollector(
                     prompts=prompts,
@@ -164,7 +180,7 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
     records = load_records(
         spec,
         split=config.eval.split if evaluation else config.data.prompt_split,
-        max_samples=config.data.max_samples,
+        max_samples=None if evaluation else config.data.max_samples,
         probs=None if evaluation else config.data.prompt_probs,
         seed=config.train.seed,
         trust_remote_code=config.data.trust_remote_code,
@@ -178,7 +194,7 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
         input_key=config.data.input_key,
         label_key=config.data.label_key,
         apply_chat_template=config.data.apply_chat_template,
-        input_template=config.data.input_template,
+        input_template=config.data.prompt_template,
         max_prompt_tokens=room,
         flag=flag,
     )
@@ -267,21 +283,24 @@ class _Observers:
 @contextlib.contextmanager
 def _observed(run_dir: RunDirectory, *, rounds: int, title: str) -> Iterator[_Observers]:
     """Progress and logs of a run; the report is written however it ends."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(write_report, run_dir.path)
-        jsonl = JsonlLogger(run_dir.metrics)
-        stack.callback(jsonl.close)
-        rollouts = RolloutLog(run_dir.rollouts)
-        stack.callback(rollouts.close)
-        progress = stack.enter_context(Progress(rounds, title=title))
-        yield _Observers(logger=jsonl, rollout_log=rollouts, progress=progress)
-
-
-def _run_path(config: RLConfig) -> Path:
-    """`--logger.run_dir`, else runs/<run name>."""
-    if config.logger.run_dir:
-        return Path(config.logger.run_dir)
-    return Path("runs") / config.logger.wandb.run_name.replace("/", "_").replace(":", "")
+    status = "failed"
+    try:
+        with (
+            contextlib.closing(JsonlLogger(run_dir.metrics)) as metrics,
+            contextlib.closing(RolloutLog(run_dir.rollouts)) as rollouts,
+            Progress(rounds, title) as progress,
+        ):
+            yield _Observers(logger=metrics, rollout_log=rollouts, progress=progress)
+        status = ""
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        try:
+            write_report(run_dir.path, status=status)
+        except Exception:
+            # A page that cannot be written must not hide why the run ended.
+            logger.exception("report.html could not be written")
 
 
 def _link(link: Path, target: Path) -> None:

@@ -1,0 +1,145 @@
+"""`openrlhf demo`: from random weights to a trained model on this machine, in minutes, with nothing to download."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WARM_UP_UNTIL = 0.3
+"""Probability of a right answer at which supervised warm-up hands over to RL."""
+
+MAX_STEPS = 110
+"""RL steps after which every training problem has been seen once."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make task and model, then run `train_ppo_ray` on them through the code path of every user's run."""
+    options, overrides = _parser().parse_known_args(argv)
+
+    import yaml
+
+    from openrlhf.config.entry import enter
+    from openrlhf.observability.run_directory import free_directory
+
+    run_dir = free_directory(Path(options.run_dir or f"runs/demo-seed{options.seed}"))
+    config_file = run_dir / "inputs" / "rl.yaml"
+    config_file.parent.mkdir(parents=True, exist_ok=True)
+    config_file.write_text(yaml.safe_dump(rl_flags(run_dir, seed=options.seed, steps=options.steps), sort_keys=False))
+    command = ["--config", str(config_file), *overrides]
+    return enter("train_ppo_ray", command, lambda config: run(config, run_dir, seed=options.seed, command=command))
+
+
+def run(config: Any, run_dir: Path, *, seed: int, command: Sequence[str]) -> int:
+    """The demo itself; `command` is what a user would type for its RL phase."""
+    from openrlhf.observability.loggers import read_metrics
+    from openrlhf.trainers.assembly import train, user_errors_end_the_run
+
+    with user_errors_end_the_run() as ended:
+        started = time.monotonic()
+        prepare(run_dir / "inputs", seed=seed)
+        _say(f"Now RL: python -m openrlhf.cli.train_ppo_ray {' '.join(command)}")
+        result = train(config)
+        seconds = time.monotonic() - started
+        records = read_metrics(result.run_dir / "metrics.jsonl")
+        scores = [record["eval_addition_pass1"] for record in records if record["kind"] == "eval"]
+        _say(f"Right answers on problems never trained on: {scores[0]:.1%} before RL, {scores[-1]:.1%} after.")
+        _say(f"Curves and samples: {result.run_dir / 'report.html'}")
+        summary = {
+            "score_before": scores[0],
+            "score_after": scores[-1],
+            "seconds": round(seconds, 1),
+            "run_dir": str(result.run_dir),
+        }
+        print(json.dumps(summary), flush=True)
+    return ended.status
+
+
+def prepare(inputs: Path, *, seed: int) -> None:
+    """Write data and a warmed-up model to `inputs`: what a user would bring."""
+    from openrlhf.demo.model import write_model
+    from openrlhf.demo.task import make_task, write_problems
+    from openrlhf.demo.warmup import warm_up
+
+    started = time.monotonic()
+    task = make_task(seed=seed)
+    write_problems(task.train, inputs / "train.jsonl")
+    write_problems(task.held_out, inputs / "held_out.jsonl")
+    write_model(inputs / "model", seed=seed)
+    example = task.train[0]
+    _say(f"Task: add two numbers, `{example.prompt}` → `{example.answer}`.")
+    _say(f"{len(task.train):,} problems to train on, {len(task.held_out)} others to measure on.")
+    _say("Warm-up: supervised steps on a model with random weights.")
+
+    def on_step(step: int, probability: float) -> None:
+        if step % 25 == 0:
+            _say(f"  step {step:4d}  right with probability {probability:.2f}")
+
+    steps = warm_up(inputs / "model", task.train, seed=seed, until=WARM_UP_UNTIL, on_step=on_step)
+    _say(f"  enough after {steps} steps, {time.monotonic() - started:.0f} s")
+
+
+def rl_flags(run_dir: Path, *, seed: int, steps: int) -> dict[str, Any]:
+    """The RL phase, as flags."""
+    from openrlhf.demo.task import RESPONSE_TOKENS, REWARD_FILE
+
+    prompts, samples = 64, 16
+    return {
+        "actor.model_name_or_path": str(run_dir / "inputs" / "model"),
+        "data.prompt_dataset": str(run_dir / "inputs" / "train.jsonl"),
+        "data.label_key": "label",
+        "data.max_samples": prompts * steps,
+        "data.max_len": 16,
+        "reward.remote_url": str(REWARD_FILE),
+        "algo.advantage.estimator": "reinforce_baseline",
+        "algo.kl.init_coef": 0,
+        "rollout.batch_size": prompts,
+        "rollout.n_samples_per_prompt": samples,
+        "rollout.max_new_tokens": RESPONSE_TOKENS,
+        "train.batch_size": prompts * samples,
+        "train.dynamic_batch_enable": True,
+        "train.seed": seed,
+        "actor.adam.lr": 5e-4,
+        "actor.lr_scheduler": "constant_with_warmup",
+        "eval.dataset": str(run_dir / "inputs" / "held_out.jsonl"),
+        "eval.temperature": 0.0,
+        "eval.n_samples_per_prompt": 1,
+        "eval.steps": 20,
+        "eval.at_start": True,
+        "ckpt.output_dir": str(run_dir / "model"),
+        "logger.run_dir": str(run_dir),
+        "vllm.num_engines": 0,
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _steps(text: str) -> int:
+    steps = int(text)
+    if not 1 <= steps <= MAX_STEPS:
+        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_STEPS}: after that the problems repeat")
+    return steps
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openrlhf demo",
+        description="Make a small model and task, warm it up, train it with RL, and show the score before and after. "
+        "Any flag of `openrlhf rl` may follow; it overrides the demo's. "
+        "The last line on standard output is one JSON object.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the task, the model and the training (default 0)")
+    parser.add_argument("--steps", type=_steps, default=100, help=f"RL steps, at most {MAX_STEPS} (default 100)")
+    parser.add_argument("--run_dir", help="folder of the run (default runs/demo-seed<seed>, numbered if taken)")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""Supervised steps that bring the demo's random model to where RL can take over: right now and then, not reliably."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.torch import TorchBackend
+from openrlhf.checkpoint.export import export_policy
+from openrlhf.demo.task import Problem
+from openrlhf.models.loading import load_policy, load_tokenizer
+from openrlhf.types import PackedTokens
+
+BATCH = 256
+MAX_STEPS = 1000
+WINDOW = 10
+"""Steps over which the success rate is averaged."""
+
+
+def warm_up(
+    directory: Path,
+    problems: Sequence[Problem],
+    *,
+    seed: int,
+    until: float,
+    on_step: Callable[[int, float], None],
+) -> int:
+    """Train the model in `directory` on worked examples until it would sample the right answer with probability
+    `until`, and write it back. Returns the number of steps; `on_step(step, probability)` hears of each.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = load_policy(str(directory), dtype=torch.float32, device=device)
+    tokenizer = load_tokenizer(str(directory))
+    backend = TorchBackend(
+        policy,
+        OptimizerSettings(lr=1e-3, scheduler="constant_with_warmup", warmup_ratio=0.05, total_steps=MAX_STEPS),
+    )
+    rng = random.Random(seed)
+    recent: deque[float] = deque(maxlen=WINDOW)
+    for step in range(1, MAX_STEPS + 1):
+        tokens = _pack(rng.choices(problems, k=BATCH), tokenizer).to(device)
+        logprobs_A = backend.module(tokens, temperature=1.0).logprobs_A
+        backend.backward(-logprobs_A.mean())
+        backend.step()
+        answers = torch.zeros(BATCH, device=device).index_add_(0, tokens.action_sequences(), logprobs_A.detach())
+        recent.append(float(answers.exp().mean()))
+        on_step(step, recent[-1])
+        if len(recent) == WINDOW and fmean(recent) >= until:
+            break
+    export_policy(policy, tokenizer, directory)
+    return step
+
+
+def _pack(problems: Sequence[Problem], tokenizer) -> PackedTokens:
+    sequences, masks = [], []
+    for problem in problems:
+        prompt = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+        answer = [*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        sequences.append(torch.tensor(prompt + answer))
+        masks.append(torch.tensor([False] * len(prompt) + [True] * len(answer)))
+    return PackedTokens.from_sequences(sequences, masks)
