@@ -31,22 +31,17 @@ class SyncCollector:
 
     def next_batch(self) -> list[Group]:
         """The next round's groups in the order of their prompts; fewer than `batch_size` at the end of the data."""
-        groups = self._loop.run(self._play_round())
+        groups = self._loop.run(
+            self._runner.play_all(
+                self._prompts.take(self._batch_size),
+                n=self._samples_per_prompt,
+                sampling_params=self._sampling_params,
+            )
+        )
         if not any(group.scored for group in groups):
             reasons = {t.error for group in groups for t in group.trajectories if t.failed}
             raise RolloutError(f"all {len(groups)} groups of a round failed; first reason: {min(reasons)}")
         return groups
-
-    async def _play_round(self) -> list[Group]:
-        prompts = self._prompts.take(self._batch_size)
-        async with asyncio.TaskGroup() as tasks:
-            playing = [
-                tasks.create_task(
-                    self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=self._sampling_params)
-                )
-                for prompt in prompts
-            ]
-        return [task.result() for task in playing]
 
     def state_dict(self) -> dict[str, object]:
         return {"prompts": self._prompts.state_dict()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from openrlhf.agents.base import AgentExecutorBase
@@ -43,6 +44,20 @@ class EpisodeRunner:
         self._seed = seed
         self._judged = 0
         self._unjudged = 0
+
+    async def play_all(
+        self, prompts: Sequence[Prompt], *, n: int, sampling_params: SamplingParams, purpose: str = "train"
+    ) -> list[Group]:
+        """Play all prompts at once; groups come back in their order. The first error ends the others."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                playing = [
+                    tasks.create_task(self.play(prompt, n=n, sampling_params=sampling_params, purpose=purpose))
+                    for prompt in prompts
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in playing]
 
     async def play(self, prompt: Prompt, *, n: int, sampling_params: SamplingParams, purpose: str = "train") -> Group:
         """`n` samples of a prompt. `purpose` keeps the randomness of evaluation apart from that of training."""

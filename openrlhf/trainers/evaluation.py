@@ -30,26 +30,18 @@ class PromptEvaluation:
         self._sampling_params = sampling_params
 
     def run(self) -> dict[str, float]:
-        groups = self._loop.run(self._play())
+        groups = self._loop.run(
+            self._runner.play_all(
+                self._prompts,
+                n=self._samples_per_prompt,
+                sampling_params=self._sampling_params,
+                purpose="eval",
+            )
+        )
         if not any(group.scored for group in groups):
             reason = next(t.error for group in groups for t in group.trajectories if t.failed)
             raise RolloutError(f"all {len(groups)} evaluation groups failed; first reason: {reason}")
         return evaluation_metrics(groups, k=self._samples_per_prompt).values()
-
-    async def _play(self) -> list[Group]:
-        async with asyncio.TaskGroup() as tasks:
-            playing = [
-                tasks.create_task(
-                    self._runner.play(
-                        prompt,
-                        n=self._samples_per_prompt,
-                        sampling_params=self._sampling_params,
-                        purpose="eval",
-                    )
-                )
-                for prompt in self._prompts
-            ]
-        return [task.result() for task in playing]
 
 
 def evaluation_metrics(groups: Sequence[Group], *, k: int) -> Metrics:

@@ -1,0 +1,162 @@
+"""The update's gradient depends on the samples alone, not on how they are cut, ordered or packed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from openrlhf.algorithms.reduction import Aggregation
+from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.policy import PolicyLearner, PolicySettings
+from openrlhf.learners.scorer import Scorer
+from openrlhf.models.attention import ATTENTION
+from openrlhf.models.policy import Policy
+from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
+
+CPU = torch.device("cpu")
+VOCABULARY = 13
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM._from_config(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        attn_implementation=ATTENTION,
+    )
+    return Policy(model)
+
+
+class RecordingBackend:
+    """A backend that remembers each step's gradient and changes nothing."""
+
+    learning_rate = 0.0
+
+    def __init__(self, module: Policy) -> None:
+        self.module = module
+        self.gradients: list[torch.Tensor] = []
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> float:
+        gradient = torch.cat([p.grad.flatten() for p in self.module.parameters()])
+        self.module.zero_grad()
+        self.gradients.append(gradient)
+        return float(gradient.norm())
+
+
+def make_batch(lengths: list[tuple[int, int]], *, seed: int = 0) -> TrainingBatch:
+    """Samples of (prompt, response) lengths with random tokens and advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for index, (prompt, response) in enumerate(lengths):
+        total = prompt + response
+        mask = torch.arange(total) >= prompt
+        samples.append(
+            TrainingSample(
+                key=SampleKey(index, 0),
+                segment=Segment(
+                    token_ids=torch.randint(VOCABULARY, (total,), generator=generator),
+                    action_mask=mask,
+                    rollout_logprobs=torch.where(mask, -1.0, 0.0),
+                    versions=torch.where(mask, 0, -1).int(),
+                    turn_rewards=torch.zeros(total),
+                ),
+                baseline=0.0,
+                scale=1.0,
+            )
+        )
+    batch = TrainingBatch(samples=samples)
+    batch.advantages_A = torch.randn(batch.num_actions, generator=generator)
+    return batch
+
+
+def make_settings(batching: MicroBatching, **changes) -> PolicySettings:
+    return PolicySettings(
+        **{
+            "loss": "ppo",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "aggregation": Aggregation.TOKEN,
+            "constant_length": 7,
+            "temperature": 0.7,
+            "log_entropy": True,
+            "epochs": 1,
+            "steps_per_epoch": 1,
+            "batching": batching,
+            "seed": 0,
+            **changes,
+        }
+    )
+
+
+def update(policy: Policy, batch: TrainingBatch, batching: MicroBatching, **changes):
+    backend = RecordingBackend(policy)
+    metrics = PolicyLearner(backend, make_settings(batching, **changes), device=CPU).update(batch, round_index=1)
+    return backend.gradients, metrics.values()
+
+
+def relative_gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+WHOLE = MicroBatching(tokens=10**6)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@settings(max_examples=8, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=9),
+    budget=st.integers(15, 60),
+    seed=st.integers(0, 99),
+)
+def test_gradient_and_means_do_not_depend_on_the_cut_or_the_order(policy, aggregation, lengths, budget, seed):
+    batch = make_batch(lengths)
+    (whole,), values = update(policy, batch, WHOLE, aggregation=aggregation)
+    cuts = [MicroBatching(tokens=budget), MicroBatching(samples=1), MicroBatching(samples=3)]
+    for cut in cuts:
+        (gradient,), cut_values = update(policy, batch, cut, aggregation=aggregation, seed=seed)
+        assert relative_gap(gradient, whole) < 1e-5
+        assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
+
+
+def test_a_round_is_split_evenly_over_its_fixed_number_of_steps(policy):
+    """Seven samples (failures took one of eight) over three steps and two epochs: six steps, none skipped."""
+    batch = make_batch([(2, 3)] * 7)
+    batch.old_logprobs_A = torch.full((batch.num_actions,), -2.0)
+    gradients, _ = update(policy, batch, WHOLE, steps_per_epoch=3, epochs=2)
+    assert len(gradients) == 6
+
+
+def test_on_policy_the_first_gradient_is_the_plain_policy_gradient(policy):
+    """With ρ = 1 everywhere, ∇L = −Σ_t w A_t ∇log π(t)."""
+    batch = make_batch([(2, 4), (3, 2)])
+    (gradient,), values = update(policy, batch, WHOLE)
+    packed = batch.pack([0, 1])
+    logprobs_A = policy(packed.tokens, temperature=0.7).logprobs_A
+    expected = torch.autograd.grad(-(packed.advantages_A * logprobs_A).mean(), list(policy.parameters()))
+    assert relative_gap(gradient, torch.cat([g.flatten() for g in expected])) < 1e-5
+    assert values["ppo_clip_ratio"] == 0
+    assert values["ppo_kl"] == 0
+    assert values["policy_loss"] == pytest.approx(float(-packed.advantages_A.mean()), rel=1e-5)
+
+
+def test_old_logprobs_of_the_same_weights_change_nothing(policy):
+    """Scored beforehand or detached on the fly: the same gradient, however the scoring was cut."""
+    batch = make_batch([(2, 4), (3, 2), (1, 5)])
+    (plain,), _ = update(policy, batch, WHOLE)
+    batch.old_logprobs_A = Scorer(policy, batching=MicroBatching(samples=2), temperature=0.7, device=CPU).logprobs(
+        batch
+    )
+    (scored,), values = update(policy, batch, WHOLE)
+    assert relative_gap(scored, plain) < 1e-5
+    assert values["ppo_kl"] == pytest.approx(0, abs=1e-6)

@@ -1,0 +1,271 @@
+"""The loop, the collector and the runner, against small fakes that behave."""
+
+import asyncio
+
+import pytest
+
+from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.observability.loggers import NullLogger
+from openrlhf.observability.metrics import Metrics
+from openrlhf.rewards.base import Reward, RewardError
+from openrlhf.rollout.collector import SyncCollector
+from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
+from openrlhf.rollout.statistics import rollout_metrics
+from openrlhf.trainers.evaluation import evaluation_metrics
+from openrlhf.trainers.rl import RLTrainer, Schedule
+from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
+
+
+class CharTokenizer:
+    """One token per character."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+
+class EchoEngine:
+    """Answers `ab` with its first character and a digit made from the seed; remembers what it was asked."""
+
+    max_model_len = 64
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.asked: list[SamplingParams] = []
+
+    async def generate(self, token_ids, sampling_params) -> Generation:
+        self.asked.append(sampling_params)
+        await asyncio.sleep(0)
+        ids = [token_ids[0], ord("0") + sampling_params.seed % 10][: sampling_params.max_tokens]
+        reason = FinishReason.STOP if len(ids) == 2 else FinishReason.LENGTH
+        return Generation(
+            token_ids=ids, logprobs=[-0.5] * len(ids), versions=[self.version] * len(ids), finish_reason=reason
+        )
+
+
+class LengthReward:
+    """Rewards 1 per sample; fails for prompts that begin with a letter in `broken`."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+        self.calls = []
+
+    async def score(self, request):
+        self.calls.append(request)
+        await asyncio.sleep(0)
+        if request.prompts[0][0] in self.broken:
+            raise RewardError(f"rewards.py:3: cannot judge {request.name}")
+        return [Reward(reward=1.0, extra_logs={"n": float(len(request.queries))}) for _ in request.queries]
+
+
+class Prompts:
+    """A short prompt stream."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.left = [Prompt(ordinal=i, text=t, label=t.upper()) for i, t in enumerate(texts)]
+
+    def take(self, n: int) -> list[Prompt]:
+        taken, self.left = self.left[:n], self.left[n:]
+        return taken
+
+
+@pytest.fixture
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def make_runner(engine, reward, *, max_length: int = 64) -> EpisodeRunner:
+    return EpisodeRunner(
+        engine=engine,
+        executor=SingleTurnAgentExecutor(),
+        reward=reward,
+        tokenizer=CharTokenizer(),
+        max_length=max_length,
+        seed=0,
+    )
+
+
+def make_collector(loop, texts, reward, *, batch_size=2, engine=None) -> SyncCollector:
+    return SyncCollector(
+        prompts=Prompts(texts),
+        runner=make_runner(engine or EchoEngine(), reward),
+        loop=loop,
+        batch_size=batch_size,
+        samples_per_prompt=3,
+        sampling_params=SamplingParams(max_tokens=2),
+    )
+
+
+def test_groups_come_in_prompt_order_and_each_is_judged_once(loop):
+    reward = LengthReward()
+    collector = make_collector(loop, ["ab", "cd", "ef"], reward)
+    first, second = collector.next_batch()
+    assert [first.prompt.text, second.prompt.text] == ["ab", "cd"]
+    assert len(reward.calls) == 2
+    assert reward.calls[0].labels == ("AB", "AB", "AB")
+    assert all(q.startswith(p) for q, p in zip(reward.calls[0].queries, reward.calls[0].prompts, strict=True))
+    assert [t.key for t in first.trajectories] == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
+    assert len(collector.next_batch()) == 1
+
+
+def test_samples_of_a_prompt_have_their_own_seeds_that_do_not_depend_on_company(loop):
+    alone, together = EchoEngine(), EchoEngine()
+    make_collector(loop, ["ab"], LengthReward(), engine=alone).next_batch()
+    make_collector(loop, ["ab", "cd"], LengthReward(), engine=together).next_batch()
+    seeds = [p.seed for p in alone.asked]
+    assert len(set(seeds)) == 3
+    assert seeds == [p.seed for p in together.asked][:3]
+
+
+def test_evaluation_draws_other_seeds_than_training(loop):
+    engine = EchoEngine()
+    runner = make_runner(engine, LengthReward())
+    prompt = Prompt(ordinal=0, text="ab")
+    loop.run(runner.play(prompt, n=1, sampling_params=SamplingParams(), purpose="train"))
+    loop.run(runner.play(prompt, n=1, sampling_params=SamplingParams(), purpose="eval"))
+    assert engine.asked[0].seed != engine.asked[1].seed
+
+
+def test_a_prompt_too_long_for_its_response_is_cut_from_the_left(loop):
+    runner = make_runner(EchoEngine(), LengthReward(), max_length=4)
+    group = loop.run(runner.play(Prompt(ordinal=0, text="abcdef"), n=1, sampling_params=SamplingParams(max_tokens=2)))
+    segment = group.trajectories[0].segments[0]
+    assert [chr(i) for i in segment.token_ids.tolist()][:3] == ["e", "f", "e"]
+    assert len(segment) == 4
+
+
+def test_hitting_the_token_limit_is_reported_as_truncation(loop):
+    runner = make_runner(EchoEngine(), LengthReward())
+    group = loop.run(runner.play(Prompt(ordinal=0, text="ab"), n=1, sampling_params=SamplingParams(max_tokens=1)))
+    assert group.trajectories[0].outcome is Outcome.TRUNCATED
+
+
+def test_one_failed_reward_is_data_and_is_never_scored_zero(loop):
+    good, bad = make_collector(loop, ["ab", "xy"], LengthReward(broken="x")).next_batch()
+    assert len(good.scored) == 3
+    assert bad.scored == ()
+    assert all("rewards.py:3" in t.error for t in bad.trajectories)
+    values = rollout_metrics([good, bad], max_length=64).values()
+    assert values["rollout/failed"] == 3
+    assert values["rollout/reward_mean"] == 1.0
+    assert values["n"] == 3.0
+
+
+def test_a_reward_that_never_worked_ends_the_run_with_its_reason(loop):
+    texts = ["x"] * (HOPELESS_AFTER + 2)
+    with pytest.raises(RolloutError, match=r"reward calls all failed: rewards.py:3"):
+        make_collector(loop, texts, LengthReward(broken="x"), batch_size=len(texts)).next_batch()
+
+
+def test_a_round_in_which_all_failed_ends_the_run(loop):
+    collector = make_collector(loop, ["ab", "cd", "xy", "xz"], LengthReward(broken="x"))
+    collector.next_batch()
+    with pytest.raises(RolloutError, match=r"all 2 groups of a round failed.*rewards.py:3"):
+        collector.next_batch()
+
+
+class EventLog:
+    """Collector, workers, weights and evaluation in one: writes down who was called in which order."""
+
+    def __init__(self, loop) -> None:
+        self.events: list = []
+        self.source = make_collector(loop, ["ab", "cd", "ef", "gh"], LengthReward())
+
+    def next_batch(self):
+        self.events.append("collect")
+        return self.source.next_batch()
+
+    def place(self, groups):
+        self.events.append("place")
+        return len(groups)
+
+    def score(self, batch):
+        self.events.append("score")
+
+    def assign_advantages(self, batch):
+        self.events.append("advantages")
+        return Metrics()
+
+    def update(self, batch):
+        self.events.append("update")
+        metrics = Metrics()
+        metrics.last("policy_loss", 0.5)
+        return metrics
+
+    def push(self, *, version):
+        self.events.append(("push", version))
+
+    def run(self):
+        self.events.append("evaluate")
+        return {"eval_default_pass1": 0.5}
+
+
+class Silent:
+    """Progress and rollout log that show nothing."""
+
+    def phase(self, name): ...
+    def step(self, step, metrics): ...
+    def evaluation(self, step, metrics): ...
+    def write(self, step, groups): ...
+
+
+class RememberingLogger(NullLogger):
+    def __init__(self) -> None:
+        self.records = []
+
+    def log(self, step, metrics, *, kind="train"):
+        self.records.append((step, kind, dict(metrics)))
+
+
+def make_trainer(log: EventLog, schedule: Schedule, logger) -> RLTrainer:
+    return RLTrainer(
+        collector=log,
+        workers=log,
+        weights=log,
+        evaluation=log,
+        schedule=schedule,
+        logger=logger,
+        rollout_log=Silent(),
+        progress=Silent(),
+    )
+
+
+def test_a_step_is_collect_place_score_advantages_update_push(loop):
+    log = EventLog(loop)
+    make_trainer(log, Schedule(rounds=2), NullLogger()).fit()
+    one_round = ["collect", "place", "score", "advantages", "update"]
+    assert log.events == [*one_round, ("push", 1), *one_round, ("push", 2)]
+
+
+def test_evaluation_happens_at_the_ends_and_in_between_once_each(loop):
+    log, logger = EventLog(loop), RememberingLogger()
+    result = make_trainer(log, Schedule(rounds=2, eval_every=2, eval_at_ends=True), logger).fit()
+    assert [(step, kind) for step, kind, _ in logger.records] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
+    assert result == {"eval_default_pass1": 0.5}
+    train = logger.records[1][2]
+    assert train["policy_loss"] == 0.5
+    assert train["reward"] == 1.0
+    assert {"timing/generation", "timing/ppo_train", "timing/step_total", "perf/tokens_per_second"} <= set(train)
+
+
+def test_evaluation_metrics_by_hand(loop):
+    """Two prompts, four samples each; scores 1,0,0,1 and 0,0,0,0: pass1 2/8; pass@4 (1 + 0)/2."""
+    runner = make_runner(EchoEngine(), LengthReward())
+    groups = []
+    for ordinal, scores in enumerate([(1, 0, 0, 1), (0, 0, 0, 0)]):
+        prompt = Prompt(ordinal=ordinal, text="ab", datasource="sums")
+        played = loop.run(runner.play(prompt, n=4, sampling_params=SamplingParams(max_tokens=2)))
+        members = tuple(
+            t.with_reward(2.0 * s, score=float(s), extra_logs={})
+            for t, s in zip(played.trajectories, scores, strict=True)
+        )
+        groups.append(type(played)(prompt=prompt, trajectories=members))
+    values = evaluation_metrics(groups, k=4).values()
+    assert values["eval_sums_pass1"] == 0.25
+    assert values["eval_sums_pass4"] == 0.5
+    assert values["eval_sums_mean"] == 0.5
+    assert values["eval_num_samples"] == 8
+    assert values["eval_truncated_rate"] == 0

@@ -1,0 +1,112 @@
+"""Plain torch training: fp32 masters, gradients that add up, clipping, schedules, state."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.torch import TorchBackend
+
+
+def linear(dtype=torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3).to(dtype)
+
+
+def test_first_adam_step_is_the_learning_rate_in_the_gradients_direction():
+    """At step 1 Adam's bias-corrected update is lr · g/|g| per element (eps aside)."""
+    module = linear()
+    before = module.weight.detach().clone()
+    backend = TorchBackend(module, OptimizerSettings(lr=0.1, max_norm=0))
+    backend.backward((module.weight * torch.tensor([[1.0, -2.0, 3.0, -4.0]])).sum())
+    backend.step()
+    assert torch.allclose(module.weight, before - 0.1 * torch.tensor([1.0, -1.0, 1.0, -1.0]), atol=1e-6)
+
+
+def test_the_reported_norm_is_before_clipping():
+    """Gradient 3, 4 on two weights: norm 5, whatever the clip."""
+    for max_norm in (0, 1.0):
+        module = nn.Linear(2, 1, bias=False)
+        backend = TorchBackend(module, OptimizerSettings(lr=0.0, max_norm=max_norm))
+        backend.backward((module.weight * torch.tensor([[3.0, 4.0]])).sum())
+        assert backend.step() == pytest.approx(5.0)
+
+
+def test_micro_batches_add_up_in_fp32_under_bf16():
+    """1 + 256 · 2^-9 = 1.5; in bf16 each 2^-9 added to 1 is lost and the sum stays 1."""
+    module = linear(torch.bfloat16)
+    backend = TorchBackend(module, OptimizerSettings(lr=0.0, max_norm=0))
+    backend.backward(module.bias.sum())
+    for _ in range(256):
+        backend.backward(module.bias.sum() * 2**-9)
+    assert backend.step() == pytest.approx(1.5 * math.sqrt(3), rel=1e-6)
+
+
+def test_small_updates_survive_in_the_master_under_bf16():
+    """1e-4 a step is below bf16's resolution at 1; after 100 steps the module must have moved by 1e-2."""
+    module = linear(torch.bfloat16)
+    with torch.no_grad():
+        module.bias.fill_(1.0)
+    backend = TorchBackend(module, OptimizerSettings(lr=1e-4, max_norm=0))
+    for _ in range(100):
+        backend.backward(module.bias.sum())
+        backend.step()
+    assert module.bias.float().tolist() == pytest.approx([0.99] * 3, abs=2e-3)
+    assert module.bias.dtype == torch.bfloat16
+
+
+def test_weight_decay_spares_vectors():
+    module = linear()
+    weight, bias = module.weight.detach().clone(), module.bias.detach().clone()
+    backend = TorchBackend(module, OptimizerSettings(lr=0.1, weight_decay=0.5, max_norm=0))
+    backend.backward((module.weight.sum() + module.bias.sum()) * 0)
+    backend.step()
+    assert torch.allclose(module.weight, weight * 0.95)
+    assert torch.equal(module.bias, bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # 10 steps, warm-up ceil(10·0.2) = 2: the rate *before* each of steps 1, 2, 3, 7 and after the last.
+        ("constant", [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("constant_with_warmup", [0.0, 0.5, 1.0, 1.0, 1.0]),
+        ("linear", [0.0, 0.5, 1.0, 0.5, 0.0]),
+        ("cosine_with_min_lr", [0.0, 0.5, 1.0, 0.55, 0.1]),
+    ],
+)
+def test_schedules_by_hand(name, expected):
+    """linear falls 1 → 0 over 8 steps, half-way after 4; cosine to 0.1 is 0.1 + 0.9·½(1 + cos π·½) = 0.55 there."""
+    module = linear()
+    settings = OptimizerSettings(lr=1.0, scheduler=name, warmup_ratio=0.2, min_lr_ratio=0.1, total_steps=10)
+    backend = TorchBackend(module, settings)
+    rates = []
+    for _ in range(10):
+        rates.append(backend.learning_rate)
+        backend.backward(module.weight.sum() * 0)
+        backend.step()
+    rates.append(backend.learning_rate)
+    assert [rates[i] for i in (0, 1, 2, 6, 10)] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_continues_bit_for_bit(dtype):
+    def advance(backend: TorchBackend, steps: int) -> None:
+        for step in range(steps):
+            backend.backward((backend.module.weight.float() ** 2).sum() * (step + 1))
+            backend.step()
+
+    settings = OptimizerSettings(lr=0.01, scheduler="cosine", total_steps=10)
+    straight = TorchBackend(linear(dtype), settings)
+    advance(straight, 6)
+    first = TorchBackend(linear(dtype), settings)
+    advance(first, 3)
+    second = TorchBackend(nn.Linear(4, 3).to(dtype), settings)
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 6):
+        second.backward((second.module.weight.float() ** 2).sum() * (step + 1))
+        second.step()
+    assert torch.equal(second.module.weight, straight.module.weight)
+    assert second.learning_rate == straight.learning_rate
