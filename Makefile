@@ -1,6 +1,7 @@
 # make demo    train a small language model with RL, from nothing, on this machine (ARGS="--seed 1" passes flags)
 # make test    unit tests, then integration tests, on CPU
 # make check   lint, format and types
+# make docs    rewrite what the documentation takes from the code
 # make bench   speed measurements, side by side with their baselines (minutes)
 #
 # Each makes its own environment in .venv on first use; PYTHON names the interpreter it is made with.
@@ -9,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: demo test unit check format bench clean
+.PHONY: demo test unit check format docs bench clean
 
 demo: $(VENV)/base.stamp
 	$(BIN)/openrlhf demo $(ARGS)
@@ -28,6 +29,9 @@ check: $(VENV)/test.stamp
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/base.stamp
+	$(BIN)/python docs/update.py
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.engine

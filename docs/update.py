@@ -1,0 +1,43 @@
+"""Rewrites what the documentation takes from the code: `make docs`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from openrlhf.config.document import render as flag_table
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- files -->", "<!-- /files -->"
+
+
+def file_list() -> str:
+    """Folder by folder, the first docstring line of every module."""
+    lines: list[str] = []
+    folder = None
+    for path in sorted((ROOT / "openrlhf").rglob("*.py"), key=lambda p: (p.parent, p.name != "__init__.py", p.name)):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if not docstring:
+            continue
+        if path.parent != folder:
+            folder = path.parent
+            lines += ["", f"**{folder.relative_to(ROOT)}/**", ""]
+        lines.append(f"- `{path.name}` — {docstring.splitlines()[0]}")
+    return "\n".join(lines)
+
+
+def architecture() -> str:
+    """ARCHITECTURE.md with its file list brought up to date."""
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{file_list()}\n\n{END}{rest.split(END)[1]}"
+
+
+def documents() -> dict[Path, str]:
+    """Every generated document and what it should say."""
+    return {ROOT / "docs" / "ARCHITECTURE.md": architecture(), ROOT / "docs" / "flags.md": flag_table()}
+
+
+if __name__ == "__main__":
+    for path, text in documents().items():
+        path.write_text(text, encoding="utf-8")

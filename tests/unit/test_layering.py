@@ -1,0 +1,68 @@
+"""The shape of the tree: heavy libraries in one place each, light folders light, documents true."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "openrlhf"
+
+ALLOWED = {
+    "ray": {"cluster"},
+    "vllm": {"rollout", "weight_sync"},
+    "deepspeed": {"backends"},
+    "wandb": {"observability"},
+    "tensorboard": {"observability"},
+    "flash_attn": set(),
+}
+"""Heavy library → the folders that may import it."""
+
+
+def imported_by(path: Path) -> set[str]:
+    """Top-level names of every import in a file, lazy ones included."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("library", ALLOWED)
+def test_a_heavy_library_is_imported_in_one_place(library):
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        if library in imported_by(path) and path.relative_to(PACKAGE).parts[0] not in ALLOWED[library]
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize(
+    "module", ["openrlhf.config", "openrlhf.cli.main", "openrlhf.cli.demo", "openrlhf.observability.progress"]
+)
+def test_light_modules_import_no_torch(module):
+    code = f"import sys, {module}; assert not {{'torch', 'transformers', 'datasets'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_public_paths_that_users_name_exist():
+    for name in ("train_sft", "train_rm", "train_dpo", "train_ppo_ray", "serve_rm", "lora_combiner"):
+        assert importlib.util.find_spec(f"openrlhf.cli.{name}")
+    from openrlhf.utils.agent import AgentExecutorBase, SingleTurnAgentExecutor
+
+    assert issubclass(SingleTurnAgentExecutor, AgentExecutorBase)
+
+
+def test_generated_documents_are_up_to_date():
+    """If this fails: make docs"""
+    spec = importlib.util.spec_from_file_location("docs_update", ROOT / "docs" / "update.py")
+    update = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(update)
+    stale = [path.name for path, text in update.documents().items() if path.read_text(encoding="utf-8") != text]
+    assert stale == []
