@@ -56,7 +56,7 @@ def _write(
 
 
 def _replace(draft: Path, target: Path) -> None:
-    """Put `draft` in the place of `target`; a folder cannot be renamed onto another, so an old one steps aside first."""
+    """Put `draft` in the place of `target`; a folder cannot be renamed onto another, so an old one steps aside."""
     if not target.exists():
         draft.rename(target)
         return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.models.attention import AttentionPlan
-from openrlhf.models.packed import PackedAttention
+from openrlhf.models.packed import PackedAttention, length_order
 from openrlhf.types import PackedTokens
 
 
@@ -31,7 +31,11 @@ def hidden_states(
     """
     if not packed:
         return torch.cat([_run(body, sequence) for sequence in tokens.split()])
-    return _run(body, tokens, attention_plan=plan or PackedAttention(tokens.cu_seqlens, tokens.max_seqlen))
+    # Off CUDA neighbours of equal length share an attention call, in every layer.
+    sorted_ = None if plan or tokens.token_ids.is_cuda else length_order(tokens)
+    stream = sorted_.tokens if sorted_ else tokens
+    hidden_TD = _run(body, stream, attention_plan=plan or PackedAttention(stream.cu_seqlens, stream.max_seqlen))
+    return hidden_TD[sorted_.back_T] if sorted_ else hidden_TD
 
 
 def _run(body: nn.Module, tokens: PackedTokens, **kwargs: Any) -> Tensor:

@@ -22,6 +22,7 @@ _RANDOM_FIELDS = (
     "residual_dropout",
     "router_jitter_noise",
 )
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "merges.txt")
 
 
 class ModelLoadError(ValueError):
@@ -73,18 +74,22 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     flag: str = "--actor.model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`; its padding token is the end-of-sequence token if it has none of its own.
+    """The tokenizer at `path`; its padding token is the end-of-sequence token if the model knows no other.
 
-    No token is ever added, so the model's embeddings keep their size.
+    The model's embeddings keep their size: a padding token beyond them, as transformers adds by default to a few
+    tokenizer classes, does not count as one.
     """
     check_model_path(path, flag=flag)
+    _check_tokenizer_files(Path(path).expanduser(), flag=flag)
+    config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
     tokenizer = _load(AutoTokenizer, path, flag=flag, use_fast=use_fast, trust_remote_code=trust_remote_code)
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ModelLoadError(
-                f"{flag} {path}: the tokenizer has neither a padding nor an end-of-sequence token. "
-                "Set eos_token in its tokenizer_config.json."
-            )
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None) or len(tokenizer)
+    if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= vocabulary:
+        raise ModelLoadError(
+            f"{flag} {path}: the tokenizer has no end-of-sequence token among the model's {vocabulary} entries. "
+            "Set eos_token in its tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocabulary:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -105,6 +110,15 @@ def check_model_path(path: str | os.PathLike[str], *, flag: str) -> None:
         raise ModelLoadError(f"{flag} {path}: this is a file. Name the model's folder.")
     elif folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
         raise ModelLoadError(f"{flag} {path}: no such folder.")
+
+
+def _check_tokenizer_files(folder: Path, *, flag: str) -> None:
+    """Transformers makes an empty tokenizer for a folder that has none, and says nothing."""
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelLoadError(
+            f"{flag} {folder}: cannot load the tokenizer: the folder has none. Copy the files that its base model has "
+            "(tokenizer.json, tokenizer_config.json) beside the weights."
+        )
 
 
 def _load(loader: Any, path: str | os.PathLike[str], *, flag: str, **kwargs: Any) -> Any:

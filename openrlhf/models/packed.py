@@ -4,21 +4,26 @@
     c sees a b c, e sees d e, g sees f g: nothing crosses a bar, and no T×T mask says so.
 
 On CUDA one `varlen_attn` call does it. Elsewhere, and for what that kernel cannot do (fp32, dropout, heads wider
-than 256), sequences of equal length become the rows of one SDPA call: a reinforcement-learning micro-batch has
-hundreds of short sequences and few distinct lengths. How they group is worked out once per plan, not per layer.
+than 256), neighbours of equal length become the rows of one SDPA call: a reinforcement-learning micro-batch has
+hundreds of short sequences and few distinct lengths. `length_order` makes neighbours of them, once per forward
+instead of once per layer; how they group is worked out once per plan.
 
-Shapes: T tokens, n sequences of a group, L their length, H heads, D head dimension.
+Shapes: T tokens, N sequences, n of them in a group, L their length, H heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from openrlhf.types import PackedTokens
 
 _MAX_FLASH_HEAD_DIM = 256
 _MIN_BLOCK = 256
@@ -27,7 +32,7 @@ _MIN_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """n sequences of the same length, neighbours in the sorted stream."""
+    """n neighbouring sequences of the same length."""
 
     count: int
     length: int
@@ -45,8 +50,6 @@ class PackedAttention:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self._groups: list[_Group] | None = None
-        self._order: Tensor | None = None
-        self._back: Tensor | None = None
 
     def __call__(
         self,
@@ -90,9 +93,9 @@ class PackedAttention:
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None, dropout: float
     ) -> Tensor:
         if self._groups is None:
-            self._groups, self._order, self._back = _group_by_length(self.cu_seqlens)
-        if self._order is not None:
-            q_THD, k_THD, v_THD = (x.index_select(0, self._order) for x in (q_THD, k_THD, v_THD))
+            self._groups = [
+                _Group(len(list(run)), length) for length, run in itertools.groupby(_lengths(self.cu_seqlens))
+            ]
         # split, not slices: its backward is one concatenation instead of a stream-sized zero tensor per group.
         sizes = [group.tokens for group in self._groups]
         outputs = []
@@ -102,8 +105,7 @@ class PackedAttention:
             rows = (x.unflatten(0, (group.count, group.length)).transpose(1, 2) for x in (q, k, v))
             out_nHLD = _attend_rows(*rows, scaling=scaling, window=window, dropout=dropout)
             outputs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
-        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return out_THD if self._back is None else out_THD.index_select(0, self._back)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _varlen_can(q_THD: Tensor, v_THD: Tensor, *, dropout: float) -> bool:
@@ -115,21 +117,39 @@ def _varlen_can(q_THD: Tensor, v_THD: Tensor, *, dropout: float) -> bool:
     )
 
 
-def _group_by_length(cu_seqlens: Tensor) -> tuple[list[_Group], Tensor | None, Tensor | None]:
-    """Groups in order of length, and the token permutations to and from that order (None when it is the stream's)."""
-    bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    by_length: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(index)
-    groups = [_Group(count=len(members), length=length) for length, members in sorted(by_length.items())]
-    sequence_order = [index for _, members in sorted(by_length.items()) for index in members]
-    if sequence_order == sorted(sequence_order):
-        return groups, None, None
-    order = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in sequence_order])
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    return groups, order.to(cu_seqlens.device), back.to(cu_seqlens.device)
+class LengthOrder(NamedTuple):
+    tokens: PackedTokens
+    """The same sequences, shortest first."""
+    back_T: Tensor
+    """int64 [T]: `column_T[back_T]` puts a column of the sorted stream into the order of the given one."""
+
+
+def length_order(tokens: PackedTokens) -> LengthOrder | None:
+    """The stream with sequences of equal length side by side; None when they already are."""
+    bounds, lengths = tokens.cu_seqlens.tolist(), _lengths(tokens.cu_seqlens)
+    if sum(1 for _ in itertools.groupby(lengths)) == len(set(lengths)):
+        return None
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    order_T = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in order])
+    back_T = torch.empty_like(order_T)
+    back_T[order_T] = torch.arange(len(order_T))
+    ends = torch.tensor([0, *(lengths[i] for i in order)]).cumsum(0)
+    device = tokens.token_ids.device
+    order_T, back_T = order_T.to(device), back_T.to(device)
+    return LengthOrder(
+        dataclasses.replace(
+            tokens,
+            token_ids=tokens.token_ids[order_T],
+            position_ids=tokens.position_ids[..., order_T],
+            cu_seqlens=ends.to(torch.int32).to(device),
+            action_positions=back_T[tokens.action_positions].sort().values,
+        ),
+        back_T,
+    )
+
+
+def _lengths(cu_seqlens: Tensor) -> list[int]:
+    return cu_seqlens.diff().tolist()
 
 
 def _attend_rows(
