@@ -1,0 +1,194 @@
+"""Chunked log-probs, entropies and their gradients are those of the full logits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.models.logprobs import LogitTransform, chunked_logprobs
+
+
+def make(tokens, vocab, hidden, *, bias=False, dtype=torch.float32, spread=1.0):
+    generator = torch.Generator().manual_seed(tokens * 1000 + vocab)
+    hidden_AD = (torch.randn(tokens, hidden, generator=generator) * spread).to(dtype).requires_grad_()
+    weight_VD = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
+    bias_V = torch.randn(vocab, generator=generator).to(dtype).requires_grad_() if bias else None
+    return hidden_AD, weight_VD, bias_V, torch.randint(vocab, (tokens,), generator=generator)
+
+
+def in_full(hidden_AD, weight_VD, bias_V, targets_A, *, temperature=1.0, transform=LogitTransform()):  # noqa: B008
+    logits = hidden_AD.float() @ weight_VD.float().t()
+    if bias_V is not None:
+        logits = logits + bias_V.float()
+    logits = logits * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    logp_AV = torch.log_softmax(logits / temperature, dim=-1)
+    return logp_AV.gather(1, targets_A[:, None]).squeeze(1), -(logp_AV.exp() * logp_AV).sum(-1)
+
+
+def relative_error(actual, expected):
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    vocab=st.integers(2, 23),
+    tile=st.tuples(st.integers(1, 10), st.integers(1, 25)),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    transform=st.sampled_from([LogitTransform(), LogitTransform(scale=0.25), LogitTransform(scale=2.0, softcap=3.0)]),
+    bias=st.booleans(),
+)
+def test_values_and_gradients_equal_the_full_computation(tokens, vocab, tile, temperature, transform, bias):
+    """Tiles that do not divide rows or vocabulary, tiles of one column, tiles larger than everything."""
+    inputs = make(tokens, vocab, 6, bias=bias)
+    hidden_AD, weight_VD, bias_V, targets_A = inputs
+    actual = chunked_logprobs(
+        hidden_AD,
+        weight_VD,
+        targets_A,
+        bias_V=bias_V,
+        temperature=temperature,
+        with_entropy=True,
+        transform=transform,
+        tile=tile,
+    )
+    expected = in_full(*inputs, temperature=temperature, transform=transform)
+    torch.testing.assert_close(actual.logprobs_A, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.entropy_A, expected[1], rtol=1e-5, atol=1e-5)
+
+    g, k = torch.randn(2, tokens, generator=torch.Generator().manual_seed(7))
+    leaves = [leaf for leaf in (hidden_AD, weight_VD, bias_V) if leaf is not None]
+    mine = torch.autograd.grad((g * actual.logprobs_A + k * actual.entropy_A).sum(), leaves)
+    theirs = torch.autograd.grad((g * expected[0] + k * expected[1]).sum(), leaves)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_agree_to_one_part_in_100_000():
+    """Sizes at which rounding averages out: 200 tokens, 5,000 entries, tiles of 64 × 768."""
+    inputs = make(200, 5000, 32, spread=0.5)
+    hidden_AD, weight_VD, _, targets_A = inputs
+    actual = chunked_logprobs(hidden_AD, weight_VD, targets_A, temperature=0.8, with_entropy=True, tile=(64, 768))
+    expected = in_full(*inputs, temperature=0.8)
+    assert relative_error(actual.logprobs_A, expected[0]) < 1e-5
+    assert relative_error(actual.entropy_A, expected[1]) < 1e-5
+    mine = torch.autograd.grad((actual.logprobs_A - 0.1 * actual.entropy_A).mean(), (hidden_AD, weight_VD))
+    theirs = torch.autograd.grad((expected[0] - 0.1 * expected[1]).mean(), (hidden_AD, weight_VD))
+    for a, b in zip(mine, theirs, strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+def test_two_entries_by_hand():
+    """Logits 0 and ln 3: p = 1/4, 3/4. log p = −1.386294, −0.287682; entropy = 1/4·1.386294 + 3/4·0.287682 = 0.562335.
+    At temperature 2 the second logit is ln √3: p = 1/(1+√3) = 0.366025."""
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
+    out = chunked_logprobs(hidden, weight, torch.tensor([0, 1]), with_entropy=True, tile=(1, 1))
+    assert out.logprobs_A.tolist() == pytest.approx([-1.386294, -0.287682], abs=1e-6)
+    assert out.entropy_A.tolist() == pytest.approx([0.562335, 0.562335], abs=1e-6)
+    warm = chunked_logprobs(hidden, weight, torch.tensor([0, 1]), temperature=2.0)
+    assert warm.logprobs_A[0].item() == pytest.approx(math.log(0.366025), abs=1e-5)
+    assert warm.entropy_A is None
+
+
+def test_greedy_temperature_counts_as_one():
+    hidden, weight, _, targets = make(5, 11, 4)
+    greedy = chunked_logprobs(hidden, weight, targets, temperature=0.0, with_entropy=True)
+    plain = chunked_logprobs(hidden, weight, targets, temperature=1.0, with_entropy=True)
+    assert torch.equal(greedy.logprobs_A, plain.logprobs_A)
+    assert torch.equal(greedy.entropy_A, plain.entropy_A)
+
+
+def test_huge_logits_neither_overflow_nor_lose_the_entropy():
+    """Logits of ±10⁴: one entry has all the mass, so log-prob 0 and entropy 0, and the gradient is 0."""
+    hidden = torch.tensor([[1e4]], requires_grad=True)
+    weight = torch.tensor([[-1.0], [0.5], [1.0]], requires_grad=True)
+    out = chunked_logprobs(hidden, weight, torch.tensor([2]), with_entropy=True, tile=(1, 1))
+    assert out.logprobs_A.item() == 0.0
+    assert out.entropy_A.item() == 0.0
+    for gradient in torch.autograd.grad(out.logprobs_A.sum() + out.entropy_A.sum(), (hidden, weight)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden, weight, _, targets = make(5, 11, 4)
+    frozen = weight.detach()
+    (gradient,) = torch.autograd.grad(chunked_logprobs(hidden, frozen, targets).logprobs_A.sum(), hidden)
+    (expected,) = torch.autograd.grad(in_full(hidden, frozen, None, targets)[0].sum(), hidden)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_entropy_alone_and_log_prob_alone_can_be_differentiated():
+    inputs = make(5, 11, 4)
+    hidden, weight, _, targets = inputs
+    for index in (0, 1):
+        out = chunked_logprobs(hidden, weight, targets, with_entropy=True)
+        mine = torch.autograd.grad(out[index].sum(), (hidden, weight))
+        theirs = torch.autograd.grad(in_full(*inputs)[index].sum(), (hidden, weight))
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_no_tokens_give_no_log_probs_and_zero_gradients():
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    weight = torch.randn(11, 4, requires_grad=True)
+    out = chunked_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), with_entropy=True)
+    assert out.logprobs_A.shape == out.entropy_A.shape == (0,)
+    _, gradient = torch.autograd.grad(out.logprobs_A.sum(), (hidden, weight))
+    assert torch.equal(gradient, torch.zeros(11, 4))
+
+
+def test_bfloat16_results_are_float32_and_gradients_keep_the_parameters_type():
+    inputs = make(40, 300, 16, dtype=torch.bfloat16, spread=0.3)
+    hidden, weight, _, targets = inputs
+    out = chunked_logprobs(hidden, weight, targets, with_entropy=True, tile=(16, 64))
+    expected = in_full(*inputs)
+    assert out.logprobs_A.dtype == torch.float32
+    torch.testing.assert_close(out.logprobs_A, expected[0], rtol=0, atol=3e-2)
+    mine = torch.autograd.grad(out.logprobs_A.sum(), (hidden, weight))
+    theirs = torch.autograd.grad(expected[0].sum(), (hidden, weight))
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert relative_error(a.float(), b.float()) < 2e-2
+
+
+def test_autocast_multiplies_in_its_type_and_gradients_reach_float32_weights():
+    inputs = make(40, 300, 16, spread=0.3)
+    hidden, weight, _, targets = inputs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = chunked_logprobs(hidden, weight, targets)
+    (gradient,) = torch.autograd.grad(out.logprobs_A.sum(), weight)
+    assert out.logprobs_A.dtype == gradient.dtype == torch.float32
+    torch.testing.assert_close(out.logprobs_A, in_full(*inputs)[0], rtol=0, atol=5e-2)
+
+
+def test_wrong_sizes_and_temperatures_are_refused():
+    hidden, weight, _, targets = make(5, 11, 4)
+    with pytest.raises(ValueError, match="5 hidden states for 4 targets"):
+        chunked_logprobs(hidden, weight, targets[:4])
+    with pytest.raises(ValueError, match="temperature"):
+        chunked_logprobs(hidden, weight, targets, temperature=-1.0)
+
+
+def test_the_logits_of_all_tokens_never_exist_at_once():
+    """64 tokens × 4,096 entries would be 262,144 logits; the largest matrix is the weight's gradient, 4,096 × 8."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 2:
+                sizes.append(out.shape[0] * out.shape[1])
+            return out
+
+    hidden, weight, _, targets = make(64, 4096, 8)
+    with Watch():
+        out = chunked_logprobs(hidden, weight, targets, with_entropy=True, tile=(64, 100))
+        (out.logprobs_A.sum() + out.entropy_A.sum()).backward()
+    assert max(sizes) == 4096 * 8
+    assert 64 * 100 in sizes
