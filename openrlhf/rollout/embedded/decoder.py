@@ -13,7 +13,6 @@ dimension, L the longest history of the pool, R sequences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openrlhf.models.packed import PackedAttention
-from openrlhf.rollout.embedded.kv_store import KVStore, LayerShape, Pool
+from openrlhf.rollout.embedded.kv_store import KVStore, Pool
 
 
 class Prefill(NamedTuple):
@@ -117,7 +116,9 @@ class PackedDecoder:
             use_cache=False,
             logits_to_keep=0 if keep is None else torch.from_numpy(keep).to(device),
         )
-        return output.logits[0]
+        logits = output.logits[0]
+        # Models that do not know `logits_to_keep` predict at every position.
+        return logits if keep is None or len(logits) == len(keep) else logits[keep]
 
     def _with_siblings(self, rows: np.ndarray, prefills: Sequence[Prefill], logits: Tensor) -> StepLogits:
         order = [*range(len(rows) + len(prefills))]
@@ -244,71 +245,3 @@ class _PoolPart:
                 mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
             self._masks[window] = mask
         return self._masks[window]
-
-
-class _Recorder:
-    """A packed plan that notes what each layer would store."""
-
-    def __init__(self, plan: PackedAttention) -> None:
-        self._plan = plan
-        self.shapes: dict[int, LayerShape] = {}
-        self.dtype: torch.dtype | None = None
-        self.problem = ""
-
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        layer = getattr(module, "layer_idx", None)
-        if layer is None or layer in self.shapes:
-            self.problem = f"{type(module).__name__} has no layer_idx of its own"
-        else:
-            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-            self.dtype = key.dtype
-        return self._plan(module, query, key, value, **kwargs)
-
-
-def packed_decoder(model: Any, *, max_rows: int, max_length: int) -> PackedDecoder:
-    """A decoder for `model`, checked: two short sequences decoded by steps must predict what one forward predicts.
-
-    Raises ValueError naming the model when they do not (layers with a state of their own, for instance).
-    """
-    name = type(model).__name__
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for kind in kinds:
-        if kind.get("rope_type") in ("dynamic", "longrope"):
-            raise ValueError(
-                f"the embedded engine cannot batch {name}: its {kind['rope_type']!r} rotary embedding depends on the "
-                "longest sequence of a batch; load it with its native attention instead"
-            )
-    parameter = next(model.parameters())
-    long, short = _probe_ids(config.vocab_size, 5), _probe_ids(config.vocab_size, 3)
-    token_ids = torch.from_numpy(np.concatenate([long, short])).to(parameter.device)[None]
-    bounds = torch.tensor([0, 5, 8], dtype=torch.int32, device=parameter.device)
-    recorder = _Recorder(PackedAttention(bounds, 5))
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=parameter.device)
-    expected = model(
-        input_ids=token_ids, position_ids=positions, attention_plan=recorder, use_cache=False, logits_to_keep=0
-    ).logits[0]
-    if recorder.problem or not recorder.shapes:
-        raise ValueError(f"the embedded engine cannot batch {name}: {recorder.problem or 'it does not attend by plan'}")
-
-    store = partial(KVStore, recorder.shapes, dtype=recorder.dtype, device=parameter.device)
-    probe = PackedDecoder(model, store(max_rows=2, max_length=8))
-    first = probe.step(np.zeros(2, np.int64), [Prefill(0, long[:3]), Prefill(1, short[:1])])
-    second = probe.step(np.array([long[3], short[1]]), [])
-    third = probe.step(np.array([long[4], short[2]]), [])
-    seen = torch.stack([step.logits[list(step.rows).index(row)] for step in (first, second, third) for row in (0, 1)])
-    wanted = expected[[2, 5, 3, 6, 4, 7]]
-    gap = (seen.float() - wanted.float()).abs().max().item()
-    tolerance = (1e-3 if recorder.dtype == torch.float32 else 0.1) * max(1.0, wanted.float().abs().max().item())
-    if not gap <= tolerance:
-        raise ValueError(
-            f"the embedded engine cannot batch {name}: decoding step by step its logits are off by {gap:.3g} from one "
-            "forward over the whole sequence; load it with its native attention instead"
-        )
-    return PackedDecoder(model, store(max_rows=max_rows, max_length=max_length))
-
-
-def _probe_ids(vocab_size: int, count: int) -> np.ndarray:
-    """Ordinary ids: special ones sit at the ends of a vocabulary, as a rule."""
-    return (np.arange(count) * 7 + vocab_size // 3) % vocab_size

@@ -22,8 +22,9 @@ import torch
 
 from openrlhf.models.attention import ATTENTION
 from openrlhf.rollout.embedded.batch import Columns, Request, RunningBatch
-from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
+from openrlhf.rollout.embedded.decoder import Decoder, Prefill
 from openrlhf.rollout.embedded.fallback import CachedDecoder
+from openrlhf.rollout.embedded.probe import packed_decoder
 from openrlhf.rollout.embedded.sampler import derive_seed, sample
 from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams
@@ -86,8 +87,8 @@ class EmbeddedEngine:
         self._eos_tensor = torch.from_numpy(self._eos).to(next(model.parameters()).device)
         self._waiting: deque[Request] = deque()
         self._batch = RunningBatch(max_batch_size)
-        self._readers: dict[tuple[int, ...], Request] = {}
-        """A running request by its prompt: later ones with the same prompt start from its keys and values."""
+        self._by_prompt: dict[tuple[int, ...], list[Request]] = {}
+        """The running requests of each prompt: a later one starts from the keys and values of any of them."""
         self._task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.packed = getattr(model.config.get_text_config(), "_attn_implementation", None) == ATTENTION
@@ -131,9 +132,9 @@ class EmbeddedEngine:
         self._ensure_driving()
         try:
             return await request.future
-        finally:
-            # Reached with the request still queued or running only when the caller was cancelled.
+        except asyncio.CancelledError:
             self._drop(request)
+            raise
 
     def abort(self) -> None:
         """Finish every request now, with the tokens it has: reason ABORT."""
@@ -158,9 +159,8 @@ class EmbeddedEngine:
                 "(max_model_len): shorten the prompt or raise the limit"
             )
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise ValueError(
-                f"prompt ids must be in 0 … {self._vocab_size - 1}, got {min(token_ids)} … {max(token_ids)}"
-            )
+            outside = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+            raise ValueError(f"prompt ids must be in 0 … {self._vocab_size - 1}, got {outside}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
         counter, self._requests_seen = self._requests_seen, self._requests_seen + 1
@@ -240,12 +240,13 @@ class EmbeddedEngine:
             elif reader is None or not self._decoder.fork(reader.row, row, length=len(prompt) - 1):
                 prefills[prompt] = Prefill(row, np.array(prompt, dtype=np.int64))
                 tokens += len(prompt)
-            self._readers[prompt] = request
+            self._by_prompt.setdefault(prompt, []).append(request)
         return list(prefills.values())
 
     def _reader(self, prompt: tuple[int, ...]) -> Request | None:
-        reader = self._readers.get(prompt)
-        return reader if reader is not None and reader.prompt_version == self._version else None
+        """A running request that has read this prompt with the present weights."""
+        siblings = self._by_prompt.get(prompt, ())
+        return next((s for s in siblings if s.prompt_version == self._version), None)
 
     def _running(self) -> list[Request]:
         return [request for request in self._batch.requests if request is not None]
@@ -272,8 +273,10 @@ class EmbeddedEngine:
     def _free(self, request: Request) -> None:
         self._decoder.remove(request.row)
         self._batch.remove(request.row)
-        if self._readers.get(request.token_ids) is request:
-            del self._readers[request.token_ids]
+        siblings = self._by_prompt[request.token_ids]
+        siblings.remove(request)
+        if not siblings:
+            del self._by_prompt[request.token_ids]
 
     def _drop(self, request: Request) -> None:
         if request.row is not None:
@@ -285,7 +288,7 @@ class EmbeddedEngine:
         """Every call under way raises `error`; what the decoder holds may be half a step ahead, so it starts anew."""
         requests = [*self._running(), *self._waiting]
         self._waiting.clear()
-        self._readers.clear()
+        self._by_prompt.clear()
         self._batch = RunningBatch(len(self._batch.requests))
         self._decoder.clear()
         for request in requests:

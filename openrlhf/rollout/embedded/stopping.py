@@ -23,8 +23,8 @@ class StopStrings:
     """Watches one generation's text for stop strings, a token at a time.
 
     Special tokens count as text, so that `<|im_end|>` can be a stop string. Decodes only a short tail per
-    token: text is final up to `_read`, and the tokens from `_prefix` on are decoded again to know how the next
-    one joins (a tokenizer may write a space, or the rest of a character, only when it sees the neighbour).
+    token: of `_ids` the first `_read` are known as text already, and are decoded again only to see how the next ones
+    join them (a tokenizer may write a space, or the rest of a character, only when it sees the neighbour).
     """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
@@ -36,12 +36,12 @@ class StopStrings:
         self._read = 0
 
     def feed(self, token_id: int) -> bool:
-        """Whether the text, with this token, contains a stop string that it did not contain before."""
+        """Whether a stop string ends in the text that this token adds."""
         self._ids.append(token_id)
         known = self._decode(self._ids[: self._read])
         grown = self._decode(self._ids)[len(known) :]
         text = self._tail + grown
-        found = any(stop in text for stop in self._stops)
+        found = any(stop in text[max(0, len(self._tail) - len(stop) + 1) :] for stop in self._stops)
         # A character cut in the middle decodes to a replacement sign until its last byte has come. Text that
         # really holds the sign must not wait for ever: no character has more than four bytes.
         if not grown.endswith(_REPLACEMENT) or len(self._ids) - self._read >= 4:

@@ -1,0 +1,470 @@
+"""The embedded engine on tiny models: the same tokens as `model.generate`, whatever the batch does around them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Sequence
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from openrlhf.models.attention import ATTENTION
+from openrlhf.models.packed import PackedAttention
+from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.rollout.embedded.kv_store import KVStore, LayerShape
+from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids
+from openrlhf.types import FinishReason, Generation, SamplingParams
+
+VOCABULARY = 260
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny tensors: a second thread costs more than it does, all the more on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(config, *, attention: str = ATTENTION, seed: int = 0):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if attention != "eager":
+        model.set_attn_implementation(attention)
+    return model
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and `<eos>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def random_prompts(n: int, *, longest: int = 70, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 256) for _ in range(rng.randint(1, longest))] for _ in range(n)]
+
+
+async def _gather(calls: Sequence[Coroutine]) -> list[Generation]:
+    return await asyncio.gather(*calls)
+
+
+def generate_all(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], params) -> list[Generation]:
+    """`params`: one for all, or one each."""
+    if isinstance(params, SamplingParams):
+        params = [params] * len(prompts)
+    return asyncio.run(_gather([engine.generate(p, s) for p, s in zip(prompts, params, strict=True)]))
+
+
+@torch.no_grad()
+def rescore(model, prompt: Sequence[int], generation: Generation, *, temperature: float = 1.0) -> torch.Tensor:
+    """log-probs of the generated tokens by one forward over the whole sequence."""
+    ids = torch.tensor([[*prompt, *generation.token_ids]])
+    plan = PackedAttention(torch.tensor([0, ids.shape[1]], dtype=torch.int32), ids.shape[1])
+    logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], attention_plan=plan).logits[0]
+    logprobs = torch.log_softmax(logits.float() / temperature, -1)
+    return logprobs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_equals_generate_on_each_prompt_alone(family):
+    """64 prompts of 1 … 70 tokens, 1 … 24 new ones, 20 at a time: rows join, leave and outgrow their pool (at 64)."""
+    model = make_model(CONFIGS[family], attention="eager")
+    prompts = random_prompts(64)
+    rng = random.Random(2)
+    limits = [rng.randint(1, 24) for _ in prompts]
+    expected = [
+        model.generate(
+            torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.long), max_new_tokens=n, do_sample=False
+        )[0, len(p) :].tolist()
+        for p, n in zip(prompts, limits, strict=True)
+    ]
+    model.set_attn_implementation(ATTENTION)
+    engine = EmbeddedEngine(model, None, max_model_len=128, max_batch_size=20, max_batch_tokens=150)
+    results = generate_all(engine, prompts, [SamplingParams(temperature=0, max_tokens=n) for n in limits])
+    assert [r.token_ids for r in results] == expected
+    assert {r.finish_reason for r in results} == {FinishReason.LENGTH}
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    assert engine.stats.generated_tokens == sum(limits)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_log_probs_equal_a_rescore(family):
+    model = make_model(CONFIGS[family])
+    engine = EmbeddedEngine(model, None, max_model_len=160, max_batch_size=8)
+    prompts = random_prompts(12, longest=20)
+    for temperature in (1.0, 0.7):
+        for prompt, result in zip(
+            prompts, generate_all(engine, prompts, SamplingParams(temperature=temperature, max_tokens=70)), strict=True
+        ):
+            expected = rescore(model, prompt, result, temperature=temperature)
+            assert torch.allclose(torch.tensor(result.logprobs), expected, atol=1e-5)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd():
+    model = make_model(CONFIGS["qwen2"])
+    params = SamplingParams(max_tokens=30, seed=1234, top_p=0.95)
+    prompt = [5, 6, 7]
+    alone = generate_all(EmbeddedEngine(model, None, max_model_len=128), [prompt], params)[0]
+    crowd = [*random_prompts(50, seed=3), prompt, *random_prompts(49, seed=4)]
+    others = [SamplingParams(max_tokens=n % 40 + 1) for n in range(99)]
+    others.insert(50, params)
+    engine = EmbeddedEngine(model, None, max_model_len=128, max_batch_size=16, seed=9)
+    among = generate_all(engine, crowd, others)[50]
+    assert among.token_ids == alone.token_ids
+    assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_samples_of_a_prompt_differ_and_engines_of_equal_seed_agree():
+    model = make_model(CONFIGS["qwen2"])
+
+    def run(seed: int) -> list[tuple[int, ...]]:
+        engine = EmbeddedEngine(model, None, max_model_len=64, seed=seed)
+        return [tuple(r.token_ids) for r in generate_all(engine, [[1, 2, 3]] * 20, SamplingParams(max_tokens=8))]
+
+    assert len(set(run(0))) == 20
+    assert run(0) == run(0)
+    assert run(0) != run(1)
+
+
+def test_a_prompt_shared_by_many_is_read_once():
+    """10 samples, 4 at a time: the first four share one reading, later ones start from a running sibling's keys."""
+    model = make_model(CONFIGS["llama"])
+    engine = EmbeddedEngine(model, None, max_model_len=128, max_batch_size=4)
+    prompt = random_prompts(1, longest=70, seed=8)[0]
+    limits = [3, 9, 5, 7, 8, 4, 6, 9, 2, 5]
+    results = generate_all(engine, [prompt] * 10, [SamplingParams(max_tokens=n, seed=i) for i, n in enumerate(limits)])
+    assert engine.stats.prompt_tokens == len(prompt)
+    for result in results:
+        assert torch.allclose(torch.tensor(result.logprobs), rescore(model, prompt, result), atol=1e-5)
+
+
+def test_a_shared_prompt_is_read_again_after_the_weights_changed():
+    model = make_model(CONFIGS["qwen2"])
+    engine = EmbeddedEngine(model, None, max_model_len=64, max_batch_size=4)
+    prompt = [3, 1, 4, 1, 5]
+
+    async def scenario() -> tuple[Generation, Generation]:
+        first = asyncio.create_task(engine.generate(prompt, SamplingParams(max_tokens=40, seed=1)))
+        while engine.stats.generated_tokens < 10:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        engine.set_version(1)
+        second = await engine.generate(prompt, SamplingParams(max_tokens=5, seed=2))
+        return await first, second
+
+    first, second = asyncio.run(scenario())
+    assert engine.stats.prompt_tokens == 10
+    assert first.versions == [0] * 10 + [1] * 30
+    assert second.versions == [1] * 5
+    assert torch.allclose(torch.tensor(second.logprobs), rescore(model, prompt, second), atol=1e-5)
+
+
+def test_a_late_request_does_not_wait_for_the_others():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=256, max_batch_size=4)
+
+    async def scenario() -> int:
+        early = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=200)))
+        while engine.stats.steps < 5:
+            await asyncio.sleep(0)
+        before = engine.stats.steps
+        await engine.generate([3, 4], SamplingParams(max_tokens=1))
+        steps = engine.stats.steps - before
+        assert not early.done()
+        await early
+        return steps
+
+    assert asyncio.run(scenario()) <= 2
+
+
+def test_finish_reasons_and_the_context_limit():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=20)
+    to_the_end, cut = generate_all(engine, [[1] * 15, [1] * 5], [SamplingParams(), SamplingParams(max_tokens=3)])
+    assert (len(to_the_end.token_ids), len(cut.token_ids)) == (5, 3)
+    assert to_the_end.finish_reason is cut.finish_reason is FinishReason.LENGTH
+    with pytest.raises(ValueError, match="max_model_len"):
+        generate_all(engine, [[1] * 20], SamplingParams())
+    with pytest.raises(ValueError, match="at least one token"):
+        generate_all(engine, [[]], SamplingParams())
+    with pytest.raises(ValueError, match="got 260"):
+        generate_all(engine, [[1, 260]], SamplingParams())
+
+
+def test_every_end_of_sequence_id_stops_and_min_tokens_holds_them_off():
+    model = make_model(CONFIGS["qwen2"])
+    plain = EmbeddedEngine(model, None, max_model_len=64)
+    prompt, params = [9, 8, 7], SamplingParams(max_tokens=40, seed=3)
+    free = generate_all(plain, [prompt], params)[0]
+    early, late = free.token_ids[6], free.token_ids[3]
+    model.generation_config.eos_token_id = [early]
+    model.config.eos_token_id = late
+    try:
+        assert eos_token_ids(model, None) == tuple(sorted({early, late}))
+        engine = EmbeddedEngine(model, None, max_model_len=64)
+        stopped, held = generate_all(engine, [prompt] * 2, [params, params.copy(min_tokens=20)])
+    finally:
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
+    first = min(free.token_ids.index(early), free.token_ids.index(late))
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert not {early, late} & set(held.token_ids[:20])
+    assert len(held.token_ids) > 20
+
+
+def test_stop_strings_end_the_text_where_they_first_appear():
+    tokenizer = make_tokenizer()
+    engine = EmbeddedEngine(make_model(CONFIGS["llama"]), tokenizer, max_model_len=128)
+    prompt, params = [40, 41, 42], SamplingParams(max_tokens=60, seed=5)
+    free = generate_all(engine, [prompt], params)[0]
+    # Two neighbouring printable characters of the free text: a string no single token spells.
+    stop = next(free.text[i : i + 2] for i in range(10, 50) if free.text[i : i + 2].isascii())
+    asked = [
+        params.copy(stop=("never to be seen", stop)),
+        params.copy(stop=stop, min_tokens=60),
+        params.copy(min_tokens=60),
+    ]
+    stopped, held, unwatched = generate_all(engine, [prompt] * 3, asked)
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert stopped.text.endswith(stop)
+    assert stop not in stopped.text[:-1]
+    assert held.token_ids == unwatched.token_ids
+    with pytest.raises(ValueError, match="tokenizer"):
+        generate_all(EmbeddedEngine(engine.model, None, max_model_len=9), [[1]], params.copy(stop="x"))
+
+
+def test_stop_strings_cross_tokens_and_characters():
+    """Fed byte by byte: "né–" has 2- and 3-byte characters; the string is there with the last byte of its last one."""
+    tokenizer = make_tokenizer()
+    text = "a\ufffdb \U0001f600 né– "
+    watch = StopStrings(tokenizer, ("né–", "zz"))
+    ids = tokenizer.encode(text)
+    hits = [i for i, token in enumerate(ids) if watch.feed(token)]
+    assert hits == [len(tokenizer.encode(text[:-1])) - 1]
+
+
+def test_a_special_token_can_be_a_stop_string():
+    tokenizer = make_tokenizer()
+    watch = StopStrings(tokenizer, ("<eos>",))
+    assert not watch.feed(65)
+    assert watch.feed(tokenizer.eos_token_id)
+
+
+def test_bytes_that_never_become_characters_do_not_hold_the_text_back():
+    tokenizer = make_tokenizer()
+    continuation = tokenizer.convert_tokens_to_ids(pre_tokenizers.ByteLevel().pre_tokenize_str("é")[0][0][1])
+    watch = StopStrings(tokenizer, ("ok",))
+    for _ in range(200):
+        assert not watch.feed(continuation)
+        assert len(watch._ids) <= 8
+    o, k = tokenizer.encode("ok")
+    assert [watch.feed(o), watch.feed(k)] == [False, True]
+
+
+def test_cancelling_frees_the_place():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=512, max_batch_size=2)
+
+    async def scenario() -> Generation:
+        calls = [asyncio.create_task(engine.generate([i], SamplingParams(max_tokens=400))) for i in (1, 2, 3)]
+        while engine.num_running < 2:
+            await asyncio.sleep(0)
+        assert engine.num_waiting == 1
+        calls[0].cancel()  # a running one
+        calls[2].cancel()  # a waiting one
+        await asyncio.sleep(0)
+        assert (engine.num_running, engine.num_waiting) == (1, 0)
+        quick = await engine.generate([4], SamplingParams(max_tokens=2))
+        calls[1].cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return quick
+
+    assert len(asyncio.run(scenario()).token_ids) == 2
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+
+
+def test_abort_returns_what_there_is():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=512, max_batch_size=1)
+
+    async def scenario() -> list[Generation]:
+        calls = [asyncio.create_task(engine.generate([i], SamplingParams(max_tokens=400))) for i in (1, 2)]
+        while engine.stats.generated_tokens < 7:
+            await asyncio.sleep(0)
+        engine.abort()
+        return await asyncio.gather(*calls)
+
+    running, waiting = asyncio.run(scenario())
+    assert (len(running.token_ids), len(waiting.token_ids)) == (7, 0)
+    assert running.finish_reason is waiting.finish_reason is FinishReason.ABORT
+    assert engine.num_running == 0
+
+
+def test_an_error_fails_every_call_and_the_engine_recovers():
+    model = make_model(CONFIGS["qwen2"])
+    engine = EmbeddedEngine(model, None, max_model_len=64, max_batch_size=2)
+    expected = generate_all(engine, [[1, 2]], SamplingParams(temperature=0, max_tokens=5))[0].token_ids
+
+    def explode(*args):
+        raise RuntimeError("broken layer")
+
+    async def scenario() -> list:
+        calls = [asyncio.create_task(engine.generate([i], SamplingParams(max_tokens=50))) for i in (1, 2, 3)]
+        while engine.num_running < 2:
+            await asyncio.sleep(0)
+        hook = model.model.layers[1].register_forward_pre_hook(explode)
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
+        hook.remove()
+        return results
+
+    assert [str(error) for error in asyncio.run(scenario())] == ["broken layer"] * 3
+    assert generate_all(engine, [[1, 2]], SamplingParams(temperature=0, max_tokens=5))[0].token_ids == expected
+
+
+def test_event_loops_may_follow_one_another_even_when_one_broke_off():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=512, max_batch_size=2)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    first = generate_all(engine, [[1, 2, 3]], params)[0]
+
+    async def broken_off() -> None:
+        for i in range(3):
+            task = asyncio.create_task(engine.generate([i + 1], SamplingParams(max_tokens=500)))
+        while engine.num_running < 2:
+            await asyncio.sleep(0)
+        assert not task.done()
+
+    asyncio.run(broken_off())
+    assert generate_all(engine, [[1, 2, 3]], params)[0].token_ids == first.token_ids
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+
+
+def test_training_goes_on_with_the_same_module():
+    """Generation leaves flags as they were and weights fit for backward; what it samples next follows the update."""
+    model = make_model(CONFIGS["qwen2"])
+    engine = EmbeddedEngine(model, None, max_model_len=64)
+    model.train()
+    model.model.layers[0].eval()
+    generate_all(engine, [[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert model.training
+    assert model.model.layers[1].mlp.training
+    assert not model.model.layers[0].mlp.training
+
+    ids = torch.tensor([[1, 2, 3, 4]])
+    plan = PackedAttention(torch.tensor([0, 4], dtype=torch.int32), 4)
+    model(input_ids=ids, position_ids=torch.arange(4)[None], attention_plan=plan).logits.logsumexp(-1).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad, alpha=-1e-2)
+    result = generate_all(engine, [[1, 2, 3]], SamplingParams(max_tokens=4))[0]
+    model.eval()
+    assert torch.allclose(torch.tensor(result.logprobs), rescore(model, [1, 2, 3], result), atol=1e-5)
+
+
+def test_log_probs_only_when_asked_for():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=64)
+    with_them, without = generate_all(
+        engine, [[1], [1]], [SamplingParams(max_tokens=3, seed=1), SamplingParams(max_tokens=3, seed=1, logprobs=False)]
+    )
+    assert with_them.token_ids == without.token_ids
+    assert len(with_them.logprobs) == 3
+    assert without.logprobs is None
+
+
+def test_bfloat16_log_probs_are_near_a_rescore():
+    model = make_model(CONFIGS["llama"]).to(torch.bfloat16)
+    engine = EmbeddedEngine(model, None, max_model_len=64)
+    prompts = random_prompts(4, longest=10)
+    for prompt, result in zip(prompts, generate_all(engine, prompts, SamplingParams(max_tokens=30)), strict=True):
+        expected = rescore(model, prompt, result)
+        assert (torch.tensor(result.logprobs) - expected).abs().median() < 0.1
+
+
+def test_a_model_no_plan_can_express_falls_back_to_its_own_cache():
+    """Gemma 2 caps its attention scores: natively loaded it runs row by row, loaded for plans it is refused."""
+    config = Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=8, attn_logit_softcapping=5.0)
+    model = make_model(config, attention="eager")
+    prompts = random_prompts(5, longest=12)
+    expected = [
+        model.generate(
+            torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.long), max_new_tokens=9, do_sample=False
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    engine = EmbeddedEngine(model, None, max_model_len=64, max_batch_size=3)
+    assert not engine.packed
+    results = generate_all(engine, prompts, SamplingParams(temperature=0, max_tokens=9))
+    assert [r.token_ids for r in results] == expected
+    again = generate_all(engine, [prompts[0]] * 2, SamplingParams(temperature=0, max_tokens=9))
+    assert [r.token_ids for r in again] == [expected[0]] * 2
+
+    model.set_attn_implementation(ATTENTION)
+    with pytest.raises((ValueError, NotImplementedError), match="Gemma2"):
+        EmbeddedEngine(model, None, max_model_len=64)
+
+
+def test_a_rotary_embedding_that_depends_on_the_batch_is_refused():
+    config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(ValueError, match="dynamic"):
+        EmbeddedEngine(make_model(config), None, max_model_len=64)
+
+
+def test_the_store_grows_with_need_and_is_given_back():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=512, max_batch_size=64)
+    store = engine._decoder.store
+    assert store.num_bytes == 0
+    generate_all(engine, [[1], [2]], SamplingParams(max_tokens=3))
+    # 8 slots of 64 tokens; a token keeps 2 layers × 2 heads × 8 dimensions × (key, value) in fp32 = 256 bytes.
+    assert store.num_bytes == 8 * 64 * 256
+    engine.release()
+    assert store.num_bytes == 0
+    assert len(generate_all(engine, [[1]], SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_a_store_that_does_not_fit_says_what_to_change():
+    store = KVStore(
+        {0: LayerShape(8, 128, 128)}, max_rows=10**9, max_length=2**20, dtype=torch.float32, device=torch.device("cpu")
+    )
+    with pytest.raises(MemoryError, match="max_batch_size"):
+        store.place(range(10**6), length=2**20 - 1)

@@ -1,0 +1,167 @@
+"""Sampling: inverse CDF with hashed uniforms, truncation, and the log-prob of what was really drawn from."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.rollout.embedded.sampler import _mix, derive_seed, inverse_cdf, sample, uniforms
+
+
+def draw(
+    logits: torch.Tensor,
+    *,
+    uniform: list[float],
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    **kwargs,
+):
+    B = len(logits)
+    return sample(
+        logits.clone(),
+        uniform=np.array(uniform),
+        temperature=np.full(B, temperature, np.float32),
+        top_p=np.full(B, top_p, np.float32),
+        top_k=np.full(B, top_k),
+        **kwargs,
+    )
+
+
+def test_mix_is_splitmix64():
+    """The reference generator with seed 0 gives 0xE220A8397B1DCDAF first: the finaliser of the golden gamma."""
+    assert int(_mix(np.array([0x9E3779B97F4A7C15], np.uint64))[0]) == 0xE220A8397B1DCDAF
+
+
+@given(seed=st.integers(0, 2**64 - 1), counter=st.integers(0, 2**40))
+def test_a_uniform_depends_on_its_own_seed_and_counter_only(seed, counter):
+    alone = uniforms(np.array([seed], np.uint64), np.array([counter]))
+    among = uniforms(np.array([1, seed, 2], np.uint64), np.array([5, counter, counter]))
+    assert alone[0] == among[1]
+    assert 0 <= alone[0] < 1
+
+
+def test_uniforms_of_neighbouring_seeds_and_counters_look_independent():
+    seeds, counters = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200))
+    u = uniforms(seeds.ravel(), counters.ravel()).reshape(200, 200)
+    assert len(np.unique(u)) == u.size
+    histogram, _ = np.histogram(u, bins=20, range=(0, 1))
+    assert ((histogram - 2000) ** 2 / 2000).sum() < 44  # chi-square, 19 degrees of freedom: 43.8 at p = 0.001
+    assert abs(np.corrcoef(u[:-1].ravel(), u[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(u[:, :-1].ravel(), u[:, 1:].ravel())[0, 1]) < 0.02
+
+
+def test_derived_seeds_differ_and_take_any_integer():
+    seeds = {derive_seed(seed, counter) for seed in (-1, 0, 1, 2**70 + 5) for counter in range(100)}
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_inverse_cdf_by_hand():
+    """Cumulative 0.125 0.125 0.5 1: u = 0 … 0.124 → token 0, 0.125 … 0.499 → 2 (1 has no mass), above → 3."""
+    probs = torch.tensor([[0.125, 0.0, 0.375, 0.5]]).expand(6, -1)
+    uniform = torch.tensor([0.0, 0.124, 0.125, 0.499, 0.5, 1 - 2.0**-48], dtype=torch.float64)
+    assert inverse_cdf(probs, uniform).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(vocabulary=st.integers(1, 300), seed=st.integers(0, 10**6), sharpness=st.sampled_from([0.1, 1.0, 10.0]))
+def test_inverse_cdf_agrees_with_a_plain_cumulative_sum(vocabulary, seed, sharpness):
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.softmax(torch.randn(8, vocabulary, generator=generator) * sharpness, -1)
+    probs[torch.rand(probs.shape, generator=generator) < 0.3] = 0
+    probs[:, -1] += 1e-3
+    uniform = torch.rand(8, dtype=torch.float64, generator=generator)
+    token_ids = inverse_cdf(probs, uniform)
+    assert (probs.gather(-1, token_ids[:, None]) > 0).all()
+    cumulative = probs.double().cumsum(-1)
+    target = uniform * cumulative[:, -1]
+    at = cumulative.gather(-1, token_ids[:, None]).squeeze(-1)
+    before = at - probs.double().gather(-1, token_ids[:, None]).squeeze(-1)
+    assert (at >= target - 1e-6).all()
+    assert (before <= target + 1e-6).all()
+
+
+def test_frequencies_follow_the_softmax_at_temperature():
+    """q ∝ p^(1/T): with p = (1, 2, 4)/7 and T = 0.5, q = (1, 4, 16)/21."""
+    n = 20_000
+    logits = torch.tensor([1.0, 2.0, 4.0]).log().expand(n, -1)
+    out = draw(logits, uniform=uniforms(np.full(n, 7, np.uint64), np.arange(n)).tolist(), temperature=0.5)
+    q = torch.tensor([1.0, 4.0, 16.0]) / 21
+    frequency = torch.bincount(out.token_ids, minlength=3) / n
+    assert torch.allclose(frequency, q, atol=0.01)
+    assert torch.allclose(out.logprobs, q.log()[out.token_ids], atol=1e-6)
+
+
+def test_top_k_keeps_k_and_renormalises():
+    """p = (0.1, 0.4, 0.2, 0.3), k = 2 keeps tokens 1 and 3: q = (4/7, 3/7)."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(3, -1)
+    out = draw(logits, uniform=[0.0, 0.57, 0.58], top_k=2)
+    assert out.token_ids.tolist() == [1, 1, 3]
+    assert out.logprobs.exp().tolist() == pytest.approx([4 / 7, 4 / 7, 3 / 7], abs=1e-6)
+
+
+def test_top_p_includes_the_token_that_crosses_it():
+    """Sorted 0.4 0.3 0.2 0.1, p = 0.5: 0.4 is not enough, 0.3 crosses, so tokens 1 and 3 stay."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(2, -1)
+    out = draw(logits, uniform=[0.0, 0.99], top_p=0.5)
+    assert out.token_ids.tolist() == [1, 3]
+    assert out.logprobs.exp().tolist() == pytest.approx([4 / 7, 3 / 7], abs=1e-6)
+
+
+def test_top_p_counts_within_what_top_k_left():
+    """k = 3 leaves 0.4 0.3 0.2 of 0.9; p = 0.4 of that is 0.36 < 0.4, so only token 1 stays."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()[None]
+    out = draw(logits, uniform=[0.99], top_k=3, top_p=0.4)
+    assert (out.token_ids.item(), out.logprobs.item()) == (1, pytest.approx(0.0, abs=1e-6))
+
+
+def test_a_nucleus_wider_than_the_candidates_is_still_exact():
+    """1,000 equal tokens, p = 0.5: 500 stay (one more if the sum falls short by rounding), each with 1/500."""
+    n = 2000
+    out = draw(torch.zeros(n, 1000), uniform=np.linspace(0, 1, n, endpoint=False).tolist(), top_p=0.5)
+    assert len(out.token_ids.unique()) in (500, 501)
+    assert out.logprobs.exp().mean().item() == pytest.approx(1 / 500, rel=3e-3)
+
+
+def test_forbidden_tokens_only_where_forbidden():
+    logits = torch.tensor([5.0, 1.0, 0.0]).expand(2, -1)
+    out = draw(logits, uniform=[0.1, 0.1], forbidden=torch.tensor([0]), forbidding=np.array([True, False]))
+    assert out.token_ids.tolist() == [1, 0]
+    assert out.logprobs[0].item() == pytest.approx(1 - math.log(math.e + 1), abs=1e-6)
+
+
+def test_greedy_reports_the_temperature_one_log_prob():
+    out = draw(torch.tensor([[0.0, math.log(3)]]), uniform=[0.0], temperature=0.0)
+    assert (out.token_ids.item(), out.logprobs.item()) == (1, pytest.approx(math.log(0.75), abs=1e-6))
+    assert draw(torch.zeros(1, 2), uniform=[0.0], temperature=0.0, want_logprobs=False).logprobs is None
+
+
+def test_a_row_samples_the_same_whatever_its_neighbours_ask_for():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 500, generator=generator) * 3
+    parameters = [(0.0, 1.0, -1), (0.7, 0.8, -1), (1.3, 1.0, 20), (1.0, 1.0, -1)]
+    uniform = np.array([0.2, 0.5, 0.7, 0.9])
+    together = sample(
+        logits.clone(),
+        uniform=uniform,
+        temperature=np.array([p[0] for p in parameters], np.float32),
+        top_p=np.array([p[1] for p in parameters], np.float32),
+        top_k=np.array([p[2] for p in parameters]),
+    )
+    for i, (temperature, top_p, top_k) in enumerate(parameters):
+        alone = draw(logits[i : i + 1], uniform=[uniform[i]], temperature=temperature, top_p=top_p, top_k=top_k)
+        assert alone.token_ids.item() == together.token_ids[i].item()
+        assert alone.logprobs.item() == pytest.approx(together.logprobs[i].item(), abs=1e-6)
+
+
+def test_low_precision_logits_are_sampled_in_float32():
+    logits = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
+    out = draw(logits, uniform=[0.999])
+    assert out.logprobs.dtype == torch.float32
+    assert out.logprobs.item() == pytest.approx(torch.log_softmax(logits.float(), -1)[0, 2].item(), abs=1e-6)
