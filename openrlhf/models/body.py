@@ -30,20 +30,25 @@ def hidden_states(
     `models.support`).
     """
     if not packed:
-        return torch.cat([_run(body, sequence) for sequence in tokens.split()])
+        return torch.cat([_run(body, sequence, **_unusual_positions(sequence)) for sequence in tokens.split()])
     # Off CUDA neighbours of equal length share an attention call, in every layer.
     sorted_ = None if plan or tokens.token_ids.is_cuda else length_order(tokens)
     stream = sorted_.tokens if sorted_ else tokens
-    hidden_TD = _run(body, stream, attention_plan=plan or PackedAttention(stream.cu_seqlens, stream.max_seqlen))
+    hidden_TD = _run(
+        body,
+        stream,
+        attention_plan=plan or PackedAttention(stream.cu_seqlens, stream.max_seqlen),
+        position_ids=stream.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
+    )
     return hidden_TD[sorted_.back_T] if sorted_ else hidden_TD
 
 
 def _run(body: nn.Module, tokens: PackedTokens, **kwargs: Any) -> Tensor:
-    # [T] → [1, T]; models with several position rows take [R, 1, T].
-    output = body(
-        input_ids=tokens.token_ids.unsqueeze(0),
-        position_ids=tokens.position_ids.unsqueeze(-2),
-        use_cache=False,
-        **kwargs,
-    )
-    return output[0].squeeze(0)
+    return body(input_ids=tokens.token_ids.unsqueeze(0), use_cache=False, **kwargs)[0].squeeze(0)
+
+
+def _unusual_positions(sequence: PackedTokens) -> dict[str, Tensor]:
+    """Positions 0 … L-1 are every model's default, and some, having none, do not take the argument."""
+    if sequence.position_ids.dim() == 1:
+        return {}
+    return {"position_ids": sequence.position_ids.unsqueeze(-2)}

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from openrlhf.models.policy import Policy
-from openrlhf.models.support import examine
+from openrlhf.models.support import UnsupportedModelError, examine
 
 _RANDOM_FIELDS = (
     "attention_dropout",
@@ -60,7 +60,10 @@ def load_policy(
         attn_implementation=native,
     ).to(device)
     # Transformers has chosen a native implementation that the model supports; it serves where packing does not.
-    support = examine(model, native_attention=model.config._attn_implementation)
+    try:
+        support = examine(model, native_attention=model.config._attn_implementation)
+    except UnsupportedModelError as error:
+        raise ModelLoadError(f"{flag} {path}: {error}") from error
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
     policy = Policy(model, packed=support.packed, transform=support.transform, config_changes=changed)

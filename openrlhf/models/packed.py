@@ -14,6 +14,7 @@ Shapes: T tokens, N sequences, n of them in a group, L their length, H heads, D 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from dataclasses import dataclass
@@ -73,8 +74,6 @@ class PackedAttention:
     def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.11 takes fewer key heads as they come; later versions want to be told.
-        gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
         return varlen_attn(
             q_THD,
             k_THD,
@@ -86,7 +85,7 @@ class PackedAttention:
             scale=scaling,
             # (left, right): how many tokens before and after itself a query sees; -1 is all of them.
             window_size=(-1 if window is None else window - 1, 0),
-            **gqa,
+            **_grouped_heads_option(),
         )
 
     def _grouped(
@@ -106,6 +105,14 @@ class PackedAttention:
             out_nHLD = _attend_rows(*rows, scaling=scaling, window=window, dropout=dropout)
             outputs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@functools.cache
+def _grouped_heads_option() -> dict[str, bool]:
+    """torch 2.11 takes fewer key heads than query heads as they come; later versions want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _varlen_can(q_THD: Tensor, v_THD: Tensor, *, dropout: float) -> bool:

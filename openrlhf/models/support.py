@@ -149,9 +149,7 @@ def _expected_windows(config: Any) -> list[int | None]:
 def _probe_head(model: Any, transform: LogitTransform) -> None:
     """Check that scale and soft-cap of the head's product are all that stands between hidden states and logits."""
     tokens = next(_probe_tokens(model).split())
-    expected = model(
-        input_ids=tokens.token_ids[None], position_ids=tokens.position_ids[None], use_cache=False
-    ).logits.float()
+    expected = model(input_ids=tokens.token_ids[None], use_cache=False).logits.float()
     head = output_head(model)
     z = head(hidden_states(decoder_body(model), tokens, packed=False)).float() * transform.scale
     if transform.softcap is not None:
@@ -160,7 +158,7 @@ def _probe_head(model: Any, transform: LogitTransform) -> None:
     if not error <= _TOLERANCE.get(head.weight.dtype, 1e-4):
         raise UnsupportedModelError(
             f"{model.config.model_type} does something to its logits that log-probs from hidden states leave out "
-            f"(relative error {error:.1e}). Choose another model for --actor.model_name_or_path."
+            f"(relative error {error:.1e}). Choose another model."
         )
 
 

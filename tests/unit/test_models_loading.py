@@ -96,6 +96,18 @@ class TestPolicy:
         with pytest.raises(ModelLoadError, match="cannot load the configuration"):
             load(tmp_path)
 
+    def test_a_model_whose_logits_are_more_than_its_head(self, folder, monkeypatch):
+        forward = Qwen2ForCausalLM.forward
+
+        def louder(self, *args, **kwargs):
+            out = forward(self, *args, **kwargs)
+            out.logits = out.logits * 1.5
+            return out
+
+        monkeypatch.setattr(Qwen2ForCausalLM, "forward", louder)
+        with pytest.raises(ModelLoadError, match=r"--actor.model_name_or_path .*qwen2.*logits"):
+            load(folder)
+
     def test_errors_name_the_flag_that_was_used(self, tmp_path):
         with pytest.raises(ModelLoadError, match=r"--ref\.model_name_or_path"):
             load(tmp_path / "missing", flag="--ref.model_name_or_path")
