@@ -24,15 +24,16 @@ def export_policy(
 ) -> Path:
     """Write weights (safetensors), configuration, generation settings and tokenizer to `directory`; returns it.
 
-    The folder appears complete or not at all: it is written beside its place and renamed. One that is already there is
-    replaced. `state_dict` stands in for the policy's own weights (names of `policy.model`), for backends that shard.
+    Everything is written beside its place first: a new folder appears complete or not at all; in one that is already
+    there the model's files are replaced one by one, and other files stay. `state_dict` stands in for the policy's own
+    weights (names of `policy.model`), for backends that shard.
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         _write(policy, tokenizer, draft, state_dict)
-        _replace(draft, target)
+        _move_in(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
@@ -55,12 +56,14 @@ def _write(
         tokenizer.save_pretrained(folder)
 
 
-def _replace(draft: Path, target: Path) -> None:
-    """Put `draft` in the place of `target`; a folder cannot be renamed onto another, so an old one steps aside."""
+def _move_in(draft: Path, target: Path) -> None:
+    """Put the files of `draft` in place. What else is in `target` (checkpoints, notes) stays, old weights do not."""
     if not target.exists():
         draft.rename(target)
         return
-    old = draft.with_suffix(".old")
-    target.rename(old)
-    draft.rename(target)
-    shutil.rmtree(old)
+    new = {path.name for path in draft.iterdir()}
+    for path in target.iterdir():
+        if path.name not in new and path.name.startswith("model") and ".safetensors" in path.name:
+            path.unlink()
+    for path in sorted(draft.iterdir(), key=lambda p: p.name == "config.json"):
+        os.replace(path, target / path.name)

@@ -64,7 +64,9 @@ def prepare(inputs: Path, *, seed: int) -> None:
     from openrlhf.demo.model import write_model
     from openrlhf.demo.task import make_task, write_problems
     from openrlhf.demo.warmup import warm_up
+    from openrlhf.models.loading import silence_progress_bars
 
+    silence_progress_bars()
     started = time.monotonic()
     task = make_task(seed=seed)
     write_problems(task.train, inputs / "train.jsonl")

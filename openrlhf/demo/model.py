@@ -5,24 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 PAD, EOS = "<pad>", "<eos>"
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Digits, plus and equals sign, padding and end of sequence."""
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Digits, plus and equals sign, padding and end of sequence: byte-level BPE without merges, so one token per
+    character."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *"0123456789+="])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=PAD, pad_token=PAD, eos_token=EOS)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     """Random weights."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(

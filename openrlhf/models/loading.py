@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine
@@ -27,6 +28,11 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 
 class ModelLoadError(ValueError):
     """A model or tokenizer that the user named cannot be loaded."""
+
+
+def silence_progress_bars() -> None:
+    """Loading and saving say nothing: a run has a progress display of its own."""
+    transformers_logging.disable_progress_bar()
 
 
 def load_policy(

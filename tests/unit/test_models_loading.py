@@ -163,12 +163,16 @@ class TestExport:
         assert policy.model.config._attn_implementation == ATTENTION
         assert policy.model.config.attention_dropout == 0.0
 
-    def test_an_older_export_is_replaced_whole(self, tmp_path, folder):
+    def test_an_older_export_is_replaced_and_its_neighbours_stay(self, tmp_path, folder):
+        """`./ckpt` is the default output folder, and `./ckpt/checkpoints_ppo_ray` lies inside it."""
         target = tmp_path / "export"
-        target.mkdir()
-        (target / "stale.txt").write_text("old")
+        (target / "checkpoints").mkdir(parents=True)
+        (target / "model-00001-of-00002.safetensors").write_text("old weights")
+        (target / "config.json").write_text("old configuration")
         export_policy(load(folder), load_tokenizer(folder), target)
-        assert not (target / "stale.txt").exists()
+        assert (target / "checkpoints").is_dir()
+        assert not (target / "model-00001-of-00002.safetensors").exists()
+        assert AutoModelForCausalLM.from_pretrained(target).config.vocab_size == load(folder).model.config.vocab_size
         assert [p.name for p in tmp_path.iterdir()] == ["export"]
 
     def test_a_failed_export_leaves_the_older_one_and_no_debris(self, tmp_path, folder):
