@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -448,6 +450,56 @@ def test_a_rotary_embedding_that_depends_on_the_batch_is_refused():
     config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(ValueError, match="dynamic"):
         EmbeddedEngine(make_model(config), None, max_model_len=64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["place", "fork", "remove", "grow"]), st.integers(0, 2**20)), max_size=60))
+def test_the_store_keeps_every_history_whatever_moves(operations):
+    """Rows come, fork, leave in pairs and outgrow pools of 64, 128 and 256; what each has stored stays readable."""
+    store = KVStore(
+        {0: LayerShape(1, 1, 1)}, max_rows=12, max_length=256, dtype=torch.float32, device=torch.device("cpu")
+    )
+    histories: dict[int, list[float]] = {}
+    numbers = iter(range(1, 10**6))
+
+    def write(row: int, position: int, number: float) -> None:
+        pool, slot = store.slot(row)
+        pool.keys[0][slot, 0, position, 0] = pool.values[0][slot, 0, position, 0] = number
+
+    for operation, choice in operations:
+        free = [row for row in range(12) if row not in histories]
+        if operation == "place" and free:
+            histories[free[0]] = [float(next(numbers)) for _ in range(choice % 200 + 1)]
+            store.place([free[0]], length=len(histories[free[0]]))
+            for position, number in enumerate(histories[free[0]]):
+                write(free[0], position, number)
+        elif operation == "fork" and free and histories:
+            source = sorted(histories)[choice % len(histories)]
+            length = len(histories[source]) // 2
+            store.place([free[0]], length=length)
+            store.copy(source, [free[0]], length=length)
+            histories[free[0]] = histories[source][:length]
+        elif operation == "remove" and histories:
+            gone = random.Random(choice).sample(sorted(histories), min(2, len(histories)))
+            store.remove(gone)
+            for row in gone:
+                del histories[row]
+        elif operation == "grow":
+            for _ in range(choice % 40):
+                store.remove([row for row in histories if len(histories[row]) == 256])
+                histories = {row: history for row, history in histories.items() if len(history) < 256}
+                store.make_room()
+                for row, history in histories.items():
+                    write(row, len(history), float(len(history)))
+                    history.append(float(len(history)))
+                    store.lengths[row] += 1
+        for row, history in histories.items():
+            pool, slot = store.slot(row)
+            assert pool.rows[slot] == row
+            assert len(history) <= pool.capacity
+            assert pool.keys[0][slot, 0, : len(history), 0].tolist() == history
+            assert pool.values[0][slot, 0, : len(history), 0].tolist() == history
+    assert sum(len(pool.rows) for pool in store.pools) == len(histories)
 
 
 def test_the_store_grows_with_need_and_is_given_back():

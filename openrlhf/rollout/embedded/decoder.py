@@ -54,7 +54,9 @@ class Decoder(Protocol):
         """Start row `target` with the first `length` tokens of row `source`; False when it cannot."""
         ...
 
-    def remove(self, row: int) -> None: ...
+    def remove(self, rows: Sequence[int]) -> None:
+        """Forget these rows."""
+        ...
 
     def clear(self) -> None:
         """Forget every row and give the memory back."""
@@ -99,8 +101,8 @@ class PackedDecoder:
         self.store.copy(source, [target], length=length)
         return True
 
-    def remove(self, row: int) -> None:
-        self.store.remove(row)
+    def remove(self, rows: Sequence[int]) -> None:
+        self.store.remove(rows)
 
     def clear(self) -> None:
         self.store.clear()
@@ -215,6 +217,9 @@ class _PoolPart:
         self._positions = torch.from_numpy(lengths).to(device)
         self._longest = int(lengths.max()) + 1
         self._even = bool((lengths == lengths[0]).all())
+        if device.type == "cuda" and not self._even:
+            # CUDA's masked attention copies a mask whose rows are not aligned. Capacities are, or nearly so.
+            self._longest = min(pool.capacity, -(-self._longest // 16) * 16)
         self._masks: dict[int | None, Tensor | None] = {}
 
     def attend(

@@ -138,8 +138,7 @@ class EmbeddedEngine:
 
     def abort(self) -> None:
         """Finish every request now, with the tokens it has: reason ABORT."""
-        for request in self._running():
-            self._finish(request, FinishReason.ABORT)
+        self._finish(self._running(), FinishReason.ABORT)
         while self._waiting:
             self._resolve(self._waiting.popleft(), Columns([], [], []), FinishReason.ABORT)
 
@@ -184,8 +183,7 @@ class EmbeddedEngine:
 
     def _forget_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Drop what a loop that ended in the middle has left."""
-        for request in self._running():
-            self._free(request)
+        self._free(self._running())
         self._waiting = deque(request for request in self._waiting if request.future.get_loop() is loop)
         self._loop, self._task = loop, None
 
@@ -214,8 +212,8 @@ class EmbeddedEngine:
         self.stats.generated_tokens += len(rows)
         self.stats.prompt_tokens += sum(len(prefill.token_ids) for prefill in prefills)
         for finished, reason in ((stopped, FinishReason.STOP), (full, FinishReason.LENGTH)):
-            for row in finished:
-                self._finish(self._batch.requests[row], reason)
+            if finished:
+                self._finish([self._batch.requests[row] for row in finished], reason)
 
     def _admit(self) -> list[Prefill]:
         """Move waiting requests into free rows, in order of arrival, up to the step's prompt tokens.
@@ -251,10 +249,11 @@ class EmbeddedEngine:
     def _running(self) -> list[Request]:
         return [request for request in self._batch.requests if request is not None]
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        columns = self._batch.columns(request.row)
-        self._free(request)
-        self._resolve(request, columns, reason)
+    def _finish(self, requests: Sequence[Request], reason: FinishReason) -> None:
+        columns = [self._batch.columns(request.row) for request in requests]
+        self._free(requests)
+        for request, column in zip(requests, columns, strict=True):
+            self._resolve(request, column, reason)
 
     def _resolve(self, request: Request, columns: Columns, reason: FinishReason) -> None:
         if request.future.done():
@@ -270,17 +269,18 @@ class EmbeddedEngine:
             )
         )
 
-    def _free(self, request: Request) -> None:
-        self._decoder.remove(request.row)
-        self._batch.remove(request.row)
-        siblings = self._by_prompt[request.token_ids]
-        siblings.remove(request)
-        if not siblings:
-            del self._by_prompt[request.token_ids]
+    def _free(self, requests: Sequence[Request]) -> None:
+        self._decoder.remove([request.row for request in requests])
+        for request in requests:
+            self._batch.remove(request.row)
+            siblings = self._by_prompt[request.token_ids]
+            siblings.remove(request)
+            if not siblings:
+                del self._by_prompt[request.token_ids]
 
     def _drop(self, request: Request) -> None:
         if request.row is not None:
-            self._free(request)
+            self._free([request])
         elif request in self._waiting:
             self._waiting.remove(request)
 

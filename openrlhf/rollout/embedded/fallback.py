@@ -32,8 +32,9 @@ class CachedDecoder:
     def fork(self, source: int, target: int, *, length: int) -> bool:
         return False
 
-    def remove(self, row: int) -> None:
-        del self._caches[row], self._lengths[row]
+    def remove(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            del self._caches[row], self._lengths[row]
 
     def clear(self) -> None:
         self._caches.clear()

@@ -93,30 +93,32 @@ class KVStore:
             self.lengths[row] = length
             pool.rows.append(row)
 
-    def remove(self, row: int) -> None:
-        """Free the row's slot; the pool's last row moves into it."""
-        pool, slot = self.slot(row)
-        del self._pool_of[row], self._slot_of[row]
-        last = len(pool.rows) - 1
-        if slot != last:
-            mover = pool.rows[last]
-            n = int(self.lengths[mover])
-            for cache in (pool.keys, pool.values):
-                for tensor in cache.values():
-                    tensor[slot, :, :n] = tensor[last, :, :n]
-            pool.rows[slot] = mover
-            self._slot_of[mover] = slot
-        pool.rows.pop()
+    def remove(self, rows: Sequence[int]) -> None:
+        """Free the rows' slots; the last rows of their pools move into the holes."""
+        by_pool: dict[int, list[int]] = {}
+        for row in rows:
+            by_pool.setdefault(self._pool_of.pop(row), []).append(self._slot_of.pop(row))
+        for index, freed in by_pool.items():
+            pool = self.pools[index]
+            left = len(pool.rows) - len(freed)
+            gone = set(freed)
+            holes = [slot for slot in freed if slot < left]
+            movers = [slot for slot in range(left, len(pool.rows)) if slot not in gone]
+            for hole, mover in zip(holes, movers, strict=True):
+                row = pool.rows[mover]
+                pool.rows[hole], self._slot_of[row] = row, hole
+            del pool.rows[left:]
+            if holes:
+                length = int(self.lengths[[pool.rows[hole] for hole in holes]].max())
+                self._copy_slots(pool, movers, pool, holes, length=length)
 
     def copy(self, source: int, targets: Sequence[int], *, length: int) -> None:
-        """The first `length` tokens of `source` become those of `targets`, which have their slots already."""
+        """The first `length` tokens of `source` become those of `targets`, neighbours in a pool without a history."""
         pool, slot = self.slot(source)
-        for row in targets:
-            target_pool, target_slot = self.slot(row)
-            for caches in ((pool.keys, target_pool.keys), (pool.values, target_pool.values)):
-                for layer, tensor in caches[0].items():
-                    caches[1][layer][target_slot, :, :length] = tensor[slot, :, :length]
-            self.lengths[row] = length
+        target_pool, first = self.slot(targets[0])
+        for caches in ((pool.keys, target_pool.keys), (pool.values, target_pool.values)):
+            for layer, tensor in caches[0].items():
+                caches[1][layer][first : first + len(targets), :, :length] = tensor[slot, :, :length]
 
     def make_room(self) -> None:
         """Move every row whose slot is full to the next pool: after this each row can take one more token."""
@@ -124,18 +126,31 @@ class KVStore:
             if not pool.rows:
                 continue
             rows = np.array(pool.rows)
-            for row in rows[self.lengths[rows] >= pool.capacity].tolist():
-                length = int(self.lengths[row])
-                slot = self._slot_of[row]
-                larger = self.pools[index + 1]
-                self._reserve(larger, len(larger.rows) + 1)
-                target = len(larger.rows)
-                for caches in ((pool.keys, larger.keys), (pool.values, larger.values)):
-                    for layer, tensor in caches[0].items():
-                        caches[1][layer][target, :, :length] = tensor[slot, :, :length]
-                self.remove(row)
-                self._pool_of[row], self._slot_of[row] = index + 1, target
-                larger.rows.append(row)
+            full = rows[self.lengths[rows] >= pool.capacity].tolist()
+            if not full:
+                continue
+            larger = self.pools[index + 1]
+            self._reserve(larger, len(larger.rows) + len(full))
+            targets = list(range(len(larger.rows), len(larger.rows) + len(full)))
+            slots = [self._slot_of[row] for row in full]
+            self._copy_slots(pool, slots, larger, targets, length=pool.capacity)
+            self.remove(full)
+            larger.rows.extend(full)
+            for row, slot in zip(full, targets, strict=True):
+                self._pool_of[row], self._slot_of[row] = index + 1, slot
+
+    def _copy_slots(
+        self, source: Pool, slots: Sequence[int], target: Pool, targets: Sequence[int], *, length: int
+    ) -> None:
+        """Slot by slot on CPU, where each copy runs at memory speed; at once on a GPU, where each would be a launch."""
+        if self.device.type == "cpu":
+            pairs = [(int(a), int(b)) for a, b in zip(slots, targets, strict=True)]
+        else:
+            pairs = [(torch.tensor(slots, device=self.device), torch.tensor(targets, device=self.device))]
+        for caches in ((source.keys, target.keys), (source.values, target.values)):
+            for layer, tensor in caches[0].items():
+                for a, b in pairs:
+                    caches[1][layer][b, :, :length] = tensor[a, :, :length]
 
     def clear(self) -> None:
         """Forget every row and give the memory back."""
