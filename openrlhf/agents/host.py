@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
@@ -53,6 +54,15 @@ sys.path[:] = pickle.load(requests)
 from openrlhf.agents.host_worker import serve
 serve(requests, replies)
 """
+
+
+_hosts: weakref.WeakSet[HostProcess] = weakref.WeakSet()
+
+
+def kill_every_host() -> None:
+    """End the processes of all hosts, without a word to those who wait for them: this process is about to end too."""
+    for host in list(_hosts):
+        host.kill()
 
 
 class HostError(Exception):
@@ -191,6 +201,7 @@ class HostProcess:
         self._suspects: deque[_Pending] = deque()
         self._running: dict[int, _Pending] = {}
         self._probe: _Probe | None = None
+        _hosts.add(self)
 
     # ------------------------------------------------------------------------------------ for callers
 
@@ -215,6 +226,12 @@ class HostProcess:
         if thread is not None and thread.is_alive():
             self._events.put(_Close(grace))
             await asyncio.to_thread(thread.join)
+
+    def kill(self) -> None:
+        """End the process as it is. Whoever waits for an answer finds the process dead."""
+        process = self._process
+        if process is not None and process.popen.returncode is None:
+            self._kill(process)
 
     @property
     def pid(self) -> int | None:
@@ -301,6 +318,7 @@ class HostProcess:
             case Ready():
                 process.ready = True
             case Failure():
+                process.outbox.put(None)  # it ends by itself, but exit handlers of users' code may hang
                 self._fail_start(HostStartError(f"{message.kind}: {message.text}", message))
             case Done(call_id, value) if call_id in self._running:
                 self._answer(self._finish(call_id), value)

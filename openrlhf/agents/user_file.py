@@ -9,6 +9,9 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+MOST_CHARACTERS = 500
+"""Of an exception's text in a message: some carry a whole page that a server answered."""
+
 
 class UserFileError(Exception):
     """Users' code failed. The text says where in their file."""
@@ -38,9 +41,11 @@ def load_module(path: str | os.PathLike[str]) -> ModuleType:
 def describe_error(error: BaseException, *, file: Path) -> str:
     """`reward.py:12 (in grade): ZeroDivisionError: division by zero`, with the innermost line that is in `file`."""
     try:
-        text = str(error)
+        text = " ".join(str(error).split())
     except Exception:  # an exception whose own __str__ fails
         text = "(its text cannot be shown)"
+    if len(text) > MOST_CHARACTERS:
+        text = text[: MOST_CHARACTERS - 1] + "…"
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if not frames:

@@ -8,18 +8,26 @@ from openrlhf.config.errors import ConfigError, NotBuiltError
 from openrlhf.config.parser import parse
 from openrlhf.config.rules import require_runnable
 from openrlhf.config.unbuilt import refuse_unbuilt
+from openrlhf.utils import interrupts
 
 USAGE_ERROR = 2
 
 
 def enter(command: str, argv: Sequence[str] | None, run: Callable[[Any], int | None]) -> int:
-    """Exit status of `command`: 2 for a configuration that cannot run, else that of `run(config)` (None = 0)."""
-    try:
-        config = parse(command, argv)
-        require_runnable(config)
-        refuse_unbuilt(config)
-    except (ConfigError, NotBuiltError) as error:
-        for line in str(error).splitlines():
-            print(f"{command}: error: {line}", file=sys.stderr)
-        return USAGE_ERROR
-    return run(config) or 0
+    """Exit status of `command`: 2 for a configuration that cannot run, else that of `run(config)` (None = 0).
+
+    A signal that ends it gives 128 + its number, wherever it comes: 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    with interrupts.handled():
+        try:
+            config = parse(command, argv)
+            require_runnable(config)
+            refuse_unbuilt(config)
+            return run(config) or 0
+        except (ConfigError, NotBuiltError) as error:
+            for line in str(error).splitlines():
+                print(f"{command}: error: {line}", file=sys.stderr)
+            return USAGE_ERROR
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return interrupts.exit_status()
