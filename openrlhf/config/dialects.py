@@ -126,6 +126,8 @@ def resolve(
         other = assigned.setdefault(path, Assigned(value, where))
         if other.value != value:
             values = "different values" if secret else f"{_show(other.value)} and {_show(value)}"
+            if other.where == where:
+                raise ConfigError(f"{where} is given twice, as {values}: give it once")
             raise ConfigError(f"{other.where} and {where} both set {path}, to {values}: give one of them")
 
     specs = flags_of(words.command)

@@ -106,4 +106,6 @@ def _json_type(value: Any) -> str:
 
 def _beginning(line: bytes) -> str:
     text = line.strip().decode("utf-8", errors="replace")
+    # A file of another kind must not write its control characters to the user's terminal.
+    text = "".join(character if character.isprintable() else "�" for character in text)
     return text if len(text) <= 80 else text[:77] + "…"

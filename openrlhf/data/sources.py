@@ -25,6 +25,9 @@ FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "par
 ACCEPTED = "a .jsonl, .json, .csv, .parquet or .arrow file, a folder, or a Hub name such as org/name"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
+DEFAULT_SPLITS = ("train", "test")
+"""What the split flags say when nobody set them; a single file has no splits to choose from."""
+
 # Flags that belong to the same data set, so that an error about one of them can name it.
 PROBS_FLAG = {"--data.prompt_dataset": "--data.prompt_probs", "--data.dataset": "--data.dataset_probs"}
 SPLIT_FLAG = {
@@ -172,6 +175,13 @@ def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code:
             raise DataError(f"{flag}: cannot tell what kind of data {name} is: give {ACCEPTED}")
         records = read_json(path, limit=limit) if kind == "json" else read_table(path, kind)
         name = path.name
+        if split not in DEFAULT_SPLITS:
+            logger.warning(
+                "%s %s does nothing for %s, which is one file: all of it is read",
+                SPLIT_FLAG.get(flag, "the split"),
+                split,
+                name,
+            )
     elif path.is_dir():
         if (path / f"{path.resolve().name}.py").is_file():
             raise _script_refused(f"{name}/{path.resolve().name}.py", flag=flag)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from openrlhf.data.errors import DataError
+from openrlhf.data.hub import hub_reachable, offline
 from openrlhf.data.json_files import Record
 
-HUB_PROBE_SECONDS = 5.0
 _NO_DATA = "corresponds to no data"
 """How `datasets` says that a split has no records."""
 
@@ -59,10 +59,10 @@ def read_folder(path: Path, *, data_dir: str | None, split: str) -> Sequence[Rec
 
 def read_hub(name: str, *, data_dir: str | None, split: str) -> Sequence[Record]:
     """A data set of the Hub, or its cached copy when the Hub cannot be reached."""
-    if _hub_reachable():
+    if hub_reachable():
         return _load(name, data_dir=data_dir, split=split)
     try:
-        with _offline():
+        with offline():
             return _load(name, data_dir=data_dir, split=split)
     except UnknownSplitError:
         raise
@@ -91,34 +91,6 @@ def _load(name: str, *, data_dir: str | None, split: str) -> Sequence[Record]:
 def _reason(error: Exception) -> str:
     """The sentence that says what is wrong; `datasets` wraps it into one that does not."""
     return " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-
-
-def _hub_reachable() -> bool:
-    """One short request: `datasets` itself retries for half a minute before it says so."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_PROBE_SECONDS)
-    except Exception:  # whatever the HTTP client raises: the answer is no
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Cached copies only, without a request."""
-    import datasets.config
-    from huggingface_hub import constants
-
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 @contextlib.contextmanager

@@ -22,11 +22,14 @@ def render_prompt(
 
     With `apply_chat_template` a string becomes one user message and a list is taken as messages; the tokenizer's
     template ends with what opens the assistant's turn. Otherwise `input_template.format(value)`, or the value itself.
-    Returns "" when there is nothing to ask. Raises DataError.
+    Returns "" when there is nothing to ask: blank text, or a null, which is what an empty cell of a table is.
+    Raises DataError.
     """
-    if record.get(input_key) is None:
+    if input_key not in record:
         raise DataError(f"it has no {input_key!r}: set --data.input_key to one of {known_keys(record)}")
     value = record[input_key]
+    if value is None:
+        return ""
     if isinstance(value, str):
         if not value.strip():
             return ""
