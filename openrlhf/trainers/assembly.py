@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.reduction import Aggregation
@@ -22,14 +23,13 @@ from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy
 from openrlhf.config.roots import RLConfig
-from openrlhf.config.schema import to_dict
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import DataError, load_records
 from openrlhf.learners.local import LocalWorkers
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import PolicyLearner, PolicySettings
 from openrlhf.learners.scorer import Scorer
-from openrlhf.models.loading import ModelLoadError, load_policy, load_tokenizer
+from openrlhf.models.loading import ModelLoadError, load_policy, load_tokenizer, silence_progress_bars
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import JsonlLogger
 from openrlhf.observability.progress import Progress
@@ -42,8 +42,10 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.trainers.evaluation import PromptEvaluation
+from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
+from openrlhf.utils import interrupts
 from openrlhf.weight_sync.in_process import InProcessWeightSync
 
 logger = logging.getLogger(__name__)
@@ -71,16 +73,16 @@ class Ending:
 
 @contextlib.contextmanager
 def user_errors_end_the_run() -> Iterator[Ending]:
-    """Errors that users can mend become one line and status 1, Ctrl-C status 130; defects keep their traceback."""
+    """Errors that users can mend become one line and status 1; a signal 128 + its number. Defects keep a traceback."""
     ending = Ending()
     try:
         yield ending
     except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         ending.status = 1
     except KeyboardInterrupt:
-        print("interrupted; what was written so far is in the run directory", file=sys.stderr)
-        ending.status = 130
+        print("interrupted", file=sys.stderr)
+        ending.status = interrupts.exit_status()
 
 
 def run_rl(config: RLConfig) -> int:
@@ -93,16 +95,19 @@ def run_rl(config: RLConfig) -> int:
 def train(config: RLConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    silence_progress_bars()
     torch.manual_seed(config.train.seed)
     if config.train.full_determinism_enable:
         torch.use_deterministic_algorithms(True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    tokenizer = load_tokenizer(
-        config.actor.model_name_or_path,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.actor.trust_remote_code,
-    )
+    model_dir = checked_model_dir(config.ckpt.output_dir)
+    with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
+        tokenizer = load_tokenizer(
+            config.actor.model_name_or_path,
+            use_fast=not config.data.disable_fast_tokenizer,
+            trust_remote_code=config.actor.trust_remote_code,
+        )
     prompts = PromptStream(
         _prompts(config, tokenizer, evaluation=False),
         seed=config.train.seed,
@@ -111,15 +116,17 @@ def train(config: RLConfig) -> RunResult:
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
     with asyncio.Runner() as loop, _started(_reward(config), loop) as reward:
-        policy = load_policy(
-            config.actor.model_name_or_path,
-            dtype=_dtype(config.ds.param_dtype, device),
-            device=device,
-            trust_remote_code=config.actor.trust_remote_code,
-            attn_implementation=config.ds.attn_implementation,
-            gradient_checkpointing=config.actor.gradient_checkpointing_enable,
-            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
-        )
+        with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
+            policy = load_policy(
+                config.actor.model_name_or_path,
+                dtype=_dtype(config.ds.param_dtype, device),
+                device=device,
+                trust_remote_code=config.actor.trust_remote_code,
+                attn_implementation=config.ds.attn_implementation,
+                gradient_checkpointing=config.actor.gradient_checkpointing_enable,
+                gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+            )
+        warn_of_positions(policy.model.config, max_len=config.data.max_len)
         engine = EmbeddedEngine(policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed)
         runner = EpisodeRunner(
             engine=engine,
@@ -136,7 +143,7 @@ def train(config: RLConfig) -> RunResult:
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
-        run_dir = RunDirectory.create(config.logger.directory, to_dict(config))
+        run_dir = create_run_directory(config)
         logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
         with _observed(run_dir, rounds=schedule.rounds, title=title) as seen:
@@ -166,7 +173,6 @@ def train(config: RLConfig) -> RunResult:
             )
             evaluation = trainer.fit()
             seen.progress.phase("export")
-            model_dir = Path(config.ckpt.output_dir)
             export_policy(policy, tokenizer, model_dir)
             _link(run_dir.model, model_dir)
             seen.progress.note(f"model in {model_dir}")
@@ -206,11 +212,32 @@ def _reward(config: RLConfig) -> RewardSource:
 
 @contextlib.contextmanager
 def _started(reward: RewardSource, loop: asyncio.Runner) -> Iterator[RewardSource]:
-    loop.run(reward.start())
+    ticking = loop.get_loop().create_task(_tick(), name="tick")
     try:
+        loop.run(reward.start())
         yield reward
+    except KeyboardInterrupt:
+        interrupts.end_at_once_on_the_next(last=kill_every_host)
+        raise
     finally:
-        loop.run(reward.close())
+        ticking.cancel()
+        loop.run(_close(reward))
+
+
+async def _tick() -> None:
+    """Wakes the loop twice a second. A signal that comes just as the loop goes to sleep would wait for the next event,
+    and a slow reward may be minutes away from one."""
+    while True:
+        await asyncio.sleep(0.5)
+
+
+async def _close(reward: RewardSource) -> None:
+    """First what is still under way, which would otherwise see its rewards fail one by one."""
+    unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in unfinished:
+        task.cancel()
+    await asyncio.gather(*unfinished, return_exceptions=True)
+    await reward.close()
 
 
 def _workers(config: RLConfig, policy: Policy, *, device: torch.device, rounds: int) -> LocalWorkers:
@@ -293,6 +320,7 @@ def _observed(run_dir: RunDirectory, *, rounds: int, title: str) -> Iterator[_Ob
             yield _Observers(logger=metrics, rollout_log=rollouts, progress=progress)
         status = ""
     except KeyboardInterrupt:
+        interrupts.end_at_once_on_the_next(last=kill_every_host)
         status = "interrupted"
         raise
     finally:
@@ -301,9 +329,11 @@ def _observed(run_dir: RunDirectory, *, rounds: int, title: str) -> Iterator[_Ob
         except Exception:
             # A page that cannot be written must not hide why the run ended.
             logger.exception("report.html could not be written")
+        if status:
+            logger.info("the run so far is in %s", run_dir.path)
 
 
 def _link(link: Path, target: Path) -> None:
-    """`model` in the run directory leads to the exported model, wherever that is."""
-    if link.resolve() != target.resolve():
+    """`model` in the run directory leads to the exported model, wherever that is, unless the name is taken."""
+    if not os.path.lexists(link):
         link.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))

@@ -1,0 +1,78 @@
+"""What can go wrong around a run, found before it begins rather than after hours of training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.roots import RLConfig
+from openrlhf.config.schema import to_dict
+from openrlhf.data.hub import hub_reachable, offline
+from openrlhf.models.loading import ModelLoadError
+from openrlhf.observability.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+
+def checked_model_dir(output_dir: str) -> Path:
+    """Where the trained model goes, as an absolute path that can be written. Raises ConfigError."""
+    flag, target = f"--ckpt.output_dir {output_dir}", Path(output_dir).expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{flag}: this is a file; name a folder for the model")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The export is written beside its place first.
+        tempfile.TemporaryDirectory(dir=target.parent).cleanup()
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot be written ({error.strerror}); name another folder") from error
+    return target
+
+
+def create_run_directory(config: RLConfig) -> RunDirectory:
+    """Raises ConfigError."""
+    try:
+        return RunDirectory.create(config.logger.directory, to_dict(config))
+    except OSError as error:
+        raise ConfigError(
+            f"--logger.run_dir {config.logger.directory}: {error.strerror or 'this is a file'}"
+        ) from error
+
+
+@contextlib.contextmanager
+def reading_model(path: str, *, flag: str) -> Iterator[None]:
+    """Around the loading of a model: what is wrong with its files becomes a ModelLoadError.
+
+    A Hub name is looked for on the Hub, or at once in its cache when the Hub cannot be reached.
+    """
+    if Path(path).expanduser().exists() or not _may_be_hub_name(path) or hub_reachable():
+        try:
+            yield
+        except (SafetensorError, RuntimeError) as error:  # damaged files; weights of other shapes; no memory
+            raise ModelLoadError(f"{flag} {path}: cannot load the model: {error}") from error
+        return
+    try:
+        with offline():
+            yield
+    except ModelLoadError as error:
+        raise ModelLoadError(
+            f"{flag} {path}: there is no such folder (looked in {Path.cwd()}), the Hub's cache has no such model and "
+            "the Hub cannot be reached: name a model's folder, or download it first"
+        ) from error
+
+
+def warn_of_positions(model_config: Any, *, max_len: int) -> None:
+    """Sequences longer than the model was made for are possible, and seldom meant."""
+    known = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(known, int) and max_len > known:
+        logger.warning("--data.max_len %d is more than the %d positions the model was made for", max_len, known)
+
+
+def _may_be_hub_name(path: str) -> bool:
+    return not path.startswith((".", "/", "~")) and path.count("/") <= 1
