@@ -1,0 +1,162 @@
+"""A tiny model and data set on disk, and two ways to run the CLI on them: right here, and as a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from processes import living_children, wait_until
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A finished command, and the run directory it was told to use."""
+
+    rc: int
+    out: str
+    err: str
+    """Log lines included."""
+    seconds: float
+    run_dir: Path
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines that say why a command was refused or ended."""
+        return [line for line in self.err.splitlines() if line.startswith(("error: ", "train_ppo_ray: error: "))]
+
+    @property
+    def metrics(self) -> list[dict]:
+        """Every line must be a whole object."""
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a user brings. 8 prompts of 6 tokens, whose first is `first_prompt`."""
+
+    model: Path
+    data: Path
+    records: list[dict]
+
+    @property
+    def first_prompt(self) -> str:
+        return self.records[0]["input"]
+
+    def flags(self, run_dir: Path, **overrides) -> list[str]:
+        """Two rounds of 4 prompts, 2 samples each. `overrides` are flags, `__` for `.`; True is a bare switch."""
+        values = {
+            "actor.model_name_or_path": self.model,
+            "data.prompt_dataset": self.data,
+            "data.label_key": "label",
+            "data.max_len": 16,
+            "reward.remote_url": REPOSITORY / "openrlhf" / "demo" / "reward.py",
+            "algo.advantage.estimator": "reinforce_baseline",
+            "algo.kl.init_coef": 0,
+            "rollout.batch_size": 4,
+            "rollout.n_samples_per_prompt": 2,
+            "rollout.max_new_tokens": 4,
+            "train.batch_size": 8,
+            "vllm.num_engines": 0,
+            "ckpt.output_dir": run_dir.with_name("out"),
+            "logger.run_dir": run_dir,
+        }
+        values |= {name.replace("__", "."): value for name, value in overrides.items()}
+        words: list[str] = []
+        for name, value in values.items():
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return words
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> Inputs:
+    from openrlhf.demo.model import write_model
+    from openrlhf.demo.task import make_task, write_problems
+
+    folder = tmp_path_factory.mktemp("inputs")
+    write_model(folder / "model", seed=0)
+    write_problems(make_task(seed=0).train[:8], folder / "train.jsonl")
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    return Inputs(model=folder / "model", data=folder / "train.jsonl", records=records)
+
+
+@pytest.fixture
+def cli(inputs, tmp_path, capfd, caplog, monkeypatch):
+    """Runs `train_ppo_ray` in this process, from an empty directory; no process may be left afterwards."""
+    import openrlhf.trainers.assembly  # noqa: F401, seconds of imports that no case should be charged with
+    from openrlhf.cli.train_ppo_ray import main
+
+    monkeypatch.chdir(tmp_path)
+    torch_threads_before = _one_torch_thread()
+
+    def run(*words: str, **overrides) -> Ran:
+        run_dir = tmp_path / "run"
+        others = set(living_children(os.getpid()))
+        started = time.monotonic()
+        rc = main([*inputs.flags(run_dir, **overrides), *words])
+        seconds = time.monotonic() - started
+        assert wait_until(lambda: set(living_children(os.getpid())) <= others)
+        said = capfd.readouterr()
+        return Ran(rc=rc, out=said.out, err=said.err + caplog.text, seconds=seconds, run_dir=run_dir)
+
+    yield run
+    _set_torch_threads(torch_threads_before)
+
+
+@pytest.fixture
+def start_cli(inputs, tmp_path):
+    """Starts `python -m openrlhf.cli.train_ppo_ray` in a session of its own, as a terminal would; killed at the end."""
+    processes: list[subprocess.Popen] = []
+
+    def start(*, module="openrlhf.cli.train_ppo_ray", before=(), preexec_fn=None, **overrides) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *before, *inputs.flags(tmp_path / "run", **overrides)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+            start_new_session=True,
+            preexec_fn=preexec_fn,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run_cli(start_cli, tmp_path):
+    """Runs the CLI as a process of its own, to its end."""
+
+    def run(*, timeout: float = 60.0, **options) -> Ran:
+        started = time.monotonic()
+        process = start_cli(**options)
+        out, err = process.communicate(timeout=timeout)
+        seconds = time.monotonic() - started
+        return Ran(rc=process.returncode, out=out, err=err, seconds=seconds, run_dir=tmp_path / "run")
+
+    return run
+
+
+def _one_torch_thread() -> int:
+    """Tiny matrices are slower on several threads, much slower on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return before
+
+
+def _set_torch_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)
