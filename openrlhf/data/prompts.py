@@ -100,9 +100,14 @@ class PromptSet(Sequence[Prompt]):
                     usable.append((row, text, label))
                 else:
                     empty.append(row)
-            for (row, text, label), fits in zip(usable, self._fits([text for _, text, _ in usable]), strict=True):
-                (kept if fits else long).append(row)
-                if fits:
+            lengths = self._lengths([text for _, text, _ in usable])
+            for (row, text, label), length in zip(usable, lengths, strict=True):
+                if length == 0:
+                    empty.append(row)
+                elif self._max_prompt_tokens is not None and length > self._max_prompt_tokens:
+                    long.append(row)
+                else:
+                    kept.append(row)
                     digest.update(repr((text, label)).encode())
         self._report_skipped(empty, why=f"have an empty {self._input_key!r}")
         self._report_skipped(long, why=f"are longer than {self._max_prompt_tokens} tokens")
@@ -114,12 +119,12 @@ class PromptSet(Sequence[Prompt]):
             )
         return np.array(kept, dtype=np.int64), digest.hexdigest()
 
-    def _fits(self, texts: list[str]) -> list[bool]:
-        if self._max_prompt_tokens is None or not texts:
-            return [True] * len(texts)
+    def _lengths(self, texts: list[str]) -> list[int]:
+        """Tokens of each text; characters where no tokenizer was given."""
+        if self._tokenizer is None or not texts:
+            return [len(text) for text in texts]
         # A rendered prompt already holds its special tokens.
-        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [len(ids) <= self._max_prompt_tokens for ids in encoded]
+        return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def _report_skipped(self, rows: list[int], *, why: str) -> None:
         if rows:
