@@ -100,7 +100,7 @@ class Moments(NamedTuple):
 
     total: float
     total_squared: float
-    count: int
+    size: int
 
     @staticmethod
     def of(values: Tensor) -> Moments:
@@ -109,12 +109,12 @@ class Moments(NamedTuple):
 
     @property
     def mean(self) -> float:
-        return self.total / max(self.count, 1)
+        return self.total / max(self.size, 1)
 
     @property
     def variance(self) -> float:
-        """Of the population, over `count` values."""
-        return max(self.total_squared / max(self.count, 1) - self.mean**2, 0.0)
+        """Of the population, over `size` values."""
+        return max(self.total_squared / max(self.size, 1) - self.mean**2, 0.0)
 
 
 def whiten(values: Tensor, moments: Moments, *, divide_by_std: bool = True) -> Tensor:
