@@ -7,8 +7,8 @@ the table shows medians, and the spread of the ratio within a repeat.
     ragged  1,024 requests, limits uniform in 8 … 256, 256 at a time; generate gets four batches, each to its longest
     group   32 prompts of 96 tokens, 8 samples each; generate gets all 256 rows
 
-Tokens per second count the tokens that were asked for. On a machine with other work set OMP_WAIT_POLICY=PASSIVE: threads
-that spin at barriers while others want the core cost both sides a factor of five.
+Tokens per second count the tokens that were asked for. On a machine with other work set OMP_WAIT_POLICY=PASSIVE:
+threads that spin at barriers while others want the core cost both sides a factor of five.
 """
 
 from __future__ import annotations
