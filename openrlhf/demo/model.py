@@ -11,9 +11,8 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Digits, plus and equals sign, padding and end of sequence: byte-level BPE without merges, so one token per
-    character."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *"0123456789+="])}
+    """Digits, an arrow, padding and end of sequence: byte-level BPE without merges, so one token per character."""
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *"0123456789>"])}
     return Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=PAD, pad_token=PAD, eos_token=EOS)
 
 
@@ -23,9 +22,9 @@ def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=160,
-            intermediate_size=424,
-            num_hidden_layers=4,
+            hidden_size=224,
+            intermediate_size=608,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,

@@ -1,4 +1,4 @@
-"""The demo's reward, in the form every user's reward file has: 1 for the right sum, 0 for anything else."""
+"""The demo's reward, in the form every user's reward file has: 1 for the right order, 0 for anything else."""
 
 
 def reward_func(queries, prompts, labels):

@@ -1,4 +1,4 @@
-"""The demo's task: add two two-digit numbers, `37+48=` → `85`."""
+"""The demo's task: put five digits in order, `73914>` → `13479`."""
 
 from __future__ import annotations
 
@@ -6,52 +6,61 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 REWARD_FILE = Path(__file__).with_name("reward.py")
 """What a user would pass as --reward.remote_url."""
 
-RESPONSE_TOKENS = 4
-"""Up to three digits and the end-of-sequence token."""
+DIGITS = 5
+RESPONSE_TOKENS = DIGITS + 1
+"""The digits and the end-of-sequence token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One addition."""
+    """Digits out of order."""
 
-    a: int
-    b: int
+    digits: str
 
     @property
     def prompt(self) -> str:
-        return f"{self.a}+{self.b}="
+        return f"{self.digits}>"
 
     @property
     def answer(self) -> str:
-        return str(self.a + self.b)
+        return "".join(sorted(self.digits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """All 8,100 problems, cut in two. a+b and b+a are always on the same side of the cut."""
+    """Problems to train on and problems to measure on; no answer is on both sides."""
 
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
 
 
-def make_task(*, seed: int, held_out: int = 500) -> Task:
-    """`held_out` problems to measure on; all others, mirrored ones left out, to train on."""
+def make_task(*, seed: int, train: int = 8000, held_out: int = 500) -> Task:
+    """Distinct problems. A tenth of the 2,002 possible answers is set apart for measuring."""
     rng = random.Random(seed)
-    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
-    rng.shuffle(pairs)
-    # A held-out pair is asked in one random order, and trained on in neither.
-    unseen = [Problem(*rng.sample(pair, 2)) for pair in pairs[:held_out]]
-    seen = [Problem(x, y) for a, b in pairs[held_out:] for x, y in {(a, b), (b, a)}]
-    rng.shuffle(seen)
-    return Task(train=tuple(seen), held_out=tuple(unseen))
+    answers = ["".join(digits) for digits in combinations_with_replacement("0123456789", DIGITS)]
+    rng.shuffle(answers)
+    apart = len(answers) // 10
+    return Task(
+        train=_shuffled(answers[apart:], count=train, rng=rng),
+        held_out=_shuffled(answers[:apart], count=held_out, rng=rng),
+    )
+
+
+def _shuffled(answers: Sequence[str], *, count: int, rng: random.Random) -> tuple[Problem, ...]:
+    """`count` distinct orders of the digits of randomly chosen answers."""
+    problems: dict[Problem, None] = {}
+    while len(problems) < count:
+        problems[Problem("".join(rng.sample(rng.choice(answers), DIGITS)))] = None
+    return tuple(problems)
 
 
 def write_problems(problems: Sequence[Problem], path: Path) -> None:
     """A prompt data set as users have them: one JSON object per line."""
-    lines = (json.dumps({"input": p.prompt, "label": p.answer, "datasource": "addition"}) for p in problems)
+    lines = (json.dumps({"input": p.prompt, "label": p.answer, "datasource": "sorting"}) for p in problems)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from openrlhf.types import PackedTokens
 
 BATCH = 256
 MAX_STEPS = 1000
-WINDOW = 10
+WINDOW = 3
 """Steps over which the success rate is averaged."""
 
 
@@ -39,7 +39,7 @@ def warm_up(
     tokenizer = load_tokenizer(str(directory))
     backend = TorchBackend(
         policy,
-        OptimizerSettings(lr=1e-3, scheduler="constant_with_warmup", warmup_ratio=0.05, total_steps=MAX_STEPS),
+        OptimizerSettings(lr=5e-4, scheduler="constant_with_warmup", warmup_ratio=0.05, total_steps=MAX_STEPS),
     )
     rng = random.Random(seed)
     recent: deque[float] = deque(maxlen=WINDOW)

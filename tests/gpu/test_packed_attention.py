@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LENGTHS = [7, 128, 7, 300, 1, 64]
 
 
-def make(heads, *, dim, dtype):
-    generator = torch.Generator("cuda").manual_seed(heads)
+def make(heads, *, dim, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
     shape = (1, heads, sum(LENGTHS), dim)
     return torch.randn(shape, generator=generator, device="cuda").to(dtype).requires_grad_()
 
@@ -41,7 +41,9 @@ def one_by_one(query, key, value, *, window):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_packed_attention_equals_one_sequence_at_a_time(dtype, heads, window, dim):
     """bf16 takes the varlen kernel, fp32 the grouped SDPA calls."""
-    query, key, value = (make(h, dim=dim, dtype=dtype) for h in (heads[0], heads[1], heads[1]))
+    query, key, value = (
+        make(h, dim=dim, dtype=dtype, seed=seed) for seed, h in enumerate((heads[0], heads[1], heads[1]))
+    )
     cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     assert _varlen_can(query[0].transpose(0, 1), value[0].transpose(0, 1), dropout=0.0) == (dtype == torch.bfloat16)
     plan = PackedAttention(cu_seqlens, max(LENGTHS))
@@ -53,8 +55,11 @@ def test_packed_attention_equals_one_sequence_at_a_time(dtype, heads, window, di
     weights = torch.randn_like(expected)
     mine = torch.autograd.grad((actual.float() * weights).sum(), (query, key, value))
     theirs = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    # A window of one sees itself alone: the exact gradients of query and key are 0 there, so all are held against the
+    # value's.
+    scale = theirs[2].float().norm()
     for a, b in zip(mine, theirs, strict=True):
-        assert (a.float() - b.float()).norm() / b.float().norm() < tolerance
+        assert (a.float() - b.float()).norm() < tolerance * max(b.float().norm(), scale)
 
 
 def test_dropout_leaves_the_kernel_that_has_none():
