@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+BENCH  := .venv-bench
 ARGS   ?=
 
 .PHONY: demo test unit check format docs bench clean
@@ -33,10 +34,10 @@ format: $(VENV)/test.stamp
 docs: $(VENV)/base.stamp
 	$(BIN)/python docs/update.py
 
-bench: $(VENV)/bench.stamp
-	$(BIN)/python -m bench.engine
-	$(BIN)/python -m bench.rl_step
-	$(BIN)/python -m bench.logprobs
+bench: $(BENCH)/stamp
+	$(BENCH)/bin/python -m bench.engine
+	$(BENCH)/bin/python -m bench.rl_step
+	$(BENCH)/bin/python -m bench.logprobs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,9 +50,11 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-$(VENV)/bench.stamp: $(VENV)/test.stamp
-	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+# The libraries we measure against stay out of the environment we test in.
+$(BENCH)/stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install -q -c constraints.txt -e '.[bench]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) $(BENCH) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -3,7 +3,7 @@
 The same 4M-parameter Qwen2 in fp32, the same prompts (32 of 32 tokens), 8 samples each of at most 64 tokens, GRPO,
 no KL, one AdamW update of all 256 samples per step, a rule reward. Each side runs in a process of its own, in turns;
 the table shows the median over steps, the first of each process (start-up) left out. TRL gets the better of two
-settings: the whole batch in one forward, or four micro-batches.
+settings: four micro-batches, or sixteen.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from bench.results import write_section
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, STEPS = 32, 8, 32, 64, 5
 VOCABULARY = 4096
 LEARNING_RATE = 1e-4
+TOKENS_PER_MICRO_BATCH = 4096
+"""Ours; TRL's best of two is about 6,000 padded tokens."""
 
 REWARD_FILE = """
 def reward_func(queries, prompts, labels):
-    return [sum(c in "aeiou" for c in q[len(p):]) / 64 for q, p in zip(queries, prompts)]
+    return [sum(c in "02468" for c in q[len(p):]) / 64 for q, p in zip(queries, prompts)]
 """
 
 
@@ -88,6 +90,7 @@ def run_ours(folder: Path) -> dict:
         "rollout.max_new_tokens": NEW_TOKENS,
         "train.batch_size": PROMPTS * SAMPLES,
         "train.dynamic_batch_enable": True,
+        "train.max_tokens_per_gpu": TOKENS_PER_MICRO_BATCH,
         "actor.adam.lr": LEARNING_RATE,
         "actor.lr_scheduler": "constant",
         "vllm.num_engines": 0,
@@ -126,7 +129,7 @@ def run_trl(folder: Path, *, micro_batches: int) -> dict:
 
     def reward(prompts, completions, completion_ids, **kwargs):
         lengths.extend(len(ids) for ids in completion_ids)
-        return [sum(c in "aeiou" for c in text) / 64 for text in completions]
+        return [sum(c in "02468" for c in text) / 64 for text in completions]
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -162,8 +165,8 @@ def run_trl(folder: Path, *, micro_batches: int) -> dict:
 
 SIDES = {
     "ours": run_ours,
-    "trl-1": lambda folder: run_trl(folder, micro_batches=1),
     "trl-4": lambda folder: run_trl(folder, micro_batches=4),
+    "trl-16": lambda folder: run_trl(folder, micro_batches=16),
 }
 
 
@@ -199,7 +202,7 @@ def table(results: dict[str, list[dict]]) -> str:
     def median(side: str, key: str = "seconds") -> float:
         return statistics.median(s for run in results[side] for s in run[key][1:])
 
-    trl = min(("trl-1", "trl-4"), key=median)
+    trl = min(("trl-4", "trl-16"), key=median)
     ratio = median(trl) / median("ours")
     rows = [
         f"{PROMPTS} prompts × {SAMPLES} samples, {PROMPT_TOKENS} + at most {NEW_TOKENS} tokens, one update, no KL; "
@@ -208,8 +211,11 @@ def table(results: dict[str, list[dict]]) -> str:
         "",
         "| | seconds per step | mean response tokens | ratio |",
         "|---|---|---|---|",
-        f"| TRL GRPOTrainer, one forward | {median('trl-1'):.2f} | {results['trl-1'][0]['length']:.1f} | |",
-        f"| TRL GRPOTrainer, four micro-batches | {median('trl-4'):.2f} | {results['trl-4'][0]['length']:.1f} | |",
+        *(
+            f"| TRL GRPOTrainer, {side.removeprefix('trl-')} micro-batches | {median(side):.2f} "
+            f"| {results[side][0]['length']:.1f} | |"
+            for side in ("trl-4", "trl-16")
+        ),
         f"| openrlhf | {median('ours'):.2f} (generation {median('ours', 'generation'):.2f}, "
         f"update {median('ours', 'training'):.2f}) | {results['ours'][0]['length']:.1f} | **{ratio:.2f}×** |",
     ]
