@@ -102,12 +102,7 @@ def train(config: RLConfig) -> RunResult:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     model_dir = checked_model_dir(config.ckpt.output_dir)
-    with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
-        tokenizer = load_tokenizer(
-            config.actor.model_name_or_path,
-            use_fast=not config.data.disable_fast_tokenizer,
-            trust_remote_code=config.actor.trust_remote_code,
-        )
+    tokenizer = _tokenizer(config)
     prompts = PromptStream(
         _prompts(config, tokenizer, evaluation=False),
         seed=config.train.seed,
@@ -116,17 +111,7 @@ def train(config: RLConfig) -> RunResult:
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
     with asyncio.Runner() as loop, _started(_reward(config), loop) as reward:
-        with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
-            policy = load_policy(
-                config.actor.model_name_or_path,
-                dtype=_dtype(config.ds.param_dtype, device),
-                device=device,
-                trust_remote_code=config.actor.trust_remote_code,
-                attn_implementation=config.ds.attn_implementation,
-                gradient_checkpointing=config.actor.gradient_checkpointing_enable,
-                gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
-            )
-        warn_of_positions(policy.model.config, max_len=config.data.max_len)
+        policy = _policy(config, device)
         engine = EmbeddedEngine(policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed)
         runner = EpisodeRunner(
             engine=engine,
@@ -177,6 +162,30 @@ def train(config: RLConfig) -> RunResult:
             _link(run_dir.model, model_dir)
             seen.progress.note(f"model in {model_dir}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+
+
+def _tokenizer(config: RLConfig) -> Any:
+    with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
+        return load_tokenizer(
+            config.actor.model_name_or_path,
+            use_fast=not config.data.disable_fast_tokenizer,
+            trust_remote_code=config.actor.trust_remote_code,
+        )
+
+
+def _policy(config: RLConfig, device: torch.device) -> Policy:
+    with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
+        policy = load_policy(
+            config.actor.model_name_or_path,
+            dtype=_dtype(config.ds.param_dtype, device),
+            device=device,
+            trust_remote_code=config.actor.trust_remote_code,
+            attn_implementation=config.ds.attn_implementation,
+            gradient_checkpointing=config.actor.gradient_checkpointing_enable,
+            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+        )
+    warn_of_positions(policy.model.config, max_len=config.data.max_len)
+    return policy
 
 
 def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:

@@ -18,6 +18,7 @@ ASKS = {
     "--actor.entropy_coef": "--entropy_loss_coef 0.1",
     "--actor.aux_loss_coef": "--aux_loss_coef 0.1",
     "--actor.optim muon": "--actor.optim muon",
+    "--ds.param_dtype fp16": "--param_dtype fp16",
     "--algo.advantage.is_correction_enable": "--enable_vllm_is_correction",
     "--algo.dynamic_filtering_enable": "--dynamic_filtering",
     "--reward.overlong_buffer_len": "--overlong_buffer_len 4",
