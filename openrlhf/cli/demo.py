@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WARM_UP_UNTIL = 0.05
+WARM_UP_UNTIL = 0.04
 """Probability of a right answer at which supervised warm-up hands over to RL."""
 
 MAX_STEPS = 62
-"""RL steps after which every training problem has been seen once."""
+"""RL steps after which every training problem has been asked once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,9 +106,7 @@ def rl_flags(run_dir: Path, *, seed: int, steps: int) -> dict[str, Any]:
         "train.dynamic_batch_enable": True,
         "train.seed": seed,
         "actor.adam.lr": 1e-4,
-        "actor.lr_scheduler": "constant_with_warmup",
         "eval.dataset": str(run_dir / "inputs" / "held_out.jsonl"),
-        "eval.temperature": 0.0,
         "eval.n_samples_per_prompt": 1,
         "eval.steps": 10,
         "eval.at_start": True,
@@ -138,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--seed", type=int, default=0, help="of the task, the model and the training (default 0)")
-    parser.add_argument("--steps", type=_steps, default=60, help=f"RL steps, at most {MAX_STEPS} (default 60)")
+    parser.add_argument("--steps", type=_steps, default=50, help=f"RL steps, at most {MAX_STEPS} (default 50)")
     parser.add_argument("--run_dir", help="folder of the run (default runs/demo-seed<seed>, numbered if taken)")
     return parser
 

@@ -1,4 +1,4 @@
-"""The demo's task: put five digits in order, `73914>` → `13479`."""
+"""The demo's task: put five different digits in order, `73914>` → `13479`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations
 from pathlib import Path
 
 REWARD_FILE = Path(__file__).with_name("reward.py")
@@ -41,9 +41,9 @@ class Task:
 
 
 def make_task(*, seed: int, train: int = 8000, held_out: int = 500) -> Task:
-    """Distinct problems. A tenth of the 2,002 possible answers is set apart for measuring."""
+    """Distinct problems. A tenth of the 252 possible answers is set apart for measuring."""
     rng = random.Random(seed)
-    answers = ["".join(digits) for digits in combinations_with_replacement("0123456789", DIGITS)]
+    answers = ["".join(digits) for digits in combinations("0123456789", DIGITS)]
     rng.shuffle(answers)
     apart = len(answers) // 10
     return Task(
