@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.rollout.embedded.sampler import _mix, derive_seed, inverse_cdf, sample, uniforms
+from openrlhf.agents.seeds import derive_seed
+from openrlhf.rollout.embedded.sampler import _mix, inverse_cdf, sample, uniforms
 
 
 def draw(

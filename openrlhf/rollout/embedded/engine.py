@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from openrlhf.agents.seeds import derive_seed
 from openrlhf.models.attention import ATTENTION
 from openrlhf.rollout.embedded.batch import Columns, Request, RunningBatch
 from openrlhf.rollout.embedded.decoder import Decoder, Prefill
 from openrlhf.rollout.embedded.fallback import CachedDecoder
 from openrlhf.rollout.embedded.probe import packed_decoder
-from openrlhf.rollout.embedded.sampler import derive_seed, sample
+from openrlhf.rollout.embedded.sampler import sample
 from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
@@ -167,7 +168,7 @@ class EmbeddedEngine:
             token_ids=token_ids,
             params=params,
             limit=room if params.max_tokens is None else min(room, params.max_tokens),
-            seed=derive_seed(self._seed, counter) if params.seed is None else params.seed % 2**64,
+            seed=derive_seed(self._seed, "request", counter) if params.seed is None else params.seed % 2**64,
             future=asyncio.get_running_loop().create_future(),
             stop=StopStrings(self.tokenizer, params.stop) if params.stop else None,
         )

@@ -48,11 +48,6 @@ def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     return (_hash(seeds, counters) >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
-def derive_seed(seed: int, counter: int) -> int:
-    """The seed of the request number `counter` that did not bring its own, in [0, 2^64)."""
-    return int(_hash(np.array([seed % 2**64], dtype=np.uint64), np.array([counter]))[0])
-
-
 def sample(
     logits: Tensor,
     *,
