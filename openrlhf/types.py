@@ -385,6 +385,9 @@ class PackedTokens:
     action_positions: Tensor
     """int64 [A]: stream positions of the tokens whose log-probs are wanted, ascending."""
     max_seqlen: int
+    shared_prefixes: tuple[int, ...] = ()
+    """[N], or empty when nothing is shared: how many leading tokens a sequence has in common with the one before it.
+    A forward may compute them once; see `models.prefixes`."""
 
     def __post_init__(self) -> None:
         T = self.token_ids.shape[0]
@@ -392,6 +395,8 @@ class PackedTokens:
             raise ValueError(f"position_ids has shape {tuple(self.position_ids.shape)} for {T} tokens")
         if self.cu_seqlens.dtype != torch.int32 or self.cu_seqlens.dim() != 1 or len(self.cu_seqlens) < 2:
             raise ValueError("cu_seqlens must be int32 [N+1] with N >= 1")
+        if len(self.shared_prefixes) not in (0, self.num_sequences):
+            raise ValueError(f"{len(self.shared_prefixes)} shared prefixes for {self.num_sequences} sequences")
 
     @staticmethod
     def from_sequences(sequences: Sequence[Tensor], action_masks: Sequence[Tensor]) -> PackedTokens:
@@ -416,7 +421,10 @@ class PackedTokens:
 
     @staticmethod
     def from_segments(segments: Sequence[Segment]) -> PackedTokens:
-        return PackedTokens.from_sequences([s.token_ids for s in segments], [s.action_mask for s in segments])
+        """Pack segments; neighbours that begin with the same prompt share it."""
+        packed = PackedTokens.from_sequences([s.token_ids for s in segments], [s.action_mask for s in segments])
+        shared = (0, *(_shared_prompt(a, b) for a, b in pairwise(segments)))
+        return dataclasses.replace(packed, shared_prefixes=shared) if any(shared) else packed
 
     @property
     def num_tokens(self) -> int:
@@ -486,3 +494,11 @@ class PackedBatch:
             advantages_A=move(self.advantages_A),
             rows=self.rows,
         )
+
+
+def _shared_prompt(first: Segment, second: Segment) -> int:
+    """Tokens before the first action, if both segments begin with the same ones; else 0."""
+    prompt = int(second.action_mask.int().argmax())
+    if int(first.action_mask.int().argmax()) != prompt:
+        return 0
+    return prompt if torch.equal(first.token_ids[:prompt], second.token_ids[:prompt]) else 0

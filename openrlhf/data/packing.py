@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 
 def by_count(indices: Sequence[int], *, size: int) -> list[list[int]]:
@@ -10,18 +10,39 @@ def by_count(indices: Sequence[int], *, size: int) -> list[list[int]]:
     return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
 
 
-def by_tokens(indices: Sequence[int], lengths: Sequence[int], *, budget: int) -> list[list[int]]:
+def by_tokens(
+    indices: Sequence[int], lengths: Sequence[int], *, budget: int, families: Sequence[Hashable] | None = None
+) -> list[list[int]]:
     """As few micro-batches as first-fit-decreasing finds, each of at most `budget` tokens, evenly filled.
 
-    `lengths[i]` belongs to sample i. A sample longer than the budget cannot be cut; it goes alone.
+    `lengths[i]` belongs to sample i. A sample longer than the budget cannot be cut; it goes alone. Samples of the same
+    family (`families[i]`) stand side by side in the same micro-batch as far as the budget allows.
     """
-    longest_first = sorted(indices, key=lambda i: (-lengths[i], i))
-    bins = _first_fit(longest_first, lengths, budget)
-    balanced = _balance(longest_first, lengths, count=len(bins))
+    bundles = _bundles(indices, lengths, budget, families)
+    sizes = [sum(lengths[i] for i in bundle) for bundle in bundles]
+    longest_first = sorted(range(len(bundles)), key=lambda b: (-sizes[b], bundles[b]))
+    bins = _first_fit(longest_first, sizes, budget)
+    balanced = _balance(longest_first, sizes, count=len(bins))
     # Balancing spreads tokens without looking at the budget; where it went over, keep first-fit's answer.
-    if all(len(b) <= 1 or sum(lengths[i] for i in b) <= budget for b in balanced):
+    if all(len(b) <= 1 or sum(sizes[i] for i in b) <= budget for b in balanced):
         bins = balanced
-    return [sorted(b) for b in bins if b]
+    return [[i for bundle in sorted(bundles[b] for b in bin_) for i in bundle] for bin_ in bins if bin_]
+
+
+def _bundles(
+    indices: Sequence[int], lengths: Sequence[int], budget: int, families: Sequence[Hashable] | None
+) -> list[list[int]]:
+    """Samples that stay together: a family, or as much of one as the budget holds."""
+    if families is None:
+        return [[i] for i in indices]
+    members: dict[Hashable, list[int]] = {}
+    for i in sorted(indices):
+        members.setdefault(families[i], []).append(i)
+    return [
+        [family[k] for k in sorted(bin_)]
+        for family in members.values()
+        for bin_ in _first_fit(range(len(family)), [lengths[i] for i in family], budget)
+    ]
 
 
 def evenly(indices: Sequence[int], *, parts: int) -> list[list[int]]:

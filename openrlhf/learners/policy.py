@@ -64,8 +64,7 @@ class PolicyLearner:
         metrics = Metrics()
         self._backend.module.train()
         for epoch in range(self._settings.epochs):
-            order = list(range(len(batch)))
-            random.Random(derive_seed(self._settings.seed, "order", round_index, epoch)).shuffle(order)
+            order = shuffled(batch, seed=derive_seed(self._settings.seed, "order", round_index, epoch))
             for indices in evenly(order, parts=self._settings.steps_per_epoch):
                 if indices:
                     self._step(batch, indices, metrics)
@@ -81,7 +80,7 @@ class PolicyLearner:
             )
         )
         loss = 0.0
-        for micro in self._settings.batching.cut(indices, batch.lengths):
+        for micro in self._settings.batching.cut(batch, indices):
             packed = batch.pack(micro).to(self._device)
             weights_A = torch.tensor([weights[i] for i in micro])[packed.tokens.action_sequences().cpu()]
             loss += self._accumulate(packed, weights_A.to(self._device), metrics)
@@ -115,3 +114,13 @@ class PolicyLearner:
         if output.entropy_A is not None:
             metrics.mean("entropy_loss", float(output.entropy_A.detach().sum()), count)
         return float(loss.detach())
+
+
+def shuffled(batch: TrainingBatch, *, seed: int) -> list[int]:
+    """The samples in random order, those of a prompt side by side: they share its forward."""
+    by_prompt: dict[int, list[int]] = {}
+    for index, sample in enumerate(batch.samples):
+        by_prompt.setdefault(sample.key.prompt, []).append(index)
+    prompts = list(by_prompt.values())
+    random.Random(seed).shuffle(prompts)
+    return [index for prompt in prompts for index in prompt]

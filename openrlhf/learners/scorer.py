@@ -23,7 +23,7 @@ class Scorer:
         """float32 [A] for the whole batch, on CPU."""
         result = torch.empty(batch.num_actions)
         self._module.eval()
-        for indices in self._batching.cut(range(len(batch)), batch.lengths):
+        for indices in self._batching.cut(batch, range(len(batch))):
             packed = batch.pack(indices)
             output = self._module(packed.tokens.to(self._device), temperature=self._temperature)
             result[packed.rows] = output.logprobs_A.float().cpu()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.packed import PackedAttention, length_order
+from openrlhf.models.prefixes import share_prefixes
 from openrlhf.types import PackedTokens
 
 
@@ -21,26 +22,50 @@ def decoder_body(model: Any) -> nn.Module:
 
 
 def hidden_states(
-    body: nn.Module, tokens: PackedTokens, *, packed: bool = True, plan: AttentionPlan | None = None
+    body: nn.Module,
+    tokens: PackedTokens,
+    *,
+    positions: Tensor | None = None,
+    packed: bool = True,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """Last hidden states [T, D] of the stream, no sequence seeing another.
+    """Last hidden states [P, D] at these stream positions (None: at all), no sequence seeing another.
 
-    `packed`: the body's attention implementation is `ATTENTION`; one call, by `plan` (default `PackedAttention`).
+    `packed`: the body's attention implementation is `ATTENTION`; one call, by `plan` (default: chosen by the stream).
     Otherwise it runs natively on one sequence after the other, for models that a plan cannot express (see
     `models.support`).
     """
     if not packed:
-        return torch.cat([_run(body, sequence, **_unusual_positions(sequence)) for sequence in tokens.split()])
-    # Off CUDA neighbours of equal length share an attention call, in every layer.
-    sorted_ = None if plan or tokens.token_ids.is_cuda else length_order(tokens)
-    stream = sorted_.tokens if sorted_ else tokens
+        hidden_TD = torch.cat([_run(body, sequence, **_unusual_positions(sequence)) for sequence in tokens.split()])
+        return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
+    layout = _layout(tokens) if plan is None else _Layout(tokens, None, plan)
     hidden_TD = _run(
         body,
-        stream,
-        attention_plan=plan or PackedAttention(stream.cu_seqlens, stream.max_seqlen),
-        position_ids=stream.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
+        layout.tokens,
+        attention_plan=layout.plan,
+        position_ids=layout.tokens.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
     )
-    return hidden_TD[sorted_.back_T] if sorted_ else hidden_TD
+    if layout.back_T is not None:
+        positions = layout.back_T if positions is None else layout.back_T[positions]
+    return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
+
+
+class _Layout(NamedTuple):
+    """The stream that is really computed."""
+
+    tokens: PackedTokens
+    back_T: Tensor | None
+    """Where each token of the given stream stands in it; None: where it stood."""
+    plan: AttentionPlan
+
+
+def _layout(tokens: PackedTokens) -> _Layout:
+    if shared := share_prefixes(tokens):
+        return _Layout(*shared)
+    # Off CUDA neighbours of equal length share an attention call, in every layer.
+    sorted_ = None if tokens.token_ids.is_cuda else length_order(tokens)
+    stream, back_T = sorted_ or (tokens, None)
+    return _Layout(stream, back_T, PackedAttention(stream.cu_seqlens, stream.max_seqlen))
 
 
 def _run(body: nn.Module, tokens: PackedTokens, **kwargs: Any) -> Tensor:

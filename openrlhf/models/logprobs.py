@@ -8,7 +8,8 @@ For token a with hidden state h_a, and W the head's weight, s its scale, c its s
 
 The vocabulary is cut into tiles. A pass over them keeps, per token, the running maximum m, Σ exp(z−m) and
 Σ (z−m)·exp(z−m); the backward pass recomputes each tile, turns it into dz in place, and finishes that tile's part of
-the weight gradient at once. Memory beyond the results: one or two tiles.
+the weight gradient at once. Memory beyond the results: one or two tiles. Where all tiles together are small, the
+forward pass keeps them and the backward pass multiplies nothing twice.
 
 Shapes: A tokens, D hidden size, V vocabulary.
 """
@@ -25,6 +26,8 @@ from torch.autograd.function import once_differentiable
 _TILE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 """fp32 logits held at once: what stays in a CPU's cache between two passes; what keeps a GPU busy."""
 _TILE_ROWS = {"cpu": 2048, "cuda": 8192}
+_KEPT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Exponentials of all logits are kept for the backward pass up to this size: little beside a model's activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ def chunked_logprobs(
         softcap=transform.softcap,
         temperature=temperature or 1.0,
         with_entropy=with_entropy,
+        keep=torch.is_grad_enabled() and not with_entropy and transform.softcap is None and _fits(hidden_AD, weight_VD),
     )
     with torch.autocast(device, enabled=False):
         logprobs_A, entropy_A = _ChunkedLogprobs.apply(hidden_AD, weight_VD, bias_V, targets_A, plan)
@@ -87,10 +91,27 @@ class _TilePlan:
     softcap: float | None
     temperature: float
     with_entropy: bool
+    keep: bool
+    """The backward pass gets the forward pass's tiles."""
+
+
+class _KeptTile(NamedTuple):
+    exponentials: Tensor
+    """e^(z − m) [rows, cols]"""
+    peak: Tensor
+    """m [rows], the maximum when this tile was computed."""
+
+
+def _fits(hidden_AD: Tensor, weight_VD: Tensor) -> bool:
+    return 4 * hidden_AD.shape[0] * weight_VD.shape[0] <= _KEPT_BYTES[_device_kind(hidden_AD)]
+
+
+def _device_kind(tensor: Tensor) -> str:
+    return tensor.device.type if tensor.device.type in _TILE_BYTES else "cuda"
 
 
 def _choose_tile(hidden_AD: Tensor, weight_VD: Tensor) -> tuple[int, int]:
-    device = hidden_AD.device.type if hidden_AD.device.type in _TILE_BYTES else "cuda"
+    device = _device_kind(hidden_AD)
     rows = max(1, min(hidden_AD.shape[0], _TILE_ROWS[device]))
     cols = min(weight_VD.shape[0], max(128, _TILE_BYTES[device] // (4 * rows)))
     return rows, cols
@@ -107,6 +128,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         moment_A = torch.zeros_like(peak_A)
         chosen_A = torch.zeros_like(peak_A)
         buffers = _Buffers(hidden_AD, plan)
+        kept: list[_KeptTile] = []
         for cols in _ranges(V, plan.rows_cols[1]):
             for rows in _ranges(A, plan.rows_cols[0]):
                 z = buffers.logits(hidden_AD[rows], weight_VD[cols], None if bias_V is None else bias_V[cols])
@@ -123,12 +145,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     moment_A[rows] = decay * carried + z.mul_(e).sum(1)
                 else:
                     e = z.exp_()
+                if plan.keep:
+                    kept.append(_KeptTile(e, peak))
+                    buffers.forget()
                 total_A[rows] = decay * total_A[rows] + e.sum(1)
                 peak_A[rows] = peak
         lse_A = peak_A + total_A.log()
         entropy_A = lse_A - peak_A - moment_A / total_A
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, targets_A, lse_A, entropy_A)
         ctx.plan = plan
+        ctx.kept = kept
         ctx.set_materialize_grads(False)
         if not plan.with_entropy:
             ctx.mark_non_differentiable(entropy_A)
@@ -155,25 +181,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
         row_ranges = list(_ranges(A, plan.rows_cols[0]))
         buffers = _Buffers(hidden_AD, plan)
+        kept = iter(ctx.kept)
         for cols in _ranges(V, plan.rows_cols[1]):
             weight_tile = weight_VD[cols]
             # Summed in fp32 over the row blocks; a weight of lower precision is rounded once, at the end.
             partial = None
             for rows in row_ranges:
                 hidden = hidden_AD[rows]
-                z = buffers.logits(hidden, weight_tile, None if bias_V is None else bias_V[cols])
                 slope = None
-                if plan.softcap is not None:  # d softcap(x) / dx = 1 − (softcap(x) / c)²
-                    slope = (z * (plan.temperature / plan.softcap)).square_().neg_().add_(1.0)
-                    slope.mul_(plan.scale / plan.temperature)
-                z.sub_(lse_A[rows][:, None])
-                if k_A is None:
-                    dz = z.exp_().mul_(-g_A[rows][:, None])
+                if plan.keep:  # p = e^(z − m) · e^(m − lse)
+                    e, peak = next(kept)
+                    scale = -g_A[rows] * (peak - lse_A[rows]).exp()
+                    dz = torch.mul(e, scale[:, None], out=buffers.second(e))
                 else:
-                    p = torch.exp(z, out=buffers.second(z))
-                    k = k_A[rows][:, None]
-                    dz = torch.addcmul(-(g_A[rows][:, None] + k * entropy_A[rows][:, None]), k, z, value=-1.0, out=z)
-                    dz.mul_(p)
+                    z = buffers.logits(hidden, weight_tile, None if bias_V is None else bias_V[cols])
+                    if plan.softcap is not None:  # d softcap(x) / dx = 1 − (softcap(x) / c)²
+                        slope = (z * (plan.temperature / plan.softcap)).square_().neg_().add_(1.0)
+                        slope.mul_(plan.scale / plan.temperature)
+                    z.sub_(lse_A[rows][:, None])
+                    if k_A is None:
+                        dz = z.exp_().mul_(-g_A[rows][:, None])
+                    else:
+                        p = torch.exp(z, out=buffers.second(z))
+                        k = k_A[rows][:, None]
+                        lead = g_A[rows][:, None] + k * entropy_A[rows][:, None]
+                        dz = torch.addcmul(-lead, k, z, value=-1.0, out=z).mul_(p)
                 inside, column = _targets_in(targets_A[rows], cols)
                 dz.scatter_add_(1, column[:, None], torch.where(inside, g_A[rows], 0.0)[:, None])
                 if slope is not None:
@@ -228,6 +260,10 @@ class _Buffers:
         if plan.softcap is not None:
             z.div_(plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
         return z
+
+    def forget(self) -> None:
+        """What `logits` returned last belongs to the caller now."""
+        self._first = None
 
     def second(self, like: Tensor) -> Tensor:
         if self._second is None:

@@ -28,7 +28,9 @@ from openrlhf.types import PackedTokens
 
 _MAX_FLASH_HEAD_DIM = 256
 _MIN_BLOCK = 256
-"""Fewest queries per SDPA call of a sliding window: shorter blocks cost more in calls than they save in scores."""
+"""Fewest queries per masked SDPA call: shorter blocks cost more in calls than they save in scores."""
+_MAX_BLOCK = 1024
+"""Most queries per masked SDPA call without a window: the mask has this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class PackedAttention:
     ) -> Tensor:
         """query [1, Hq, T, D], key and value [1, Hkv, T, D] → [1, T, Hq, Dv]."""
         q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        if _varlen_can(q_THD, v_THD, dropout=dropout):
+        if varlen_can(q_THD, v_THD, dropout=dropout):
             out_THD = self._varlen(q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window)
         else:
             out_THD = self._grouped(q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window, dropout=dropout)
@@ -85,7 +87,7 @@ class PackedAttention:
             scale=scaling,
             # (left, right): how many tokens before and after itself a query sees; -1 is all of them.
             window_size=(-1 if window is None else window - 1, 0),
-            **_grouped_heads_option(),
+            **grouped_heads_option(),
         )
 
     def _grouped(
@@ -102,20 +104,20 @@ class PackedAttention:
             self._groups, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True
         ):
             rows = (x.unflatten(0, (group.count, group.length)).transpose(1, 2) for x in (q, k, v))
-            out_nHLD = _attend_rows(*rows, scaling=scaling, window=window, dropout=dropout)
+            out_nHLD = attend_rows(*rows, scaling=scaling, window=window, dropout=dropout)
             outputs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 @functools.cache
-def _grouped_heads_option() -> dict[str, bool]:
+def grouped_heads_option() -> dict[str, bool]:
     """torch 2.11 takes fewer key heads than query heads as they come; later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def _varlen_can(q_THD: Tensor, v_THD: Tensor, *, dropout: float) -> bool:
+def varlen_can(q_THD: Tensor, v_THD: Tensor, *, dropout: float) -> bool:
     return (
         q_THD.is_cuda
         and q_THD.dtype in (torch.bfloat16, torch.float16)
@@ -159,34 +161,37 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
     return cu_seqlens.diff().tolist()
 
 
-def _attend_rows(
-    q_nHLD: Tensor, k_nHLD: Tensor, v_nHLD: Tensor, *, scaling: float, window: int | None, dropout: float
+def attend_rows(
+    q_nHLD: Tensor, k_nHSD: Tensor, v_nHSD: Tensor, *, scaling: float, window: int | None, dropout: float
 ) -> Tensor:
-    """Causal attention of n sequences of length L → [n, Hq, L, Dv]."""
-    gqa = q_nHLD.shape[1] != k_nHLD.shape[1]
-    L = q_nHLD.shape[2]
-    if window is None or window >= L:
+    """Causal attention of n sequences → [n, Hq, L, Dv]. The L queries are the last L of the S positions with a key."""
+    gqa = q_nHLD.shape[1] != k_nHSD.shape[1]
+    L, S = q_nHLD.shape[2], k_nHSD.shape[2]
+    if L == S and (window is None or window >= S):
         return F.scaled_dot_product_attention(
-            q_nHLD, k_nHLD, v_nHLD, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
+            q_nHLD, k_nHSD, v_nHSD, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
         )
-    # A block of queries sees at most `window - 1` keys before its first: work grows with L × window, not L².
-    block = max(window, _MIN_BLOCK)
+    # A block of queries sees its own keys and those before it, at most `window - 1` of them: the mask stays small, and
+    # with a window the work grows with L × window, not L².
+    reach = window or S
+    block = min(max(reach, _MIN_BLOCK), _MAX_BLOCK) if window is None else max(reach, _MIN_BLOCK)
     outputs = []
     for start in range(0, L, block):
-        end, first_key = min(start + block, L), max(0, start - window + 1)
+        end = min(start + block, L)
+        first_key, last_key = max(0, S - L + start - reach + 1), S - L + end
         distance = (
-            torch.arange(start, end, device=q_nHLD.device)[:, None]
-            - torch.arange(first_key, end, device=q_nHLD.device)[None, :]
+            torch.arange(S - L + start, last_key, device=q_nHLD.device)[:, None]
+            - torch.arange(first_key, last_key, device=q_nHLD.device)[None, :]
         )
         outputs.append(
             F.scaled_dot_product_attention(
                 q_nHLD[:, :, start:end],
-                k_nHLD[:, :, first_key:end],
-                v_nHLD[:, :, first_key:end],
-                attn_mask=(distance >= 0) & (distance < window),
+                k_nHSD[:, :, first_key:last_key],
+                v_nHSD[:, :, first_key:last_key],
+                attn_mask=(distance >= 0) & (distance < reach),
                 scale=scaling,
                 dropout_p=dropout,
                 enable_gqa=gqa,
             )
         )
-    return torch.cat(outputs, dim=2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

@@ -49,10 +49,11 @@ class Policy(nn.Module):
 
         π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1.
         """
-        hidden_TD = hidden_states(decoder_body(self.model), tokens, packed=self.packed)
+        before_actions = tokens.action_positions - 1  # the state before a token predicts it
+        hidden_AD = hidden_states(decoder_body(self.model), tokens, positions=before_actions, packed=self.packed)
         head = output_head(self.model)
         logprobs_A, entropy_A = chunked_logprobs(
-            hidden_TD[tokens.action_positions - 1],  # the state before a token predicts it
+            hidden_AD,
             head.weight,
             tokens.token_ids[tokens.action_positions],
             bias_V=head.bias,

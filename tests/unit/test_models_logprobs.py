@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.models import logprobs
 from openrlhf.models.logprobs import LogitTransform, chunked_logprobs
 
 
@@ -80,6 +81,46 @@ def test_gradients_agree_to_one_part_in_100_000():
     theirs = torch.autograd.grad((expected[0] - 0.1 * expected[1]).mean(), (hidden_AD, weight_VD))
     for a, b in zip(mine, theirs, strict=True):
         assert relative_error(a, b) < 1e-5
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    vocab=st.integers(2, 23),
+    tile=st.tuples(st.integers(1, 10), st.integers(1, 25)),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    bias=st.booleans(),
+    kept=st.booleans(),
+)
+def test_kept_tiles_and_recomputed_ones_give_the_full_gradient(tokens, vocab, tile, temperature, bias, kept):
+    inputs = make(tokens, vocab, 6, bias=bias)
+    hidden_AD, weight_VD, bias_V, targets_A = inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(logprobs._KEPT_BYTES, "cpu", 1 << 20 if kept else 0)
+        actual = chunked_logprobs(
+            hidden_AD, weight_VD, targets_A, bias_V=bias_V, temperature=temperature, tile=tile
+        ).logprobs_A
+    expected, _ = in_full(*inputs, temperature=temperature)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1.0, 2.0, tokens)
+    wanted = [x for x in (hidden_AD, weight_VD, bias_V) if x is not None]
+    for mine, theirs in zip(
+        torch.autograd.grad((actual * weights).sum(), wanted),
+        torch.autograd.grad((expected * weights).sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_small_logits_are_multiplied_once_and_large_ones_twice(monkeypatch):
+    """One product forward; backward two (for hidden and weight), and one more where the tile was not kept."""
+    hidden_AD, weight_VD, _, targets_A = make(8, 20, 6)
+    for limit, products in ((1 << 20, 3), (0, 4)):
+        monkeypatch.setitem(logprobs._KEPT_BYTES, "cpu", limit)
+        with torch.profiler.profile() as profile:
+            chunked_logprobs(hidden_AD, weight_VD, targets_A).logprobs_A.sum().backward()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts["aten::mm"] + counts.get("aten::addmm_", 0) == products
 
 
 def test_two_entries_by_hand():

@@ -30,6 +30,22 @@ def test_bins_are_filled_evenly():
     assert sorted(len(b) for b in by_tokens(range(8), [10] * 8, budget=50)) == [4, 4]
 
 
+def test_families_stay_together_as_far_as_the_budget_allows():
+    """Families of 30, 30 and 40 tokens at a budget of 60: two micro-batches, no family in both."""
+    assert sorted(by_tokens(range(10), [10] * 10, budget=60, families="aabbabcccc")) == [
+        [0, 1, 4, 2, 3, 5],
+        [6, 7, 8, 9],
+    ]
+
+
+@given(lengths, st.integers(40, 200), st.integers(1, 5))
+def test_families_change_neither_the_budget_nor_what_is_in(lengths, budget, count):
+    families = [i % count for i in range(len(lengths))]
+    bins = by_tokens(range(len(lengths)), lengths, budget=budget, families=families)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= budget for b in bins)
+
+
 def test_by_count_keeps_order():
     assert by_count([3, 1, 2, 0, 4], size=2) == [[3, 1], [2, 0], [4]]
 

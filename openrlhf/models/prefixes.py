@@ -1,0 +1,233 @@
+"""Sequences that begin alike compute their beginning once: the samples of a prompt share its forward and backward.
+
+    given     P Q a b | P Q c | P Q d e         shared_prefixes 0 2 2
+    computed  P Q | c | a b | d e               attention: c sees P Q c, b sees P Q a b
+
+The hidden state of a token depends on the tokens before it alone, so the first two of each sequence are the same
+numbers; the gradients that reach them add up. Everything but attention is per token and does not notice. With n
+samples of a prompt of p tokens and responses of t, the body works on p + n·t tokens instead of n·(p + t).
+
+Shapes: T tokens of the given stream, U of the computed one, K keys, R prefixes, n sequences of a group, p prefix
+length, t tail length, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.models.packed import attend_rows, grouped_heads_option, varlen_can
+from openrlhf.types import PackedTokens
+
+
+class SharedStream(NamedTuple):
+    tokens: PackedTokens
+    """The computed stream: prefixes, then tails, equal lengths side by side."""
+    back_T: Tensor
+    """int64 [T]: `column_U[back_T]` gives every token of the given stream its entry."""
+    plan: PrefixAttention
+
+
+class _Part(NamedTuple):
+    """One sequence of the computed stream: a prefix, or the rest of a sequence after its prefix."""
+
+    prefix: int
+    """Which prefix comes before it; -1: none. Of a prefix itself: -1."""
+    prefix_length: int
+    start: int
+    """Where its tokens begin in the given stream."""
+    length: int
+
+
+def share_prefixes(tokens: PackedTokens) -> SharedStream | None:
+    """The stream with every shared beginning once; None when nothing is shared."""
+    if not any(tokens.shared_prefixes):
+        return None
+    bounds = tokens.cu_seqlens.tolist()
+    prefixes, tails, owner = _cut(bounds, tokens.shared_prefixes)
+    prefix_order = sorted(range(len(prefixes)), key=lambda r: prefixes[r].length)
+    place = {old: new for new, old in enumerate(prefix_order)}
+    tail_order = sorted(range(len(tails)), key=lambda i: (tails[i].prefix_length, tails[i].length))
+    parts = [prefixes[r] for r in prefix_order]
+    parts += [tails[i]._replace(prefix=place.get(tails[i].prefix, -1)) for i in tail_order]
+
+    starts = [0, *itertools.accumulate(part.length for part in parts)]
+    tail_place = {old: len(prefixes) + new for new, old in enumerate(tail_order)}
+    back = []
+    for i, tail in enumerate(tails):
+        if owner[i] >= 0:
+            begin = starts[place[owner[i]]]
+            back.append(torch.arange(begin, begin + tail.prefix_length))
+        begin = starts[tail_place[i]]
+        back.append(torch.arange(begin, begin + tail.length))
+    device = tokens.token_ids.device
+    back_T = torch.cat(back).to(device)
+    given_U = torch.cat([torch.arange(part.start, part.start + part.length) for part in parts]).to(device)
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+    stream = dataclasses.replace(
+        tokens,
+        token_ids=tokens.token_ids[given_U],
+        position_ids=tokens.position_ids[..., given_U],
+        cu_seqlens=cu_seqlens,
+        action_positions=back_T[tokens.action_positions].sort().values,
+        max_seqlen=max(part.length for part in parts),
+        shared_prefixes=(),
+    )
+    return SharedStream(stream, back_T, PrefixAttention(parts, starts, device=device))
+
+
+def _cut(bounds: list[int], shared: tuple[int, ...]) -> tuple[list[_Part], list[_Part], list[int]]:
+    """Prefixes and tails of the given stream, and which prefix each sequence begins with (-1: none).
+
+    A run is a sequence and the neighbours after it that share the same number of tokens with it.
+    """
+    prefixes: list[_Part] = []
+    tails: list[_Part] = []
+    owner: list[int] = []
+    N = len(bounds) - 1
+    for i in range(N):
+        joins = shared[i] > 0 and i > 0 and owner[i - 1] >= 0 and prefixes[owner[i - 1]].length == shared[i]
+        if joins:
+            owner.append(owner[i - 1])
+        elif i + 1 < N and shared[i + 1] > 0:
+            owner.append(len(prefixes))
+            prefixes.append(_Part(-1, 0, bounds[i], shared[i + 1]))
+        else:
+            owner.append(-1)
+        p = prefixes[owner[i]].length if owner[i] >= 0 else 0
+        tails.append(_Part(owner[i], p, bounds[i] + p, bounds[i + 1] - bounds[i] - p))
+    return prefixes, tails, owner
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Neighbouring parts of the same prefix and own length."""
+
+    count: int
+    prefix_length: int
+    length: int
+    prefixes: Tensor | None
+    """int64 [n]: each part's prefix, counted among those of this length; None without one."""
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+
+class PrefixAttention:
+    """Causal attention of each part to its prefix and itself. Holds no state between calls."""
+
+    def __init__(self, parts: list[_Part], starts: list[int], *, device: torch.device) -> None:
+        self._parts = parts
+        self._starts = starts
+        self._device = device
+        self._groups: list[_Group] | None = None
+        self._keys: _Keys | None = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        """query [1, Hq, U, D], key and value [1, Hkv, U, D] → [1, U, Hq, Dv]."""
+        q_UHD, k_UHD, v_UHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if varlen_can(q_UHD, v_UHD, dropout=dropout):
+            out_UHD = self._varlen(q_UHD, k_UHD, v_UHD, scaling=scaling, window=sliding_window)
+        else:
+            out_UHD = self._grouped(q_UHD, k_UHD, v_UHD, scaling=scaling, window=sliding_window, dropout=dropout)
+        return out_UHD.unsqueeze(0)
+
+    def _varlen(self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, *, scaling: float, window: int | None) -> Tensor:
+        """Keys and values are laid out per part, prefix first; queries stay as they are. The kernel aligns ends."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        keys = self._keys = self._keys or _Keys.of(self._parts, self._starts, device=self._device)
+        return varlen_attn(
+            q_UHD,
+            k_UHD.index_select(0, keys.positions_K),
+            v_UHD.index_select(0, keys.positions_K),
+            keys.cu_queries,
+            keys.cu_keys,
+            keys.longest_query,
+            keys.longest_key,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            **grouped_heads_option(),
+        )
+
+    def _grouped(
+        self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, *, scaling: float, window: int | None, dropout: float
+    ) -> Tensor:
+        groups = self._groups = self._groups or _group(self._parts, device=self._device)
+        sizes = [group.tokens for group in groups]
+        prefixes: dict[int, tuple[Tensor, Tensor]] = {}
+        outputs = []
+        for group, *qkv in zip(groups, q_UHD.split(sizes), k_UHD.split(sizes), v_UHD.split(sizes), strict=True):
+            q, k, v = (x.unflatten(0, (group.count, group.length)).transpose(1, 2) for x in qkv)
+            if group.prefixes is not None:
+                before_k, before_v = prefixes[group.prefix_length]
+                k = torch.cat([before_k.index_select(0, group.prefixes), k], dim=2)
+                v = torch.cat([before_v.index_select(0, group.prefixes), v], dim=2)
+            elif group.length not in prefixes:  # prefixes stand first, so a later group of this length is of tails
+                prefixes[group.length] = (k, v)
+            out_nHtD = attend_rows(q, k, v, scaling=scaling, window=window, dropout=dropout)
+            outputs.append(out_nHtD.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)
+
+
+def _shape(part: _Part) -> tuple[bool, int, int]:
+    return part.prefix >= 0, part.prefix_length, part.length
+
+
+def _group(parts: list[_Part], *, device: torch.device) -> list[_Group]:
+    groups: list[_Group] = []
+    first_of_length: dict[int, int] = {}
+    seen = 0
+    for (prefixed, prefix_length, length), run in itertools.groupby(parts, key=_shape):
+        members = list(run)
+        rows = None
+        if prefixed:
+            rows = torch.tensor([m.prefix - first_of_length[prefix_length] for m in members], device=device)
+        else:
+            first_of_length.setdefault(length, seen)
+        groups.append(_Group(len(members), prefix_length, length, rows))
+        seen += len(members)
+    return groups
+
+
+class _Keys(NamedTuple):
+    """Where the keys of each part stand, for the varlen kernel."""
+
+    positions_K: Tensor
+    cu_queries: Tensor
+    cu_keys: Tensor
+    longest_query: int
+    longest_key: int
+
+    @staticmethod
+    def of(parts: list[_Part], starts: list[int], *, device: torch.device) -> _Keys:
+        positions, lengths = [], []
+        for part, start in zip(parts, starts, strict=False):
+            if part.prefix >= 0:
+                begin = starts[part.prefix]
+                positions.append(torch.arange(begin, begin + part.prefix_length))
+            positions.append(torch.arange(start, start + part.length))
+            lengths.append(part.prefix_length + part.length)
+        return _Keys(
+            torch.cat(positions).to(device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            max(part.length for part in parts),
+            max(lengths),
+        )
