@@ -5,19 +5,26 @@ For the critic-free estimators the advantage of an action token is
     A_t = (R_t − b) / s,    R_t = Σ_{k ≥ t} γ^(k−t) r_k   over action tokens k of the same episode,
 
 where r_k is the turn reward if token k ends a turn, else 0. b and s come from the totals of the prompt's samples
-and are what distinguishes the estimators; some are then whitened over all action tokens of the round.
+and are what distinguishes the estimators; some are then whitened over all action tokens of the round. With a critic,
+`gae` takes the place of R_t − b.
+
+Environment tokens between turns are in no column: they neither discount nor carry a value. Columns hold several
+samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode may stand as samples of
+their own, each told what comes after it; or, next to each other and in order, as one sample.
 
 Adding an estimator is one entry in `ESTIMATORS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from openrlhf.algorithms.columns import discounted_sums, shift_left
 
 
 class Shaping(NamedTuple):
@@ -34,18 +41,29 @@ def no_shaping(totals_G: Tensor) -> Shaping:
 
 def group_mean(totals_G: Tensor) -> Shaping:
     """b = mean of the group, the sample itself included; s = 1."""
-    return Shaping(totals_G.mean().expand_as(totals_G), torch.ones_like(totals_G))
+    mean = _for_statistics(totals_G).mean()
+    return Shaping(mean.to(totals_G.dtype).expand_as(totals_G), torch.ones_like(totals_G))
 
 
 def leave_one_out(totals_G: Tensor) -> Shaping:
     """b_i = mean of the other members; s = 1. Unbiased: the baseline does not depend on sample i."""
-    others = (totals_G.sum() - totals_G) / (len(totals_G) - 1)
-    return Shaping(others, torch.ones_like(totals_G))
+    doubles_G = _for_statistics(totals_G)
+    others_G = (doubles_G.sum() - doubles_G) / (len(doubles_G) - 1)
+    return Shaping(others_G.to(totals_G.dtype), torch.ones_like(totals_G))
 
 
 def group_zscore(totals_G: Tensor) -> Shaping:
     """b = mean, s = unbiased standard deviation + 1e-9: a group whose members agree gives advantage 0."""
-    return Shaping(totals_G.mean().expand_as(totals_G), (totals_G.std(correction=1) + 1e-9).expand_as(totals_G))
+    doubles_G = _for_statistics(totals_G)
+    scale = (doubles_G.std(correction=1) + 1e-9).to(totals_G.dtype)
+    return Shaping(group_mean(totals_G).baseline_G, scale.expand_as(totals_G))
+
+
+def _for_statistics(totals_G: Tensor) -> Tensor:
+    """In float64: a float32 mean of equal rewards may be off in its last bit, and that spread gives z-scores of ±1."""
+    if len(totals_G) < 2:
+        raise ValueError(f"comparing the samples of a prompt needs two or more of them, got {len(totals_G)}")
+    return totals_G.double()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +75,14 @@ class Estimator:
     """Normalise over all action tokens of the round."""
     needs_group: bool
     """Compares a prompt's samples: needs two or more of them, and γ = 1."""
+    needs_critic: bool = False
+    """Advantages are those of `gae`, from a critic's values."""
     paper: str
 
 
 ESTIMATORS: dict[str, Estimator] = {
+    # GAE: a critic says what to expect at every token.
+    "gae": Estimator(shape=no_shaping, whiten=True, needs_group=False, needs_critic=True, paper="arXiv:1506.02438"),
     # REINFORCE++: plain returns, normalised over the whole batch instead of per prompt.
     "reinforce": Estimator(shape=no_shaping, whiten=True, needs_group=False, paper="arXiv:2501.03262"),
     # REINFORCE++-baseline: the group's mean as baseline, then normalised over the whole batch.
@@ -80,19 +102,44 @@ def get_estimator(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-def rewards_to_come(rewards_A: Tensor, *, gamma: float = 1.0, later: float = 0.0) -> Tensor:
-    """R_t = r_t + γ R_{t+1} over the action tokens of one sample; `later` stands after its last token.
+def discounted_returns(
+    rewards_A: Tensor, offsets: Sequence[int], *, gamma: float = 1.0, later_N: Tensor | None = None
+) -> Tensor:
+    """R_t = r_t + γ R_{t+1} within each sample; `later_N` (default 0) stands for R behind its last token."""
+    return discounted_sums(rewards_A, offsets, decay=gamma, later_N=later_N)
 
-    Environment tokens between turns are not in the column, so they do not discount.
+
+def rewards_to_come(rewards_A: Tensor, *, gamma: float = 1.0, later: float = 0.0) -> Tensor:
+    """`discounted_returns` of one sample."""
+    return discounted_returns(rewards_A, [0, len(rewards_A)], gamma=gamma, later_N=rewards_A.new_tensor([later]))
+
+
+class GAE(NamedTuple):
+    """What a critic's values make of rewards."""
+
+    advantages_A: Tensor
+    returns_A: Tensor
+    """A + V: what the critic is trained towards."""
+
+
+def gae(
+    rewards_A: Tensor,
+    values_A: Tensor,
+    offsets: Sequence[int],
+    *,
+    gamma: float,
+    lambd: float,
+    next_values_N: Tensor | None = None,
+    next_advantages_N: Tensor | None = None,
+) -> GAE:
+    """A_t = δ_t + γλ A_{t+1},  δ_t = r_t + γ V_{t+1} − V_t  within each sample  (arXiv:1506.02438).
+
+    V_{t+1} is the value at the next action token, across a turn's end too. Behind a sample's last token V and A are
+    `next_values_N` and `next_advantages_N`, default 0: there the episode is over.
     """
-    if gamma == 1.0:
-        return rewards_A.flip(0).cumsum(0).flip(0) + later
-    returns_A = torch.empty_like(rewards_A)
-    running = later
-    for t in range(len(rewards_A) - 1, -1, -1):
-        running = float(rewards_A[t]) + gamma * running
-        returns_A[t] = running
-    return returns_A
+    errors_A = rewards_A + gamma * shift_left(values_A, offsets, last_N=next_values_N) - values_A
+    advantages_A = discounted_sums(errors_A, offsets, decay=gamma * lambd, later_N=next_advantages_N)
+    return GAE(advantages_A, advantages_A + values_A)
 
 
 class Moments(NamedTuple):

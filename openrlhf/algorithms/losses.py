@@ -1,12 +1,54 @@
-"""Policy losses: one number per action token. How they are summed is `reduction`'s business."""
+"""Policy losses: one number per action token. How they are summed is `reduction`'s business.
+
+At π = π_old every loss here has the gradient −A_t ∇log π(t) of the plain policy gradient (for gspo too, see there);
+they differ in what becomes of it as the ratio ρ_t = π(t) / π_old(t) moves away from 1.
+
+Adding a loss is one entry in `POLICY_LOSSES`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from openrlhf.algorithms.columns import sequence_means
+from openrlhf.algorithms.reduction import Aggregation
+
+SAPO_TEMPERATURE_POSITIVE = 1.0
+SAPO_TEMPERATURE_NEGATIVE = 1.05
+"""The paper's: tokens with negative advantages, whose gradients spread over the vocabulary, fade a little faster."""
+
+
+class LossInputs(NamedTuple):
+    """The action tokens of one micro-batch; its samples are whole."""
+
+    logprobs_A: Tensor
+    """log π of the weights being trained, with gradient."""
+    old_logprobs_A: Tensor
+    """log π of the weights the ratio is taken against."""
+    advantages_A: Tensor
+    sequences_A: Tensor
+    """int64 [A]: which sample each token belongs to, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """What the losses are told."""
+
+    clip_low: float
+    """ε_low: the ratio's lower bound is 1 − ε_low."""
+    clip_high: float
+    """ε_high: its upper bound is 1 + ε_high."""
+    dual_clip: float | None = None
+    """c of the dual clip; None: no such bound."""
+
+    def __post_init__(self) -> None:
+        if self.dual_clip is not None and self.dual_clip <= 1.0:
+            raise ValueError(f"the dual clip bounds ratios above 1, so it must be > 1, got {self.dual_clip}")
 
 
 class TokenLoss(NamedTuple):
@@ -14,27 +56,98 @@ class TokenLoss(NamedTuple):
 
     loss_A: Tensor
     clipped_A: Tensor
-    """bool [A]: where the clip took the gradient away."""
+    """bool [A]: where the clip took the gradient away; under cispo, which loses none, where it bounded the weight."""
 
 
-def ppo_loss(
-    logprobs_A: Tensor, old_logprobs_A: Tensor, advantages_A: Tensor, *, clip_low: float, clip_high: float
-) -> TokenLoss:
+def ppo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
     """l_t = −min(ρ_t A_t, clip(ρ_t, 1−ε_low, 1+ε_high) A_t),  ρ_t = exp(log π(t) − log π_old(t)).
 
-    PPO (arXiv:1707.06347) with the two clip bounds set apart as in DAPO (arXiv:2503.14476). The exponent is held
-    within ±20, so that no ratio overflows.
+    PPO (arXiv:1707.06347) with the two clip bounds set apart as in DAPO (arXiv:2503.14476). With a dual clip c > 1
+    (arXiv:1912.09729), where A_t < 0: l_t = −max(min(…), c A_t), so that one token that became much likelier cannot
+    own the step.
     """
-    ratio_A = (logprobs_A - old_logprobs_A).clamp(-20.0, 20.0).exp()
-    unclipped_A = ratio_A * advantages_A
-    clipped_A = ratio_A.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_A
-    return TokenLoss(-torch.min(unclipped_A, clipped_A), (clipped_A < unclipped_A).detach())
+    return _clipped(_ratio(inputs.logprobs_A - inputs.old_logprobs_A), inputs.advantages_A, settings)
 
 
-POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = {"ppo": ppo_loss}
+def gspo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t = −min(s A_t, clip(s, 1−ε_low, 1+ε_high) A_t),  s = exp(mean over the sequence of log π(t) − log π_old(t)).
+
+    GSPO (arXiv:2507.18071) in its token form: s_t = sg(s) · π(t) / sg(π(t)), where sg stops the gradient. Every
+    s_t has the value of s, and ∇s_t = s ∇log π(t). If the tokens of a sequence share one advantage, the mean over
+    them is −min(s A, clip(s) A) with the gradient −A s · (1/|o|) Σ_t ∇log π(t): exactly the sequence form. If they
+    do not (rewards per turn, KL as a reward, a critic), each token keeps its own credit, where the sequence form
+    would give all of them the average.
+    """
+    logprobs_A = inputs.logprobs_A
+    sequence_A = _ratio(sequence_means(logprobs_A - inputs.old_logprobs_A, inputs.sequences_A)).detach()
+    return _clipped(sequence_A * (logprobs_A - logprobs_A.detach()).exp(), inputs.advantages_A, settings)
 
 
-def get_policy_loss(name: str) -> Callable[..., TokenLoss]:
+def cispo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t = −sg(clip(ρ_t, 1−ε_low, 1+ε_high)) A_t log π(t): the weight of a token is clipped, never its gradient.
+
+    CISPO (MiniMax-M1, arXiv:2506.13585). The paper tunes ε_high alone; ε_low = 1 sets no lower bound.
+    """
+    ratio_A = _ratio(inputs.logprobs_A - inputs.old_logprobs_A).detach()
+    weights_A = ratio_A.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return TokenLoss(-weights_A * inputs.advantages_A * inputs.logprobs_A, weights_A != ratio_A)
+
+
+def sapo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t = −f(ρ_t) A_t,  f(ρ) = (4/τ) σ(τ (ρ − 1)),  τ = τ_pos where A_t > 0, else τ_neg.
+
+    SAPO (arXiv:2511.20347): the clip as a soft gate. ∇f = 4 σ (1 − σ) ρ ∇log π: weight 1 at ρ = 1, fading smoothly
+    away from it. Nothing is cut off, so `clipped_A` is False everywhere and ε is not used.
+    """
+    ratio_A = _ratio(inputs.logprobs_A - inputs.old_logprobs_A)
+    temperature_A = torch.where(inputs.advantages_A > 0, SAPO_TEMPERATURE_POSITIVE, SAPO_TEMPERATURE_NEGATIVE)
+    gate_A = 4.0 / temperature_A * torch.sigmoid(temperature_A * (ratio_A - 1.0))
+    return TokenLoss(-gate_A * inputs.advantages_A, torch.zeros_like(ratio_A, dtype=torch.bool))
+
+
+def _ratio(log_ratio_A: Tensor) -> Tensor:
+    """The exponent is held within ±20, so that no ratio overflows."""
+    return log_ratio_A.clamp(-20.0, 20.0).exp()
+
+
+def _clipped(ratio_A: Tensor, advantages_A: Tensor, settings: LossSettings) -> TokenLoss:
+    free_A = ratio_A * advantages_A
+    held_A = ratio_A.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantages_A
+    gain_A = torch.min(free_A, held_A)
+    clipped_A = held_A < free_A
+    if settings.dual_clip is not None:
+        floor_A = settings.dual_clip * advantages_A
+        below_A = (advantages_A < 0) & (gain_A < floor_A)
+        gain_A = torch.where(below_A, floor_A, gain_A)
+        clipped_A = clipped_A | below_A
+    return TokenLoss(-gain_A, clipped_A)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """One policy loss and what belongs to it."""
+
+    function: Callable[[LossInputs, LossSettings], TokenLoss]
+    aggregation: Aggregation
+    """The mean that its paper takes of the token losses."""
+    corrects_itself: bool = False
+    """With off-policy correction on, its ratio is taken against the rollout's log-probs instead of the old ones,
+    which covers the gap between engine and trainer: no weight of `corrections` is applied on top."""
+    takes_dual_clip: bool = False
+    paper: str
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(function=ppo_loss, aggregation=Aggregation.TOKEN, takes_dual_clip=True, paper="arXiv:1707.06347"),
+    "gspo": PolicyLoss(
+        function=gspo_loss, aggregation=Aggregation.SEQUENCE, corrects_itself=True, paper="arXiv:2507.18071"
+    ),
+    "cispo": PolicyLoss(function=cispo_loss, aggregation=Aggregation.TOKEN, paper="arXiv:2506.13585"),
+    "sapo": PolicyLoss(function=sapo_loss, aggregation=Aggregation.SEQUENCE, paper="arXiv:2511.20347"),
+}
+
+
+def get_policy_loss(name: str) -> PolicyLoss:
     if name not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {name!r}; known: {', '.join(POLICY_LOSSES)}")
     return POLICY_LOSSES[name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from openrlhf.agents.seeds import derive_seed
-from openrlhf.algorithms.losses import get_policy_loss
+from openrlhf.algorithms.losses import LossInputs, LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation, sample_weights
 from openrlhf.backends.base import Backend
 from openrlhf.data.packing import evenly
@@ -95,12 +95,9 @@ class PolicyLearner:
         )
         current_A = output.logprobs_A
         old_A = current_A.detach() if packed.old_logprobs_A is None else packed.old_logprobs_A
-        token_loss = self._loss(
-            current_A,
-            old_A,
-            packed.advantages_A,
-            clip_low=self._settings.clip_low,
-            clip_high=self._settings.clip_high,
+        token_loss = self._loss.function(
+            LossInputs(current_A, old_A, packed.advantages_A, packed.tokens.action_sequences()),
+            LossSettings(clip_low=self._settings.clip_low, clip_high=self._settings.clip_high),
         )
         loss = (weights_A * token_loss.loss_A).sum()
         self._backend.backward(loss)

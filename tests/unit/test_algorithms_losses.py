@@ -1,0 +1,219 @@
+"""Values and gradients of every policy loss, derived by hand in each docstring."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings, TokenLoss, get_policy_loss
+from openrlhf.algorithms.reduction import Aggregation, sample_weights
+
+SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3)
+
+
+def loss_of(
+    name: str,
+    ratios: list[float],
+    advantages: list[float],
+    *,
+    sequences: list[int] | None = None,
+    old: float = 0.0,
+    settings: LossSettings = SETTINGS,
+) -> tuple[TokenLoss, torch.Tensor]:
+    """The loss of tokens with these ratios, and d(Σ loss) / d log π of each. One sequence unless told."""
+    logprobs = (torch.tensor(ratios).log() + old).requires_grad_()
+    inputs = LossInputs(
+        logprobs,
+        torch.full_like(logprobs, old).detach(),
+        torch.tensor(advantages),
+        torch.tensor(sequences or [0] * len(ratios)),
+    )
+    result = get_policy_loss(name).function(inputs, settings)
+    result.loss_A.sum().backward()
+    return result, logprobs.grad
+
+
+def test_what_belongs_to_each_loss():
+    assert {name: loss.aggregation for name, loss in POLICY_LOSSES.items()} == {
+        "ppo": Aggregation.TOKEN,
+        "gspo": Aggregation.SEQUENCE,
+        "cispo": Aggregation.TOKEN,
+        "sapo": Aggregation.SEQUENCE,
+    }
+    assert [name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself] == ["gspo"]
+    assert [name for name, loss in POLICY_LOSSES.items() if loss.takes_dual_clip] == ["ppo"]
+
+
+def test_an_unknown_loss_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="known: ppo, gspo, cispo, sapo"):
+        get_policy_loss("ppp")
+
+
+def test_ppo_by_hand():
+    """ε_low = 0.2, ε_high = 0.3; old log-prob 0, so ρ = exp(logp) and dρ/dlogp = ρ.
+
+    ρ    A    min(ρA, clip(ρ)A)         loss    d loss / d logp
+    1    2    2                          -2      -2           (= -ρA)
+    1.5  2    min(3, 2.6) = 2.6          -2.6     0           clipped above
+    1.5 -1    min(-1.5, -1.3) = -1.5      1.5     1.5         (= -ρA: the pessimistic side is never clipped)
+    0.5  2    min(1, 1.6) = 1            -1      -1
+    0.5 -1    min(-0.5, -0.8) = -0.8      0.8     0           clipped below
+    """
+    result, gradient = loss_of("ppo", [1.0, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -1.0, 2.0, -1.0])
+    assert result.loss_A.tolist() == pytest.approx([-2, -2.6, 1.5, -1, 0.8])
+    assert result.clipped_A.tolist() == [False, True, False, False, True]
+    assert gradient.tolist() == pytest.approx([-2, 0, 1.5, -1, 0], abs=1e-6)
+
+
+def test_dual_clip_by_hand():
+    """c = 3 on top of the above.
+
+    ρ    A    min(…)     max(min(…), cA)      loss    d loss / d logp
+    2   -1    -2         max(-2, -3) = -2      2       2      below c: as before
+    5   -1    -5         max(-5, -3) = -3      3       0      bounded by c
+    0.5 -1    -0.8       max(-0.8, -3) = -0.8  0.8     0      clipped below, as before
+    5    1     1.3       (A >= 0: untouched)  -1.3     0      clipped above, as before
+    0.5  1     0.5       (A >= 0: untouched)  -0.5    -0.5
+    """
+    dual = LossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    result, gradient = loss_of("ppo", [2.0, 5.0, 0.5, 5.0, 0.5], [-1.0, -1.0, -1.0, 1.0, 1.0], settings=dual)
+    assert result.loss_A.tolist() == pytest.approx([2, 3, 0.8, -1.3, -0.5])
+    assert result.clipped_A.tolist() == [False, True, True, True, False]
+    assert gradient.tolist() == pytest.approx([2, 0, 0, 0, -0.5], abs=1e-6)
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.5, -3.0])
+def test_a_dual_clip_that_bounds_likely_tokens_is_refused(bound):
+    with pytest.raises(ValueError, match="must be > 1"):
+        LossSettings(clip_low=0.2, clip_high=0.2, dual_clip=bound)
+
+
+def test_gspo_by_hand():
+    """Three sequences, each of one advantage; the token losses of a sequence are all −min(sA, clip(s)A).
+
+    ratios     A    s = (Π ratios)^(1/|o|)     loss per token         d (Σ loss) / d logp, each token
+    2, 1/2     3    1                          −3                     −As = −3 (two tokens, each −As·(1/2) twice)
+    4, 1       1    2, clipped to 1.3          −1.3                    0
+    4, 1      −1    2: min(−2, −1.3) = −2       2                      2
+    """
+    ratios, advantages = [2.0, 0.5, 4.0, 1.0, 4.0, 1.0], [3.0, 3.0, 1.0, 1.0, -1.0, -1.0]
+    result, gradient = loss_of("gspo", ratios, advantages, sequences=[0, 0, 1, 1, 2, 2], old=-1.5)
+    assert result.loss_A.tolist() == pytest.approx([-3, -3, -1.3, -1.3, 2, 2], rel=1e-6)
+    assert result.clipped_A.tolist() == [False, False, True, True, False, False]
+    assert gradient.tolist() == pytest.approx([-3, -3, 0, 0, 2, 2], rel=1e-5, abs=1e-6)
+
+
+def test_gspo_under_its_aggregation_is_the_sequence_loss_of_the_paper():
+    """L = (1/N) Σ_i −min(s_i A_i, clip(s_i) A_i) written down directly, s_i differentiated through its mean.
+
+    Sequences of 1, 3 and 2 tokens: the first inside the clip, the second clipped, the third on the pessimistic side.
+    """
+    sizes, advantages = [1, 3, 2], [2.0, 1.0, -1.0]
+    differences = torch.tensor([0.1, 0.5, 0.2, 0.9, 1.0, 0.4])
+    sequences = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+
+    ours = differences.clone().requires_grad_()
+    loss = get_policy_loss("gspo")
+    result = loss.function(LossInputs(ours, torch.zeros(6), torch.tensor(advantages)[sequences], sequences), SETTINGS)
+    weights = torch.tensor(sample_weights(loss.aggregation, sizes))[sequences]
+    total = (weights * result.loss_A).sum()
+    total.backward()
+
+    direct = differences.clone().requires_grad_()
+    paper = torch.tensor(0.0)
+    for piece, advantage in zip(direct.split(sizes), advantages, strict=True):
+        ratio = piece.mean().exp()
+        paper = paper - torch.min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage) / len(sizes)
+    paper.backward()
+
+    torch.testing.assert_close(total, paper)
+    torch.testing.assert_close(ours.grad, direct.grad)
+    assert (direct.grad == 0).tolist() == [False, True, True, True, False, False]
+
+
+def test_gspo_leaves_each_token_its_own_credit():
+    """One sequence, s = 1, advantages 1 and −2 (a good turn and a bad one): d loss / d logp is −A_t s = −1 and 2, not
+    the average −(1 − 2)/2 for both."""
+    _, gradient = loss_of("gspo", [2.0, 0.5], [1.0, -2.0])
+    assert gradient.tolist() == pytest.approx([-1, 2], rel=1e-6)
+
+
+def test_cispo_by_hand():
+    """ε as above, old log-prob −1, so log π = log ρ − 1; w = clip(ρ, 0.8, 1.3), held fixed.
+
+    ρ    A    w     loss = −w A log π         d loss / d logp = −w A
+    1    2    1     −2 · (−1) = 2             −2
+    1.5  2    1.3   −2.6 (log 1.5 − 1)        −2.6       bounded, yet it learns
+    0.5 −1    0.8    0.8 (log 0.5 − 1)         0.8       bounded, yet it learns
+    1.2 −1    1.2    1.2 (log 1.2 − 1)         1.2
+    """
+    result, gradient = loss_of("cispo", [1.0, 1.5, 0.5, 1.2], [2.0, 2.0, -1.0, -1.0], old=-1.0)
+    expected = [2, -2.6 * (math.log(1.5) - 1), 0.8 * (math.log(0.5) - 1), 1.2 * (math.log(1.2) - 1)]
+    assert result.loss_A.tolist() == pytest.approx(expected, rel=1e-5)
+    assert result.clipped_A.tolist() == [False, True, True, False]
+    assert gradient.tolist() == pytest.approx([-2, -2.6, 0.8, 1.2], rel=1e-5)
+
+
+def test_sapo_by_hand():
+    """f = (4/τ) σ(τ(ρ−1)) and df/dlogp = 4 σ(1−σ) ρ; τ is 1 for A > 0 and 1.05 for A < 0. loss = −f A.
+
+    ρ           A    τ(ρ−1)    σ          loss                d loss / d logp
+    1           2    0         1/2        −2 · 4/2 = −4       −2 · 4/4 · 1 = −2
+    1          −1    0         1/2        4/1.05/2             1
+    1 + log 3   1    log 3     3/4        −3                  −4 · 3/16 · (1 + log 3) = −0.75 (1 + log 3)
+    1 + log(3)/1.05
+               −1    log 3     3/4        3/1.05               0.75 (1 + log(3)/1.05)
+    """
+    likelier, likelier_negative = 1 + math.log(3), 1 + math.log(3) / 1.05
+    result, gradient = loss_of("sapo", [1.0, 1.0, likelier, likelier_negative], [2.0, -1.0, 1.0, -1.0])
+    assert result.loss_A.tolist() == pytest.approx([-4, 2 / 1.05, -3, 3 / 1.05], rel=1e-6)
+    assert gradient.tolist() == pytest.approx([-2, 1, -0.75 * likelier, 0.75 * likelier_negative], rel=1e-5)
+    assert not result.clipped_A.any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_at_the_old_policy_every_loss_has_the_plain_gradient(name):
+    """ρ = 1: d loss / d logp = −A, whatever the loss."""
+    advantages = [1.5, -0.5, 0.0, 2.0]
+    result, gradient = loss_of(name, [1.0] * 4, advantages, sequences=[0, 0, 1, 1], old=-0.7)
+    assert gradient.tolist() == pytest.approx([-a for a in advantages], rel=1e-6)
+    assert not result.clipped_A.any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_wild_ratio_stays_finite(name):
+    logprobs = torch.tensor([500.0, -500.0, -0.1], requires_grad=True)
+    inputs = LossInputs(logprobs, torch.zeros(3), torch.tensor([-1.0, 1.0, 1.0]), torch.tensor([0, 1, 2]))
+    loss = get_policy_loss(name).function(inputs, SETTINGS).loss_A
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(logprobs.grad).all()
+
+
+TOKENS = st.tuples(*[st.floats(-2, 2, width=32)] * 3)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@settings(deadline=None, max_examples=30)
+@given(
+    samples=st.lists(st.lists(TOKENS, min_size=1, max_size=5), min_size=1, max_size=5),
+    random=st.randoms(use_true_random=False),
+)
+def test_a_sample_s_loss_does_not_depend_on_its_company(name, samples, random):
+    def one_batch(chosen: list[list[tuple[float, float, float]]]) -> list[list[float]]:
+        logprobs, old, advantages = torch.tensor([token for sample in chosen for token in sample]).T
+        sizes = [len(sample) for sample in chosen]
+        sequences = torch.repeat_interleave(torch.arange(len(chosen)), torch.tensor(sizes))
+        loss = get_policy_loss(name).function(LossInputs(logprobs, old, advantages, sequences), SETTINGS).loss_A
+        return [piece.tolist() for piece in loss.split(sizes)]
+
+    order = list(range(len(samples)))
+    random.shuffle(order)
+    whole = one_batch(samples)
+    assert [one_batch([sample])[0] for sample in samples] == [
+        pytest.approx(piece, rel=1e-5, abs=1e-6) for piece in whole
+    ]
+    shuffled = one_batch([samples[i] for i in order])
+    assert shuffled == [pytest.approx(whole[i], rel=1e-5, abs=1e-6) for i in order]
