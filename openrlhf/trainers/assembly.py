@@ -42,7 +42,7 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
-from openrlhf.trainers.evaluation import PromptEvaluation
+from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
@@ -154,6 +154,7 @@ def train(config: RLConfig) -> RunResult:
                     samples_per_prompt=config.eval.n_samples_per_prompt,
                     sampling_params=_sampling(config, temperature=config.eval.temperature),
                 ),
+                best=BestMetric(config.ckpt.best_metric_key),
                 schedule=schedule,
                 logger=seen.logger,
                 rollout_log=seen.rollout_log,

@@ -14,6 +14,7 @@ from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.statistics import rollout_metrics
+from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
 from openrlhf.weight_sync.base import WeightSync
 
@@ -60,6 +61,7 @@ class RLTrainer:
         workers: Workers,
         weights: WeightSync,
         evaluation: Evaluation | None,
+        best: BestMetric,
         schedule: Schedule,
         logger: Logger,
         rollout_log: RolloutLog,
@@ -69,6 +71,7 @@ class RLTrainer:
         self.workers = workers
         self.weights = weights
         self.evaluation = evaluation
+        self.best = best
         self.schedule = schedule
         self.logger = logger
         self.rollout_log = rollout_log
@@ -94,6 +97,8 @@ class RLTrainer:
             self.progress.end_early(str(end))
         if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
             self.evaluate()
+        if self.best.value is not None:
+            self.progress.note(f"best {self.best.key} {self.best.value:.3f}, after step {self.best.step}")
         return self.last_evaluation
 
     def step(self) -> Metrics:
@@ -137,4 +142,6 @@ class RLTrainer:
         self.clock.take()  # evaluation is no part of the next round's time
         self.last_evaluation, self.evaluated_after = values, self.rounds_done
         self.progress.evaluation(self.rounds_done, values)
-        self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="eval")
+        self.best.update(self.rounds_done, values)
+        best = {} if self.best.value is None else {"eval_best": self.best.value}
+        self.logger.log(self.rounds_done, {**values, **best, "global_step": self.rounds_done}, kind="eval")

@@ -12,7 +12,7 @@ from openrlhf.rewards.base import Reward, RewardError
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
-from openrlhf.trainers.evaluation import evaluation_metrics
+from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
 
@@ -241,6 +241,7 @@ def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | N
         workers=log,
         weights=log,
         evaluation=log,
+        best=BestMetric(),
         schedule=schedule,
         logger=logger,
         rollout_log=Silent(),
@@ -272,13 +273,20 @@ def test_prompts_that_run_out_end_the_run_with_a_last_evaluation(loop):
     result = make_trainer(log, Schedule(rounds=5, eval_at_ends=True), logger, progress).fit()
     assert [(step, kind) for step, kind, _ in logger.records] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
     assert result == {"eval_default_pass1": 0.75}
-    assert progress.notes == ["early: the prompts ran out"]
+    assert progress.notes == ["early: the prompts ran out", "best eval_default_pass1 0.750, after step 2"]
 
 
 def test_an_evaluation_just_made_is_not_made_again_at_the_end(loop):
     log = EventLog(loop, [0.1, 0.2])
     make_trainer(log, Schedule(rounds=5, eval_every=2, eval_at_ends=True), NullLogger()).fit()
     assert log.events.count("evaluate") == 2
+
+
+def test_the_best_evaluation_is_logged_and_told(loop):
+    log, logger, progress = EventLog(loop, [0.5, 0.75, 0.25]), RememberingLogger(), Silent()
+    make_trainer(log, Schedule(rounds=2, eval_every=1, eval_at_ends=True), logger, progress).fit()
+    assert [record["eval_best"] for _, kind, record in logger.records if kind == "eval"] == [0.5, 0.75, 0.75]
+    assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
 
 
 def test_evaluation_metrics_by_hand(loop):
