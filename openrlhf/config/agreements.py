@@ -31,6 +31,15 @@ def filtering_is_possible(config: RLConfig) -> Iterator[str]:
         )
 
 
+def surplus_prompts_have_a_use(config: RLConfig) -> Iterator[str]:
+    size, wanted = config.rollout.batch_size, config.generate_batch_size
+    if wanted > size and not config.algo.dynamic_filtering_enable and not config.train.async_enable:
+        yield (
+            f"--rollout.vllm_generate_batch_size {wanted} is more than --rollout.batch_size {size}: nothing would "
+            "use the rest without --algo.dynamic_filtering_enable or --train.async_enable; add one, or make it smaller"
+        )
+
+
 def responses_leave_room_for_prompts(config: RLConfig) -> Iterator[str]:
     new, total = config.rollout.max_new_tokens, config.data.max_len
     if new is not None and new >= total:
@@ -77,12 +86,6 @@ def async_modes_agree(config: RLConfig) -> Iterator[str]:
         yield "--train.partial_rollout_enable changes weights while generating: add --train.async_enable"
     if train.async_enable and config.vllm.enable_sleep:
         yield "--vllm.enable_sleep would stop the generation that --train.async_enable keeps running: drop one of them"
-    wanted = config.rollout.vllm_generate_batch_size
-    if wanted is not None and wanted > config.rollout.batch_size and not train.async_enable:
-        yield (
-            f"--rollout.vllm_generate_batch_size {wanted} is more than --rollout.batch_size "
-            f"{config.rollout.batch_size}: add --train.async_enable, or make it smaller"
-        )
 
 
 def groups_have_workers(config: RLConfig) -> Iterator[str]:

@@ -74,7 +74,10 @@ class RolloutSection:
     ] = None
     vllm_generate_batch_size: Annotated[
         int | None,
-        Flag("prompts generated at once; more than batch_size needs async", flat="vllm_generate_batch_size"),
+        Flag(
+            "prompts in play at a time; more than batch_size (over-sampling) needs dynamic filtering or async",
+            flat="vllm_generate_batch_size",
+        ),
     ] = None
     micro_batch_size: Annotated[
         int, Flag("samples per forward when scoring", flat="micro_rollout_batch_size micro_forward_batch_size")

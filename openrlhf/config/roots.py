@@ -93,7 +93,7 @@ class RLConfig(TrainerSection):
 
     @property
     def generate_batch_size(self) -> int:
-        """Prompts generated at once."""
+        """Prompts in play at a time."""
         return self.rollout.vllm_generate_batch_size or self.rollout.batch_size
 
     @property

@@ -38,6 +38,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         limits.reward_clip_is_ordered,
         limits.correction_thresholds_are_ordered,
         agreements.filtering_is_possible,
+        agreements.surplus_prompts_have_a_use,
         agreements.responses_leave_room_for_prompts,
         agreements.overlong_buffer_fits,
         agreements.vision_has_no_critic,

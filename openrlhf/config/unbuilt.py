@@ -63,12 +63,6 @@ RL: tuple[Unbuilt, ...] = (
         "leave it out",
     ),
     Unbuilt(
-        "--algo.dynamic_filtering_enable",
-        lambda c: c.algo.dynamic_filtering_enable,
-        "dynamic filtering",
-        "leave it out",
-    ),
-    Unbuilt(
         "--reward.overlong_buffer_len",
         lambda c: c.reward.overlong_buffer_len is not None,
         "the overlong penalty",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -176,6 +176,7 @@ class PromptStream:
         self._shuffle = shuffle
         self._num_episodes = num_episodes
         self._next = 0
+        self._again: list[int] = []
         self._order = lru_cache(maxsize=2)(self._order_of_pass)
 
     def __len__(self) -> int:
@@ -186,13 +187,13 @@ class PromptStream:
 
     @property
     def next_ordinal(self) -> int:
-        """What `take` begins with."""
+        """The first ordinal that was never taken."""
         return self._next
 
     @property
     def remaining(self) -> int | None:
         """How many prompts `take` still has; None: endlessly many."""
-        return None if self._num_episodes is None else len(self) - self._next
+        return None if self._num_episodes is None else len(self._again) + len(self) - self._next
 
     def prompt_at(self, ordinal: int) -> Prompt:
         return self._prompts.prompt(self._index(ordinal), ordinal=ordinal)
@@ -202,12 +203,19 @@ class PromptStream:
         return self._prompts.where(self._index(ordinal))
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts; fewer at the end."""
+        """The next n prompts; fewer at the end. Those that were given back come first."""
         if self.remaining is not None:
             n = min(n, self.remaining)
-        taken = [self.prompt_at(ordinal) for ordinal in range(self._next, self._next + n)]
-        self._next += n
-        return taken
+        again, self._again = self._again[:n], self._again[n:]
+        first_new, self._next = self._next, self._next + n - len(again)
+        return [self.prompt_at(ordinal) for ordinal in (*again, *range(first_new, self._next))]
+
+    def give_back(self, ordinals: Iterable[int]) -> None:
+        """These were taken and came to nothing: `take` gives them again."""
+        returned = {*self._again, *ordinals}
+        if never_taken := [ordinal for ordinal in returned if not 0 <= ordinal < self._next]:
+            raise ValueError(f"prompt ordinals {sorted(never_taken)} were never taken")
+        self._again = sorted(returned)
 
     def __iter__(self) -> Iterator[Prompt]:
         while prompts := self.take(1):
@@ -216,6 +224,7 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         return {
             "next_ordinal": self._next,
+            "again": list(self._again),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "size": len(self._prompts),
@@ -237,6 +246,7 @@ class PromptStream:
         if state["digest"] != self._prompts.digest:
             logger.warning("the prompts' texts or labels are not those the checkpoint was made with")
         self._next = state["next_ordinal"]
+        self._again = list(state["again"])
 
     def _index(self, ordinal: int) -> int:
         episode, position = divmod(ordinal, len(self._prompts))

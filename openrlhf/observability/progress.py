@@ -80,6 +80,11 @@ class Progress:
         self._run.evaluation = _evaluation_text(step, metrics)
         self._screen.line(self._run.evaluation)
 
+    def end_early(self, why: str) -> None:
+        """No further step will come."""
+        self.note(f"ended after step {self._run.step} of at most {self._run.total_steps}: {why}")
+        self._run.total_steps = self._run.step
+
     def note(self, text: str) -> None:
         """A line for people that stays."""
         self._screen.line(text)

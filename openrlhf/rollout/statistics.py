@@ -10,7 +10,7 @@ from openrlhf.types import Group, Outcome
 
 
 def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
-    """Means over the judged samples of a round; failed ones are only counted."""
+    """Means over the judged samples of the groups that a round trains on; failed ones are only counted."""
     metrics = Metrics()
     judged = [t for group in groups for t in group.scored]
     count = len(judged)
@@ -34,5 +34,5 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
     metrics.mean("rollout/response_length_mean", responses, count)
     metrics.mean("rollout/truncated_rate", truncated, count)
     metrics.last("rollout/num_samples", count)
-    metrics.last("rollout/failed", sum(t.failed for group in groups for t in group.trajectories))
+    metrics.sum("rollout/failed", sum(t.failed for group in groups for t in group.trajectories))
     return metrics

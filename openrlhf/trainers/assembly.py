@@ -40,8 +40,9 @@ from openrlhf.rewards.base import RewardError, RewardSource
 from openrlhf.rewards.function_file import FunctionFileReward
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
-from openrlhf.trainers.evaluation import PromptEvaluation
+from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
@@ -140,6 +141,8 @@ def train(config: RLConfig) -> RunResult:
                     batch_size=config.rollout.batch_size,
                     samples_per_prompt=config.samples_per_prompt,
                     sampling_params=_sampling(config, temperature=config.rollout.temperature),
+                    generate_batch_size=config.generate_batch_size,
+                    score_filter=_score_filter(config),
                 ),
                 workers=_workers(config, policy, device=device, rounds=schedule.rounds),
                 weights=InProcessWeightSync(engine),
@@ -151,6 +154,7 @@ def train(config: RLConfig) -> RunResult:
                     samples_per_prompt=config.eval.n_samples_per_prompt,
                     sampling_params=_sampling(config, temperature=config.eval.temperature),
                 ),
+                best=BestMetric(config.ckpt.best_metric_key),
                 schedule=schedule,
                 logger=seen.logger,
                 rollout_log=seen.rollout_log,
@@ -292,6 +296,13 @@ def _workers(config: RLConfig, policy: Policy, *, device: torch.device, rounds: 
         divide_by_std=not config.algo.advantage.no_std_norm,
         clip_range=config.reward.clip_range,
     )
+
+
+def _score_filter(config: RLConfig) -> ScoreFilter | None:
+    if not config.algo.dynamic_filtering_enable:
+        return None
+    low, high = config.algo.dynamic_filtering_range
+    return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size)
 
 
 def _sampling(config: RLConfig, *, temperature: float) -> SamplingParams:

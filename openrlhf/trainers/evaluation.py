@@ -1,14 +1,20 @@
-"""Evaluation on prompts that are not trained on, per data source."""
+"""Evaluation on prompts that are not trained on, per data source; and which evaluation was the best."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from openrlhf.algorithms.evaluation import pass_at_k
+from openrlhf.config.errors import ConfigError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.types import Group, Outcome, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class PromptEvaluation:
@@ -68,3 +74,53 @@ def evaluation_metrics(groups: Sequence[Group], *, k: int) -> Metrics:
         metrics.mean("eval_truncated_rate", truncated, count)
         metrics.sum("eval_num_samples", count)
     return metrics
+
+
+class BestMetric:
+    """Follows one number through a run's evaluations: how high it was at best, and when. Higher is better."""
+
+    def __init__(self, wanted: str = "") -> None:
+        """`wanted` is --ckpt.best_metric_key: a metric's name, "" for the first `*_pass1` by name, "none" for none."""
+        self._wanted = wanted
+        self.key: str | None = None
+        """What is followed; known from the first evaluation on."""
+        self.value: float | None = None
+        self.step: int | None = None
+
+    def update(self, step: int, evaluation: Mapping[str, float]) -> bool:
+        """Take in the evaluation after `step`; whether it is the best so far. Of equals the first is.
+
+        An evaluation without the metric (all samples of a source failed) is never the best. Raises ConfigError when
+        the very first has no metric of the wanted name.
+        """
+        if self.key is None:
+            self.key = self._choose(evaluation)
+        value = evaluation.get(self.key, math.nan) if self.key is not None else math.nan
+        if math.isnan(value) or (self.value is not None and value <= self.value):
+            return False
+        self.value, self.step = value, step
+        return True
+
+    def _choose(self, evaluation: Mapping[str, float]) -> str | None:
+        if self._wanted == "none":
+            return None
+        if not self._wanted:
+            return min((name for name in evaluation if name.endswith("_pass1")), default=None)
+        if self._wanted not in evaluation:
+            raise ConfigError(
+                f"--ckpt.best_metric_key {self._wanted}: evaluations have no such metric; they have "
+                f"{', '.join(sorted(evaluation))}"
+            )
+        return self._wanted
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"key": self.key, "value": self.value, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; from nothing if it followed another metric than is wanted now."""
+        if self._wanted not in ("", state["key"]):
+            logger.warning(
+                "the checkpoint's best is that of %s: --ckpt.best_metric_key %s begins anew", state["key"], self._wanted
+            )
+            return
+        self.key, self.value, self.step = state["key"], state["value"], state["step"]

@@ -12,7 +12,9 @@ from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.timing import PhaseClock
+from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.statistics import rollout_metrics
+from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
 from openrlhf.weight_sync.base import WeightSync
 
@@ -20,7 +22,9 @@ from openrlhf.weight_sync.base import WeightSync
 class Collector(Protocol):
     """Where training batches come from: agents and rewards on an engine, in whatever order it sees fit."""
 
-    def next_batch(self) -> list[Group]: ...
+    def next_batch(self) -> Round:
+        """Raises PromptsExhausted when there is nothing left to train on."""
+        ...
 
 
 class Evaluation(Protocol):
@@ -34,7 +38,7 @@ class Schedule:
     """When things happen."""
 
     rounds: int
-    """Rounds of the whole run."""
+    """Rounds of the whole run; fewer when the prompts run out before."""
     eval_every: int | None = None
     """None: only at the ends, if at all."""
     eval_at_ends: bool = False
@@ -44,8 +48,7 @@ class Schedule:
     """Tokens a sample may have; what `response_clip_ratio` counts."""
 
     def evaluates_after(self, step: int) -> bool:
-        periodic = self.eval_every is not None and step % self.eval_every == 0
-        return periodic or (self.eval_at_ends and step == self.rounds)
+        return self.eval_every is not None and step % self.eval_every == 0
 
 
 class RLTrainer:
@@ -58,6 +61,7 @@ class RLTrainer:
         workers: Workers,
         weights: WeightSync,
         evaluation: Evaluation | None,
+        best: BestMetric,
         schedule: Schedule,
         logger: Logger,
         rollout_log: RolloutLog,
@@ -67,6 +71,7 @@ class RLTrainer:
         self.workers = workers
         self.weights = weights
         self.evaluation = evaluation
+        self.best = best
         self.schedule = schedule
         self.logger = logger
         self.rollout_log = rollout_log
@@ -74,28 +79,36 @@ class RLTrainer:
         self.clock = PhaseClock(on_phase=progress.phase)
         self.rounds_done = 0
         self.version = 0
+        self.last_evaluation: dict[str, float] = {}
+        self.evaluated_after: int | None = None
 
     def fit(self) -> dict[str, float]:
         """Train to the end; returns the last evaluation, empty if there was none."""
-        result: dict[str, float] = {}
         if self.schedule.eval_at_ends:
-            result = self.evaluate()
-        while self.rounds_done < self.schedule.rounds:
-            metrics = self.step()
-            self.rounds_done += 1
-            self.report(metrics)
-            if self.schedule.evaluates_after(self.rounds_done):
-                result = self.evaluate()
-        return result
+            self.evaluate()
+        try:
+            while self.rounds_done < self.schedule.rounds:
+                metrics = self.step()
+                self.rounds_done += 1
+                self.report(metrics)
+                if self.schedule.evaluates_after(self.rounds_done):
+                    self.evaluate()
+        except PromptsExhausted as end:
+            self.progress.end_early(str(end))
+        if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
+            self.evaluate()
+        if self.best.value is not None:
+            self.progress.note(f"best {self.best.key} {self.best.value:.3f}, after step {self.best.step}")
+        return self.last_evaluation
 
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""
         with self.clock.phase("generation"):
-            groups = self.collector.next_batch()
+            groups, metrics = self.collector.next_batch()
         with self.clock.phase("make_experience"):
             batch = self.workers.place(groups)
             self.workers.score(batch)
-            metrics = self.workers.assign_advantages(batch)
+            metrics.merge(self.workers.assign_advantages(batch))
         with self.clock.phase("ppo_train"):
             metrics.merge(self.workers.update(batch))
         with self.clock.phase("broadcast"):
@@ -121,12 +134,14 @@ class RLTrainer:
         if self.rounds_done % self.schedule.log_every == 0:
             self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="train")
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> None:
         if self.evaluation is None:
-            return {}
+            return
         with self.clock.phase("evaluation"):
             values = self.evaluation.run()
         self.clock.take()  # evaluation is no part of the next round's time
+        self.last_evaluation, self.evaluated_after = values, self.rounds_done
         self.progress.evaluation(self.rounds_done, values)
-        self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="eval")
-        return values
+        self.best.update(self.rounds_done, values)
+        best = {} if self.best.value is None else {"eval_best": self.best.value}
+        self.logger.log(self.rounds_done, {**values, **best, "global_step": self.rounds_done}, kind="eval")

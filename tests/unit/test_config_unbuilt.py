@@ -20,7 +20,6 @@ ASKS = {
     "--actor.optim muon": "--actor.optim muon",
     "--ds.param_dtype fp16": "--param_dtype fp16",
     "--algo.advantage.is_correction_enable": "--enable_vllm_is_correction",
-    "--algo.dynamic_filtering_enable": "--dynamic_filtering",
     "--reward.overlong_buffer_len": "--overlong_buffer_len 4",
     "--reward.stop_properly_penalty_coef": "--stop_properly_penalty_coef 0.5",
     "--reward.normalize_enable": "--normalize_reward",
@@ -132,6 +131,7 @@ def test_all_missing_features_are_listed_at_once():
         "--eps_clip_low_high 0.2 0.3 --entropy_loss_coef 0 --reward_clip_range 5",
         "--eval_dataset e --eval_steps 5 --eval.at_start --seed 7 --full_determinism --logging_steps 2",
         "--max_epochs 2 --train_batch_size 64 --temperature 0.7 --top_p 0.9 --top_k 50 --max_new_tokens 64",
+        "--dynamic_filtering --dynamic_filtering_reward_range 0.1 0.9 --n_samples_per_prompt 4 --vllm_generate_batch_size 2048",
         "--critic_pretrain None --kl_estimator k3 --colocate_all_models --critic_num_nodes 0 --ref_num_nodes 0",
     ],
 )

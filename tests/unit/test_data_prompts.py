@@ -169,6 +169,19 @@ class TestPromptStream:
         resumed.load_state_dict(state)
         assert resumed.take(20) == stream.take(20)
 
+    def test_what_is_given_back_comes_first_and_survives_a_restart(self, prompts):
+        stream = PromptStream(prompts, seed=5, num_episodes=1)
+        taken = stream.take(6)
+        stream.give_back([4, 1])
+        stream.give_back([3])
+        assert (stream.remaining, stream.next_ordinal) == (7, 6)
+        resumed = PromptStream(prompts, seed=5, num_episodes=1)
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert stream.take(2) == resumed.take(2) == [taken[1], taken[3]]
+        assert [p.ordinal for p in resumed] == [4, 6, 7, 8, 9]
+        with pytest.raises(ValueError, match=r"\[8\] were never taken"):
+            stream.give_back([1, 8])
+
     def test_state_of_other_data_is_refused(self, prompts, load, caplog):
         state = PromptStream(prompts, seed=5).state_dict()
         with pytest.raises(DataError, match=r"was made with --train\.seed 5, now it is 6"):

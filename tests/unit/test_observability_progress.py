@@ -65,6 +65,15 @@ def test_evaluations_and_notes_are_lines():
     ]
 
 
+def test_a_run_that_ends_sooner_than_planned_counts_to_its_end():
+    stream = io.StringIO()
+    with Progress(9, "tiny", stream=stream) as progress:
+        progress.step(4, {})
+        progress.end_early("the prompts ran out")
+        assert progress._run.seconds_left == 0
+    assert stream.getvalue().splitlines()[-1] == "ended after step 4 of at most 9: the prompts ran out"
+
+
 @pytest.mark.parametrize(("error", "word"), [(KeyboardInterrupt, "interrupted"), (RuntimeError, "stopped")])
 def test_an_early_end_is_said_and_passed_on(error: type[BaseException], word: str):
     stream = io.StringIO()

@@ -1,6 +1,7 @@
 """The loop, the collector and the runner, against small fakes that behave."""
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 
@@ -11,7 +12,7 @@ from openrlhf.rewards.base import Reward, RewardError
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
-from openrlhf.trainers.evaluation import evaluation_metrics
+from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
 
@@ -64,11 +65,15 @@ class Prompts:
     """A short prompt stream."""
 
     def __init__(self, texts: list[str]) -> None:
-        self.left = [Prompt(ordinal=i, text=t, label=t.upper()) for i, t in enumerate(texts)]
+        self.all = [Prompt(ordinal=i, text=t, label=t.upper()) for i, t in enumerate(texts)]
+        self.left = list(self.all)
 
     def take(self, n: int) -> list[Prompt]:
         taken, self.left = self.left[:n], self.left[n:]
         return taken
+
+    def give_back(self, ordinals) -> None:
+        self.left = [*(self.all[i] for i in sorted(ordinals)), *self.left]
 
 
 @pytest.fixture
@@ -102,13 +107,13 @@ def make_collector(loop, texts, reward, *, batch_size=2, engine=None) -> SyncCol
 def test_groups_come_in_prompt_order_and_each_is_judged_once(loop):
     reward = LengthReward()
     collector = make_collector(loop, ["ab", "cd", "ef"], reward)
-    first, second = collector.next_batch()
+    first, second = collector.next_batch().groups
     assert [first.prompt.text, second.prompt.text] == ["ab", "cd"]
     assert len(reward.calls) == 2
     assert reward.calls[0].labels == ("AB", "AB", "AB")
     assert all(q.startswith(p) for q, p in zip(reward.calls[0].queries, reward.calls[0].prompts, strict=True))
     assert [t.key for t in first.trajectories] == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
-    assert len(collector.next_batch()) == 1
+    assert len(collector.next_batch().groups) == 1
 
 
 def test_samples_of_a_prompt_have_their_own_seeds_that_do_not_depend_on_company(loop):
@@ -144,7 +149,7 @@ def test_hitting_the_token_limit_is_reported_as_truncation(loop):
 
 
 def test_one_failed_reward_is_data_and_is_never_scored_zero(loop):
-    good, bad = make_collector(loop, ["ab", "xy"], LengthReward(broken="x")).next_batch()
+    good, bad = make_collector(loop, ["ab", "xy"], LengthReward(broken="x")).next_batch().groups
     assert len(good.scored) == 3
     assert bad.scored == ()
     assert all("rewards.py:3" in t.error for t in bad.trajectories)
@@ -170,9 +175,10 @@ def test_a_round_in_which_all_failed_ends_the_run(loop):
 class EventLog:
     """Collector, workers, weights and evaluation in one: writes down who was called in which order."""
 
-    def __init__(self, loop) -> None:
+    def __init__(self, loop, evaluations: Iterable[float] = (0.5, 0.5)) -> None:
         self.events: list = []
         self.source = make_collector(loop, ["ab", "cd", "ef", "gh"], LengthReward())
+        self.evaluations = iter(evaluations)
 
     def next_batch(self):
         self.events.append("collect")
@@ -200,16 +206,25 @@ class EventLog:
 
     def run(self):
         self.events.append("evaluate")
-        return {"eval_default_pass1": 0.5}
+        return {"eval_default_pass1": next(self.evaluations)}
 
 
 class Silent:
     """Progress and rollout log that show nothing."""
 
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
     def phase(self, name): ...
     def step(self, step, metrics): ...
     def evaluation(self, step, metrics): ...
     def write(self, step, groups): ...
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def end_early(self, why):
+        self.notes.append(f"early: {why}")
 
 
 class RememberingLogger(NullLogger):
@@ -220,16 +235,17 @@ class RememberingLogger(NullLogger):
         self.records.append((step, kind, dict(metrics)))
 
 
-def make_trainer(log: EventLog, schedule: Schedule, logger) -> RLTrainer:
+def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | None = None) -> RLTrainer:
     return RLTrainer(
         collector=log,
         workers=log,
         weights=log,
         evaluation=log,
+        best=BestMetric(),
         schedule=schedule,
         logger=logger,
         rollout_log=Silent(),
-        progress=Silent(),
+        progress=progress or Silent(),
     )
 
 
@@ -249,6 +265,28 @@ def test_evaluation_happens_at_the_ends_and_in_between_once_each(loop):
     assert train["policy_loss"] == 0.5
     assert train["reward"] == 1.0
     assert {"timing/generation", "timing/ppo_train", "timing/step_total", "perf/tokens_per_second"} <= set(train)
+
+
+def test_prompts_that_run_out_end_the_run_with_a_last_evaluation(loop):
+    """4 prompts in rounds of 2 are 2 rounds, of 5 planned; the evaluations are those before and after."""
+    log, logger, progress = EventLog(loop, [0.25, 0.75]), RememberingLogger(), Silent()
+    result = make_trainer(log, Schedule(rounds=5, eval_at_ends=True), logger, progress).fit()
+    assert [(step, kind) for step, kind, _ in logger.records] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
+    assert result == {"eval_default_pass1": 0.75}
+    assert progress.notes == ["early: the prompts ran out", "best eval_default_pass1 0.750, after step 2"]
+
+
+def test_an_evaluation_just_made_is_not_made_again_at_the_end(loop):
+    log = EventLog(loop, [0.1, 0.2])
+    make_trainer(log, Schedule(rounds=5, eval_every=2, eval_at_ends=True), NullLogger()).fit()
+    assert log.events.count("evaluate") == 2
+
+
+def test_the_best_evaluation_is_logged_and_told(loop):
+    log, logger, progress = EventLog(loop, [0.5, 0.75, 0.25]), RememberingLogger(), Silent()
+    make_trainer(log, Schedule(rounds=2, eval_every=1, eval_at_ends=True), logger, progress).fit()
+    assert [record["eval_best"] for _, kind, record in logger.records if kind == "eval"] == [0.5, 0.75, 0.75]
+    assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
 
 
 def test_evaluation_metrics_by_hand(loop):

@@ -1,0 +1,68 @@
+"""Dynamic filtering: which judged groups are worth training on."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+
+from openrlhf.types import Group
+
+logger = logging.getLogger(__name__)
+
+
+def mean_score(group: Group) -> float | None:
+    """Mean score of the judged members; None when one of them has no score.
+
+    Rounded to float32, the precision of scores: the mean of 0.1 and 0.5 is what 0.3 is.
+    """
+    scores = [t.score for t in group.scored if t.score is not None]
+    if not scores or len(scores) < len(group.scored):
+        return None
+    return float(np.float32(math.fsum(scores) / len(scores)))
+
+
+class ScoreFilter:
+    """Accepts a judged group if low < mean score < high, both ends excluded.
+
+    This is the dynamic sampling of DAPO (arXiv:2503.14476): with scores of 0 and 1 and the range (0, 1) it says
+    0 < right samples < G. In any other group all samples are alike, and nothing is left once their mean is
+    subtracted. Scores are judged, not rewards: penalties do not change which prompts are worth asking. A group with
+    a judged member that has no score cannot be compared with the range; it is accepted.
+    """
+
+    def __init__(self, low: float, high: float, *, warn_after: int) -> None:
+        """`warn_after`: rejections in a row after which the log says so, once, until a group is accepted again."""
+        self._low, self._high = float(np.float32(low)), float(np.float32(high))
+        self._range = f"--algo.dynamic_filtering_range {low:g} {high:g}"
+        self._warn_after = warn_after
+        self._judged = self._rejected = 0
+        self._rejected_in_a_row: list[float] = []
+
+    def accepts(self, group: Group) -> bool:
+        """Whether to train on this group, which has at least one judged member."""
+        score = mean_score(group)
+        self._judged += 1
+        if score is None or self._low < score < self._high:
+            self._rejected_in_a_row.clear()
+            return True
+        self._rejected += 1
+        self._rejected_in_a_row.append(score)
+        if len(self._rejected_in_a_row) == self._warn_after:
+            self._warn()
+        return False
+
+    def summary(self) -> str:
+        """What this process has seen, for people."""
+        return f"{self._rejected} of {self._judged} judged groups had a mean score outside {self._range}"
+
+    def _warn(self) -> None:
+        scores = self._rejected_in_a_row
+        below = sum(score <= self._low for score in scores)
+        logger.warning(
+            "--algo.dynamic_filtering_enable: not one of the last %d judged groups has a mean score inside %s (both "
+            "ends excluded): %d at or below it, %d at or above it, from %g to %g. The task may be too hard or too easy "
+            "for this model, or the range is not in the unit of the scores",
+            len(scores), self._range, below, len(scores) - below, min(scores), max(scores),
+        )  # fmt: skip
