@@ -100,7 +100,8 @@ def sapo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
     away from it. Nothing is cut off, so `clipped_A` is False everywhere and ε is not used.
     """
     ratio_A = _ratio(inputs.logprobs_A - inputs.old_logprobs_A)
-    temperature_A = torch.where(inputs.advantages_A > 0, SAPO_TEMPERATURE_POSITIVE, SAPO_TEMPERATURE_NEGATIVE)
+    positive_A = inputs.advantages_A > 0
+    temperature_A = torch.where(positive_A, SAPO_TEMPERATURE_POSITIVE, SAPO_TEMPERATURE_NEGATIVE).to(ratio_A)
     gate_A = 4.0 / temperature_A * torch.sigmoid(temperature_A * (ratio_A - 1.0))
     return TokenLoss(-gate_A * inputs.advantages_A, torch.zeros_like(ratio_A, dtype=torch.bool))
 

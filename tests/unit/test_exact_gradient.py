@@ -1,0 +1,438 @@
+"""The gradient each algorithm has in expectation, exactly: every trajectory, and every group of them, is enumerated.
+
+The policy is a table of logits, one row per history, so a task has a handful of trajectories τ with probability p(τ)
+and total reward R(τ). The expected gradient of an algorithm is the sum over all n-tuples of trajectories of their
+probability times the gradient of the project's own loss on that group (ratio 1, summed over tokens and averaged over
+samples: constant aggregation with length 1). It is compared with g[f] = ∇_θ Σ_τ p_θ(τ) f(τ), f held fixed, worked out
+from the definition alone; the policy gradient is g[R]. Everything is float64 and must agree to 1e-10.
+
+Two facts carry the derivations. For any c that does not depend on a_t given the history h_t,
+E[c ∇log π(a_t|h_t)] = 0 (*). And Σ_t ∇log π(a_t|h_t) = ∇log p(τ), so E[f(τ) Σ_t ∇log π(a_t|h_t)] = g[f] (**).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.advantages import Moments, discounted_returns, gae, get_estimator, whiten
+from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
+from openrlhf.algorithms.kl import get_kl_estimator
+from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings, get_policy_loss
+from openrlhf.algorithms.reduction import Aggregation, sample_weights
+
+VOCABULARY = 3
+
+
+@dataclass(frozen=True)
+class Path:
+    """One trajectory: its action tokens only, each with the row of the history it was sampled after."""
+
+    rows: tuple[int, ...]
+    actions: tuple[int, ...]
+    rewards: tuple[float, ...]
+    """Each turn's on its last token."""
+    luck: float = 1.0
+    """Probability of what the environment did in it."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.rewards)
+
+
+class Task:
+    """All trajectories of a small game, and a policy to play it."""
+
+    def __init__(self, paths: Sequence[Path], *, actions: int, seed: int = 0) -> None:
+        self.paths = paths
+        rows = 1 + max(row for path in paths for row in path.rows)
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(rows, actions, generator=generator, dtype=torch.float64).requires_grad_()
+        assert sum(p.item() for p in self.probabilities()) == pytest.approx(1)
+
+    def logprobs(self, paths: Sequence[Path]) -> Tensor:
+        """The column of log π over the action tokens of these paths."""
+        rows = [row for path in paths for row in path.rows]
+        actions = [action for path in paths for action in path.actions]
+        return self.logits.log_softmax(-1)[rows, actions]
+
+    def probabilities(self) -> list[Tensor]:
+        return [path.luck * self.logprobs([path]).sum().exp() for path in self.paths]
+
+    def gradient_of(self, f: Callable[[Path], float]) -> Tensor:
+        """g[f] = ∇_θ Σ_τ p_θ(τ) f(τ)."""
+        expectation = sum(p * f(path) for p, path in zip(self.probabilities(), self.paths, strict=True))
+        return torch.autograd.grad(expectation, self.logits)[0]
+
+    def policy_gradient(self) -> Tensor:
+        return self.gradient_of(lambda path: path.total)
+
+    def values(self, gamma: float) -> Tensor:
+        """V of each history: what is expected to come, discounted over action tokens."""
+        mass, worth = torch.zeros(2, len(self.logits), dtype=torch.float64)
+        for p, path in zip(self.probabilities(), self.paths, strict=True):
+            to_come = 0.0
+            for row, reward in zip(reversed(path.rows), reversed(path.rewards), strict=True):
+                to_come = reward + gamma * to_come
+                worth[row] += p.item() * to_come
+                mass[row] += p.item()
+        return worth / mass
+
+
+def single_turn() -> Task:
+    """Responses of one or two of three tokens: token 0 ends the response at once. Seven different rewards."""
+    rewards = iter([0.3, -1.0, 2.0, 0.5, 1.0, -0.2, 0.8])
+    paths = [Path((0,), (0,), (next(rewards),))]
+    paths += [Path((0, a), (a, b), (0.0, next(rewards))) for a in (1, 2) for b in range(3)]
+    return Task(paths, actions=3)
+
+
+def two_turns() -> Task:
+    """Two tokens a b, an environment token e that depends on b by chance, one token c; a reward per turn.
+
+    Rows: 0 the prompt, 1–2 after a, 3–10 after a b e. The second turn's reward depends on everything before it.
+    """
+    paths = []
+    for a, b, e, c in itertools.product(range(2), repeat=4):
+        likely = 0.7 if b else 0.4
+        first = (0.5, -1.0, 0.2, 1.5)[2 * a + b]
+        second = math.sin(1 + 8 * a + 4 * b + 2 * e + c)
+        row = 3 + 4 * a + 2 * b + e
+        paths.append(Path((0, 1 + a, row), (a, b, c), (0.0, first, second), luck=likely if e else 1 - likely))
+    return Task(paths, actions=2)
+
+
+def equal_lengths(rewards: Sequence[float]) -> Task:
+    """Responses of exactly two of two tokens; `rewards` of aa, ab, ba, bb."""
+    pairs = itertools.product(range(2), repeat=2)
+    paths = [Path((0, 1 + a), (a, b), (0.0, r)) for (a, b), r in zip(pairs, rewards, strict=True)]
+    return Task(paths, actions=2)
+
+
+TASKS = {"single turn": single_turn, "two turns": two_turns}
+
+Advantages = Callable[[Sequence[Path]], Tensor]
+"""The advantages of a group's action tokens, path after path."""
+
+
+def columns(group: Sequence[Path]) -> tuple[Tensor, list[int], Tensor]:
+    """Rewards, offsets and sequences of a group's action tokens."""
+    sizes = [len(path.actions) for path in group]
+    rewards = torch.tensor([reward for path in group for reward in path.rewards], dtype=torch.float64)
+    sequences = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(sizes))
+    return rewards, [0, *itertools.accumulate(sizes)], sequences
+
+
+def critic_free(name: str, *, gamma: float = 1.0) -> Advantages:
+    """(R_t − b) / s, not whitened."""
+
+    def advantages(group: Sequence[Path]) -> Tensor:
+        rewards, offsets, sequences = columns(group)
+        shaping = get_estimator(name).shape(torch.tensor([path.total for path in group], dtype=torch.float64))
+        returns = discounted_returns(rewards, offsets, gamma=gamma)
+        return (returns - shaping.baseline_G[sequences]) / shaping.scale_G[sequences]
+
+    return advantages
+
+
+def whitened(inner: Advantages, *, divide_by_std: bool = True) -> Advantages:
+    """`inner`, whitened over the action tokens of the group: the group is the round."""
+
+    def advantages(group: Sequence[Path]) -> Tensor:
+        values = inner(group)
+        return whiten(values, Moments.of(values), divide_by_std=divide_by_std)
+
+    return advantages
+
+
+def with_critic(values: Tensor, *, gamma: float, lambd: float) -> Advantages:
+    def advantages(group: Sequence[Path]) -> Tensor:
+        rewards, offsets, _ = columns(group)
+        rows = [row for path in group for row in path.rows]
+        return gae(rewards, values[rows], offsets, gamma=gamma, lambd=lambd).advantages_A
+
+    return advantages
+
+
+def expected_gradient(task: Task, advantages: Advantages, *, n: int, loss: str = "ppo") -> Tensor:
+    """−E[∇L] over all groups of n independent trajectories."""
+    groups = list(itertools.product(task.paths, repeat=n))
+    chances = itertools.product([p.item() for p in task.probabilities()], repeat=n)
+    everyone = [path for group in groups for path in group]
+    logprobs = task.logprobs(everyone)
+    inputs = LossInputs(
+        logprobs, logprobs.detach(), torch.cat([advantages(group) for group in groups]), columns(everyone)[2]
+    )
+    token_loss = get_policy_loss(loss).function(inputs, LossSettings(clip_low=0.2, clip_high=0.2)).loss_A
+    weights = []
+    for group, chance in zip(groups, chances, strict=True):
+        sizes = [len(path.actions) for path in group]
+        for size, weight in zip(sizes, sample_weights(Aggregation.CONSTANT, sizes, constant_length=1), strict=True):
+            weights += [math.prod(chance) * weight] * size
+    total = (torch.tensor(weights, dtype=torch.float64) * token_loss).sum()
+    return -torch.autograd.grad(total, task.logits)[0]
+
+
+def agrees(found: Tensor, expected: Tensor) -> bool:
+    # The comparison means something only where there is a gradient to get wrong.
+    return bool(expected.norm() > 1e-2) and bool((found - expected).norm() < 1e-10)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_leave_one_out_is_unbiased_under_every_loss(task, loss):
+    """rloo: A_t = R_t − b, b the mean total of the other samples.
+
+    b is independent of this sample, so by (*) it drops out. So do the rewards of turns before t, which are part of
+    h_t: E[R_t ∇log π_t] = E[R ∇log π_t], and by (**) the sum over t is g[R]. Rewards per turn with the others' totals
+    as a baseline are unbiased. At ratio 1 all losses have the gradient −A_t ∇log π_t; gspo because each token of a
+    sequence keeps its own advantage.
+    """
+    game = TASKS[task]()
+    found = expected_gradient(game, critic_free("rloo"), n=2, loss=loss)
+    assert agrees(found, game.policy_gradient())
+
+
+def test_leave_one_out_is_unbiased_for_three():
+    game = single_turn()
+    assert agrees(expected_gradient(game, critic_free("rloo"), n=3), game.policy_gradient())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_plain_returns_are_unbiased(task):
+    """reinforce without whitening: A_t = R_t, as above with b = 0; one sample is enough."""
+    game = TASKS[task]()
+    assert agrees(expected_gradient(game, critic_free("reinforce"), n=1), game.policy_gradient())
+
+
+def test_the_second_turn_s_reward_belongs_to_the_first_turn_too():
+    """What the tests of two turns would notice: with each turn credited its own reward alone, the gradient is another,
+    by the terms E[r_2 ∇log π(a, b)]."""
+
+    def own_turn_only(group: Sequence[Path]) -> Tensor:
+        return torch.tensor([r for path in group for r in (path.rewards[1], *path.rewards[1:])], dtype=torch.float64)
+
+    game = two_turns()
+    assert (expected_gradient(game, own_turn_only, n=1) - game.policy_gradient()).norm() > 1e-2
+
+
+@pytest.mark.parametrize(("task", "n"), [("single turn", 2), ("single turn", 3), ("two turns", 2)])
+@pytest.mark.parametrize("name", ["reinforce_baseline", "dr_grpo"])
+def test_a_mean_that_includes_the_sample_scales_the_gradient(task, name, n):
+    """b = mean of all totals = R/n + (n−1)/n · (mean of the others).
+
+    The second part drops out by (*). The first does not: E[R ∇log π_t] = E[R_t ∇log π_t] as above, so the sum over t is
+    g[R] − g[R]/n = (n−1)/n · g[R]. The right direction, a smaller step.
+    """
+    game = TASKS[task]()
+    found = expected_gradient(game, critic_free(name), n=n)
+    assert agrees(found, (n - 1) / n * game.policy_gradient())
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("lambd", [0.0, 0.5, 0.95, 1.0])
+def test_gae_with_the_true_values_is_unbiased_for_every_lambda(task, lambd):
+    """γ = 1. If V is the true value function, E[δ_k | h_k] = 0 for every k, whatever came before; so of the sum
+    A_t = Σ_{k≥t} λ^(k−t) δ_k only E[δ_t | h_t, a_t] = Q(h_t, a_t) − V(h_t) is left, for every λ. V drops out by (*)
+    and Q is the expectation of R_t: g[R]. V at the end of the first turn is that of the next action token's history,
+    the environment's token included.
+    """
+    game = TASKS[task]()
+    found = expected_gradient(game, with_critic(game.values(1.0), gamma=1.0, lambd=lambd), n=1)
+    assert agrees(found, game.policy_gradient())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_gae_with_lambda_one_is_unbiased_whatever_the_critic_says(task):
+    """λ = 1: the values in between cancel, A_t = R_t − V(h_t), and V(h_t) drops out by (*). With λ = 0 they do not:
+    a wrong critic is then believed."""
+    game = TASKS[task]()
+    wrong = torch.linspace(-1, 2, len(game.logits), dtype=torch.float64)
+    found = expected_gradient(game, with_critic(wrong, gamma=1.0, lambd=1.0), n=1)
+    assert agrees(found, game.policy_gradient())
+    believing = expected_gradient(game, with_critic(wrong, gamma=1.0, lambd=0.0), n=1)
+    assert not agrees(believing, game.policy_gradient())
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("lambd", [0.0, 0.7])
+def test_discounted_gae_has_the_gradient_of_discounted_returns(task, lambd):
+    """γ = 0.8, V the true discounted values: as above, E[A_t | h_t, a_t] = Q^γ − V^γ for every λ, which has the same
+    expected gradient as A_t = R_t^γ: Σ_t E[R_t^γ ∇log π_t]. With f_t the discounted return from token t on, that is
+    written down token by token; it is not g of any discounted total, since later tokens are not discounted for being
+    late.
+    """
+    game = TASKS[task]()
+    found = expected_gradient(game, with_critic(game.values(0.8), gamma=0.8, lambd=lambd), n=1)
+    plain = expected_gradient(game, critic_free("reinforce", gamma=0.8), n=1)
+    expected = torch.zeros_like(game.logits)
+    for p, path in zip(game.probabilities(), game.paths, strict=True):
+        for t, (row, action) in enumerate(zip(path.rows, path.actions, strict=True)):
+            to_come = sum(0.8**k * reward for k, reward in enumerate(path.rewards[t:]))
+            # ∇ of a log-softmax: one at the action, less the probabilities of all.
+            expected[row] -= p.detach() * to_come * game.logits[row].softmax(-1).detach()
+            expected[row, action] += p.detach() * to_come
+    assert agrees(plain, expected)
+    assert agrees(found, expected)
+
+
+def test_grpo_of_two_samples_is_the_gradient_of_winning():
+    """n = 2: R_1 − mean = (R_1 − R_2)/2 and the unbiased deviation is |R_1 − R_2|/√2, so A_1 = sign(R_1 − R_2)/√2.
+
+    By (**), the expected gradient is g[f] with f(τ) = (P(R' < R(τ)) − P(R' > R(τ))) / √2: how much oftener τ wins
+    against the policy itself than it loses. How much it wins by does not count. The 1e-9 beside the deviation moves
+    it by 1e-8 at most.
+    """
+    game = single_turn()
+    chances = [p.item() for p in game.probabilities()]
+
+    def wins(path: Path) -> float:
+        outcomes = list(zip(chances, [other.total for other in game.paths], strict=True))
+        won = sum(p for p, total in outcomes if total < path.total)
+        lost = sum(p for p, total in outcomes if total > path.total)
+        return (won - lost) / math.sqrt(2)
+
+    found = expected_gradient(game, critic_free("group_norm"), n=2)
+    expected = game.gradient_of(wins)
+    assert expected.norm() > 1e-2
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
+
+
+def binomial(k: int, n: int, p: float) -> float:
+    return math.comb(n, k) * p**k * (1 - p) ** (n - k)
+
+
+def success_gap(n: int, p: float, right: Callable[[int], float], wrong: Callable[[int], float]) -> float:
+    """E[A | this one is right] − E[A | it is wrong], with A a function of the number k of right samples in the group;
+    of the other n − 1, a binomial number is right."""
+    chances = [binomial(j, n - 1, p) for j in range(n)]
+    return sum(q * (right(j + 1) - wrong(j)) for j, q in enumerate(chances))
+
+
+def test_grpo_of_right_and_wrong_answers_reweighs_the_gradient():
+    """Rewards 0 and 1, k of n right: mean k/n, unbiased variance k(n−k) / (n(n−1)); for 0 < k < n
+
+        A_right = √((n−1)(n−k) / (n k)),   A_wrong = −√((n−1) k / (n (n−k))),   else 0.
+
+    A depends on τ_i through R_i alone, so by (**) the expected gradient is g[f] with f two-valued: f_right for right
+    and f_wrong for wrong answers, each the mean of A over the others. g of a constant is 0, so it is
+    (f_right − f_wrong) · g[R]: the exact direction, times a factor of the success rate p.
+    """
+    n, game = 3, equal_lengths([1.0, 0.0, 0.0, 1.0])
+    p = sum(q.item() * path.total for q, path in zip(game.probabilities(), game.paths, strict=True))
+    factor = success_gap(
+        n,
+        p,
+        right=lambda k: math.sqrt((n - 1) * (n - k) / (n * k)),
+        wrong=lambda k: -math.sqrt((n - 1) * k / (n * (n - k))),
+    )
+    found = expected_gradient(game, critic_free("group_norm"), n=n)
+    torch.testing.assert_close(found, factor * game.policy_gradient(), atol=1e-8, rtol=0)
+    assert game.policy_gradient().norm() > 1e-2
+
+
+def test_whitened_returns_of_right_and_wrong_answers():
+    """reinforce, its round being n responses of equal lengths: the tokens' mean and population variance are k/n and
+    k(n−k)/n², so A_right = √((n−k)/k), A_wrong = −√(k/(n−k)): GRPO's times √(n/(n−1)). The rest as above."""
+    n, game = 3, equal_lengths([1.0, 0.0, 0.0, 1.0])
+    p = sum(q.item() * path.total for q, path in zip(game.probabilities(), game.paths, strict=True))
+    factor = success_gap(
+        n,
+        p,
+        right=lambda k: math.sqrt((n - k) / k),
+        wrong=lambda k: -math.sqrt(k / (n - k)),
+    )
+    found = expected_gradient(game, whitened(critic_free("reinforce")), n=n)
+    assert agrees(found, factor * game.policy_gradient())
+
+
+def test_whitening_by_the_mean_alone_is_a_baseline():
+    """Without the division, and with responses of equal lengths, the tokens' mean is the mean of the totals: the case
+    of the mean that includes the sample, (n−1)/n · g[R]."""
+    game = equal_lengths([0.3, -1.0, 2.0, 0.5])
+    found = expected_gradient(game, whitened(critic_free("reinforce"), divide_by_std=False), n=3)
+    assert agrees(found, 2 / 3 * game.policy_gradient())
+
+
+def test_whitening_over_two_groups():
+    """reinforce_baseline with two prompts of two samples: the shaped rewards are ±d/2 and ±e/2, d = R_1 − R_2 and
+    e = R_3 − R_4; mean 0, population variance (2 d²/4 + 2 e²/4) / 4 = (d² + e²)/8. So A_1 = √2 d / √(d² + e²), and by
+    symmetry and (**) the expected gradient is g[f], f(τ) = √2 E[(R(τ) − R_2) / √((R(τ) − R_2)² + (R_3 − R_4)²)] over
+    the other three; 0/0 = 0."""
+    game = equal_lengths([0.3, -1.0, 2.0, 0.5])
+    chances = [p.item() for p in game.probabilities()]
+    outcomes = list(zip(chances, [path.total for path in game.paths], strict=True))
+
+    def f(path: Path) -> float:
+        result = 0.0
+        for (p, second), (q, third), (r, fourth) in itertools.product(outcomes, repeat=3):
+            d = path.total - second
+            if d:
+                result += p * q * r * math.sqrt(2) * d / math.hypot(d, third - fourth)
+        return result
+
+    shaped = critic_free("reinforce_baseline")
+    two_groups = whitened(lambda round_: torch.cat([shaped(round_[:2]), shaped(round_[2:])]))
+    assert agrees(expected_gradient(game, two_groups, n=4), game.gradient_of(f))
+
+
+@pytest.mark.parametrize(
+    ("name", "divergence"),
+    [
+        ("k1", lambda policy, reference: 0.0 * policy.sum()),
+        ("k2", lambda policy, reference: (policy.exp() * (policy - reference)).sum()),
+        ("k3", lambda policy, reference: (reference.exp() * (reference - policy)).sum()),
+    ],
+)
+def test_what_each_kl_estimate_teaches_as_a_loss(name, divergence):
+    """With d = log π − log q and a ~ π, E[∇k1] = E[∇log π] = 0; E[∇k2] = E[d ∇log π] = ∇KL(π‖q), whose other term is
+    E[∇log π] = 0; E[∇k3] = E[(1 − q/π) ∇log π] = −Σ q ∇log π = ∇KL(q‖π)."""
+    generator = torch.Generator().manual_seed(1)
+    logits, other = torch.randn(2, VOCABULARY, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference = logits.log_softmax(-1), other.log_softmax(-1)
+    expected_loss = (policy.detach().exp() * get_kl_estimator(name)(policy, reference)).sum()
+    (found,) = torch.autograd.grad(expected_loss, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence(policy, reference), logits)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    assert (expected.norm() > 1e-2) == (name != "k1")
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "weight"),
+    [
+        ("tis", 0.0, math.inf, lambda w: w),
+        ("tis", 0.0, 1.1, lambda w: min(w, 1.1)),
+        ("icepop", 0.3, 2.0, lambda w: w if 0.3 <= w <= 2.0 else 0.0),
+    ],
+)
+def test_corrected_gradients_of_another_sampler(name, low, high, weight):
+    """One token a ~ μ, trained at π, w = π/μ. Unbounded, E_μ[w R ∇log π] = E_π[R ∇log π] = g[R]: unbiased. Bounded, it
+    is Σ_a μ(a) weight(w) R(a) ∇log π(a), with ∇log π(a) = (one at a) − π."""
+    generator = torch.Generator().manual_seed(2)
+    logits, sampler = torch.randn(2, VOCABULARY, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    rewards = torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64)
+    policy, rollout = logits.log_softmax(-1), sampler.log_softmax(-1)
+    tokens = torch.arange(VOCABULARY)
+    weights = get_correction(name)(CorrectionInputs(policy, rollout, tokens), low=low, high=high).weights_A
+    loss = get_policy_loss("ppo").function(
+        LossInputs(policy, policy.detach(), rewards, tokens), LossSettings(clip_low=0.2, clip_high=0.2)
+    )
+    (found,) = torch.autograd.grad(-(rollout.exp() * weights * loss.loss_A).sum(), logits, retain_graph=True)
+
+    pi, mu = policy.detach().exp(), rollout.exp()
+    expected = sum(
+        mu[a] * weight(float(pi[a] / mu[a])) * rewards[a] * (torch.eye(VOCABULARY)[a] - pi) for a in range(VOCABULARY)
+    )
+    assert agrees(found, expected)
+    if high == math.inf:
+        assert agrees(found, torch.autograd.grad((policy.exp() * rewards).sum(), logits)[0])
+    else:
+        assert weights.tolist() != pytest.approx((pi / mu).tolist())
