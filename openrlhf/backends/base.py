@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Backend(Protocol):
-    """Owns a module, its optimizer and its schedule."""
+    """Owns a module, its optimizers and their schedule."""
 
     @property
     def module(self) -> nn.Module:

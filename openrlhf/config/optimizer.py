@@ -5,6 +5,22 @@ from typing import Annotated, Literal
 
 from openrlhf.config.fields import Flag
 
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+)
+"""Every schedule of transformers that depends on the step alone."""
+MEASURING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""The others, which follow a loss as it is measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSection:
@@ -29,7 +45,9 @@ class OptimizerSection:
     optim: Annotated[Literal["adam", "muon"], Flag("optimizer")] = "adam"
     muon: MuonSection = field(default=MuonSection())
     adam: AdamSection = field(default=AdamSection())
-    lr_scheduler: Annotated[str, Flag("schedule, by its Hugging Face name", flat="lr_scheduler")] = "cosine_with_min_lr"
+    lr_scheduler: Annotated[
+        str, Flag(f"schedule, by its Hugging Face name: {', '.join(SCHEDULES)}", flat="lr_scheduler")
+    ] = "cosine_with_min_lr"
     lr_warmup_ratio: Annotated[float, Flag("share of the schedule spent warming up", flat="lr_warmup_ratio")] = 0.03
     min_lr_ratio: Annotated[
         float, Flag("final over peak learning rate, for the *_with_min_lr schedules", flat="min_lr_ratio")

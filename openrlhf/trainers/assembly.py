@@ -22,6 +22,7 @@ from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy
+from openrlhf.config.optimizer import OptimizerSection
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import DataError, load_records
@@ -128,6 +129,7 @@ def train(config: RLConfig) -> RunResult:
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
+        backend = _backend(config, policy, rounds=schedule.rounds)
         run_dir = create_run_directory(config)
         logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
@@ -141,7 +143,7 @@ def train(config: RLConfig) -> RunResult:
                     samples_per_prompt=config.samples_per_prompt,
                     sampling_params=_sampling(config, temperature=config.rollout.temperature),
                 ),
-                workers=_workers(config, policy, device=device, rounds=schedule.rounds),
+                workers=_workers(config, policy, backend, device=device),
                 weights=InProcessWeightSync(engine),
                 evaluation=held_out
                 and PromptEvaluation(
@@ -249,7 +251,26 @@ async def _close(reward: RewardSource) -> None:
     await reward.close()
 
 
-def _workers(config: RLConfig, policy: Policy, *, device: torch.device, rounds: int) -> LocalWorkers:
+def _backend(config: RLConfig, policy: Policy, *, rounds: int) -> TorchBackend:
+    steps = rounds * config.train.max_epochs * config.optimizer_steps_per_epoch
+    return TorchBackend(policy, _optimizer(config.actor, total_steps=steps))
+
+
+def _optimizer(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:
+    return OptimizerSettings(
+        lr=section.adam.lr,
+        betas=section.adam.betas,
+        eps=section.adam.eps,
+        weight_decay=section.adam.weight_decay,
+        max_norm=section.max_norm,
+        scheduler=section.lr_scheduler,
+        warmup_ratio=section.lr_warmup_ratio,
+        min_lr_ratio=section.min_lr_ratio,
+        total_steps=total_steps,
+    )
+
+
+def _workers(config: RLConfig, policy: Policy, backend: TorchBackend, *, device: torch.device) -> LocalWorkers:
     dynamic = config.train.dynamic_batch_enable
     low, high = config.actor.clip_range
     settings = PolicySettings(
@@ -266,20 +287,6 @@ def _workers(config: RLConfig, policy: Policy, *, device: torch.device, rounds: 
             samples=config.train.micro_batch_size, tokens=config.train.max_tokens_per_gpu if dynamic else None
         ),
         seed=config.train.seed,
-    )
-    backend = TorchBackend(
-        policy,
-        OptimizerSettings(
-            lr=config.actor.adam.lr,
-            betas=config.actor.adam.betas,
-            eps=config.actor.adam.eps,
-            weight_decay=config.actor.adam.weight_decay,
-            max_norm=config.actor.max_norm,
-            scheduler=config.actor.lr_scheduler,
-            warmup_ratio=config.actor.lr_warmup_ratio,
-            min_lr_ratio=config.actor.min_lr_ratio,
-            total_steps=rounds * settings.steps_per_round,
-        ),
     )
     scoring = MicroBatching(
         samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu if dynamic else None
