@@ -17,7 +17,7 @@ class Backend(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """That of the next optimizer step."""
+        """That of the next optimizer step; of the matrices, where Muon has a rate of its own."""
         ...
 
     def backward(self, loss: Tensor) -> None:

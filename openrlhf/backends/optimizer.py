@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,30 @@ from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW and its schedule."""
+class MuonSettings:
+    """Muon, for the matrices of a module (https://kellerjordan.github.io/posts/muon)."""
 
     lr: float
+    momentum: float = 0.95
+    ns_steps: int = 5
+    """Newton–Schulz iterations."""
+    nesterov: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW, Muon for the matrices if asked for, and the schedule of both."""
+
+    lr: float
+    """Peak of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    """Decoupled; of Muon's matrices too."""
+    muon: MuonSettings | None = None
+    """None: AdamW updates everything."""
     max_norm: float = 1.0
-    """Gradient clip; 0 disables."""
+    """Gradient clip; 0 disables. Hardly matters to Muon, whose steps have the same size whatever the gradient's."""
     scheduler: str = "constant"
     """One of `config.optimizer.SCHEDULES`."""
     warmup_ratio: float = 0.0
@@ -32,6 +48,29 @@ class OptimizerSettings:
 def no_decay(name: str, parameter: nn.Parameter) -> bool:
     """Biases, and everything that is a vector: the weights of every norm, whatever it is called."""
     return parameter.dim() < 2 or name.endswith("bias")
+
+
+def vocabulary_tables(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of embeddings and of output heads, found by identity: a tied one counts, whatever its name.
+
+    Each row belongs to one token (or position) and sees gradients on its own; orthogonalising rows against each other
+    means nothing there.
+    """
+    tables: list[nn.Module | None] = []
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            tables.append(part)
+        for getter in ("get_input_embeddings", "get_output_embeddings"):
+            if hasattr(part, getter):
+                with contextlib.suppress(NotImplementedError):  # a part of a model that has none, a vision tower
+                    tables.append(getattr(part, getter)())
+    return {parameter for table in tables if table is not None for parameter in table.parameters()}
+
+
+def muon_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """What Muon updates: matrices inside the network. One row or column is a vector; stacked experts are no matrix."""
+    matrices = {p for p in module.parameters() if p.dim() == 2 and min(p.shape) > 1}
+    return matrices - vocabulary_tables(module)
 
 
 def adamw_groups(
@@ -47,17 +86,38 @@ def adamw_groups(
 def make_optimizers(
     module: nn.Module, settings: OptimizerSettings, *, stands_for: Mapping[str, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
+    """Muon if asked for, then AdamW for the rest; each only if it has something to update."""
     named = [(name, p) for name, p in module.named_parameters() if name in stands_for]
-    return [
-        torch.optim.AdamW(
-            adamw_groups(named, weight_decay=settings.weight_decay, stands_for=stands_for),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            # One kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
-            fused=True,
+    chosen = muon_parameters(module) if settings.muon else set()
+    matrices = [stands_for[name] for name, p in named if p in chosen]
+    rest = [(name, p) for name, p in named if p not in chosen]
+    optimizers: list[torch.optim.Optimizer] = []
+    if settings.muon and matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices,
+                lr=settings.muon.lr,
+                weight_decay=settings.weight_decay,
+                momentum=settings.muon.momentum,
+                nesterov=settings.muon.nesterov,
+                ns_steps=settings.muon.ns_steps,
+                # Steps of lr·√max(1, rows/columns), for which the usual rate of 0.02 is meant. The alternative,
+                # 0.2·lr·√max(rows, columns), is meant for rates of AdamW.
+                adjust_lr_fn="original",
+            )
         )
-    ]
+    if rest:
+        optimizers.append(
+            torch.optim.AdamW(
+                adamw_groups(rest, weight_decay=settings.weight_decay, stands_for=stands_for),
+                lr=settings.lr,
+                betas=settings.betas,
+                eps=settings.eps,
+                # One kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
+                fused=True,
+            )
+        )
+    return optimizers
 
 
 class ScheduledOptimizers:

@@ -29,7 +29,7 @@ def rate_factor(name: str, *, total_steps: int, warmup_ratio: float, min_lr_rati
     if name.endswith("with_min_lr"):
         specific["min_lr_rate"] = min_lr_ratio
     elif name == "polynomial":
-        specific["lr_end"] = 0.0  # transformers' 1e-7 is no factor, and a tenth of a usual RL rate
+        specific["lr_end"] = 0.0  # transformers' 1e-7 is no factor: a tenth of a usual RL rate, nothing of Muon's
     elif name == "warmup_stable_decay":
         specific["num_decay_steps"] = min(share_of(total_steps, DECAY_SHARE), total_steps - warmup)
     # At a peak of 1 the rate is the factor.

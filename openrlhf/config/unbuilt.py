@@ -55,7 +55,6 @@ RL: tuple[Unbuilt, ...] = (
     ),
     Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt("--actor.optim muon", lambda c: c.actor.optim == "muon", "the muon optimizer", "use adam"),
     Unbuilt(
         "--algo.advantage.is_correction_enable",
         lambda c: c.algo.advantage.is_correction_enable,

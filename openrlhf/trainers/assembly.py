@@ -19,7 +19,7 @@ from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.reduction import Aggregation
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy
 from openrlhf.config.optimizer import OptimizerSection
@@ -257,11 +257,15 @@ def _backend(config: RLConfig, policy: Policy, *, rounds: int) -> TorchBackend:
 
 
 def _optimizer(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:
+    muon = section.muon
     return OptimizerSettings(
         lr=section.adam.lr,
         betas=section.adam.betas,
         eps=section.adam.eps,
         weight_decay=section.adam.weight_decay,
+        muon=MuonSettings(lr=muon.lr, momentum=muon.momentum, ns_steps=muon.ns_steps, nesterov=muon.nesterov)
+        if section.optim == "muon"
+        else None,
         max_norm=section.max_norm,
         scheduler=section.lr_scheduler,
         warmup_ratio=section.lr_warmup_ratio,

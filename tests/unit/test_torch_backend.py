@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 
 
@@ -84,15 +84,16 @@ def test_each_step_moves_by_its_scheduled_rate():
     assert backend.learning_rate == 0.0
 
 
+@pytest.mark.parametrize("muon", [None, MuonSettings(lr=0.02)], ids=["adam", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_continues_bit_for_bit(dtype):
+def test_state_continues_bit_for_bit(dtype, muon):
     def advance(backend: TorchBackend, steps: range) -> None:
         for step in steps:
             loss = (backend.module.weight.float() ** 2).sum() + (backend.module.bias.float() ** 2).sum()
             backend.backward(loss * (step + 1))
             backend.step()
 
-    settings = OptimizerSettings(lr=0.01, scheduler="cosine", total_steps=10)
+    settings = OptimizerSettings(lr=0.01, muon=muon, scheduler="cosine", total_steps=10)
     straight = TorchBackend(linear(dtype), settings)
     advance(straight, range(6))
     first = TorchBackend(linear(dtype), settings)
