@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 
 class Backend(Protocol):
-    """Owns a module, its optimizers and their schedule."""
+    """Owns a module, its optimizers and their schedule, and an average of the weights if one is wanted."""
 
     @property
     def module(self) -> nn.Module:
@@ -26,6 +27,13 @@ class Backend(Protocol):
 
     def step(self) -> float:
         """One optimizer step on the accumulated gradient; returns its norm before clipping."""
+        ...
+
+    def weights_to_save(self) -> AbstractContextManager[None]:
+        """While open, the module holds the weights to export: their average if one is kept, else the live ones.
+
+        Afterwards it holds the live ones, whatever happened.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.averaging import WeightAverage
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
 from openrlhf.backends.schedules import rate_factor
 
@@ -18,7 +20,8 @@ class TorchBackend:
     master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step.
     """
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, module: nn.Module, settings: OptimizerSettings, *, ema_beta: float | None = None) -> None:
+        """`ema_beta`: decay of an average of the weights to be saved in their place; None keeps none."""
         self._module = module
         self._max_norm = settings.max_norm
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -33,6 +36,7 @@ class TorchBackend:
                 min_lr_ratio=settings.min_lr_ratio,
             ),
         )
+        self._average = None if ema_beta is None else WeightAverage(self._masters, beta=ema_beta)
 
     @staticmethod
     def _master_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -64,20 +68,31 @@ class TorchBackend:
         norm = nn.utils.clip_grad_norm_(list(self._masters.values()), self._max_norm or float("inf"))
         self._optimizers.step()
         self._round_into_module()
+        if self._average:
+            self._average.update()
         return float(norm)
+
+    def weights_to_save(self) -> contextlib.AbstractContextManager[None]:
+        return self._average.swapped_into(self._trained) if self._average else contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "parameters": {name: master.detach() for name, master in self._masters.items()},
             "optimizers": self._optimizers.state_dict(),
+            "average": self._average.state_dict() if self._average else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A state that has no average starts one from its weights."""
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["parameters"][name])
         self._round_into_module()
         self._optimizers.load_state_dict(state["optimizers"])
+        if self._average and state["average"]:
+            self._average.load_state_dict(state["average"])
+        elif self._average:
+            self._average.restart()
 
     @torch.no_grad()
     def _round_into_module(self) -> None:

@@ -112,7 +112,6 @@ RL: tuple[Unbuilt, ...] = (
         "partial rollouts",
         "leave it out",
     ),
-    Unbuilt("--train.enable_ema", lambda c: c.train.enable_ema, "averaged weights", "leave it out"),
     Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
     Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
     Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),

@@ -160,7 +160,8 @@ def train(config: RLConfig) -> RunResult:
             )
             evaluation = trainer.fit()
             seen.progress.phase("export")
-            export_policy(policy, tokenizer, model_dir)
+            with backend.weights_to_save():
+                export_policy(policy, tokenizer, model_dir)
             _link(run_dir.model, model_dir)
             seen.progress.note(f"model in {model_dir}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
@@ -253,7 +254,11 @@ async def _close(reward: RewardSource) -> None:
 
 def _backend(config: RLConfig, policy: Policy, *, rounds: int) -> TorchBackend:
     steps = rounds * config.train.max_epochs * config.optimizer_steps_per_epoch
-    return TorchBackend(policy, _optimizer(config.actor, total_steps=steps))
+    return TorchBackend(
+        policy,
+        _optimizer(config.actor, total_steps=steps),
+        ema_beta=config.train.ema_beta if config.train.enable_ema else None,
+    )
 
 
 def _optimizer(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:

@@ -1,4 +1,4 @@
-"""What a real run saves: weights moved by Muon."""
+"""What a real run saves: live or averaged weights, moved by AdamW or by Muon."""
 
 import pytest
 import torch
@@ -35,6 +35,23 @@ def train(cli, tmp_path):
 def weights(folder) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_the_average_is_saved_and_training_does_not_notice(inputs, train):
+    """After two steps with β = ¾ the average is 9/16·θ₀ + 3/16·θ₁ + ¼·θ₂. Along the way from θ₀ to θ₂ that is ¼ of it,
+    and up to 3/16 more, as θ₁ lies between the two."""
+    live_model, live_metrics = train("live", actor__adam__lr=1e-3)
+    averaged_model, averaged_metrics = train(
+        "averaged", actor__adam__lr=1e-3, train__enable_ema=True, train__ema_beta=0.75
+    )
+    assert averaged_metrics == live_metrics
+    start, averaged, live = (
+        torch.cat([p.flatten() for p in weights(folder).values()])
+        for folder in (inputs.model, averaged_model, live_model)
+    )
+    way = live - start
+    assert float(way.norm()) > 0
+    assert 4 / 16 < float((averaged - start) @ way / (way @ way)) < 7 / 16
 
 
 def test_muon_moves_the_matrices_of_the_layers(inputs, train):

@@ -85,25 +85,31 @@ def test_each_step_moves_by_its_scheduled_rate():
 
 
 @pytest.mark.parametrize("muon", [None, MuonSettings(lr=0.02)], ids=["adam", "muon"])
+@pytest.mark.parametrize("ema_beta", [None, 0.9], ids=["live", "ema"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_continues_bit_for_bit(dtype, muon):
+def test_state_continues_bit_for_bit(dtype, ema_beta, muon):
     def advance(backend: TorchBackend, steps: range) -> None:
         for step in steps:
             loss = (backend.module.weight.float() ** 2).sum() + (backend.module.bias.float() ** 2).sum()
             backend.backward(loss * (step + 1))
             backend.step()
 
+    def saved(backend: TorchBackend) -> tuple[torch.Tensor, torch.Tensor]:
+        with backend.weights_to_save():
+            return backend.module.weight.detach().clone(), backend.module.bias.detach().clone()
+
     settings = OptimizerSettings(lr=0.01, muon=muon, scheduler="cosine", total_steps=10)
-    straight = TorchBackend(linear(dtype), settings)
+    straight = TorchBackend(linear(dtype), settings, ema_beta=ema_beta)
     advance(straight, range(6))
-    first = TorchBackend(linear(dtype), settings)
+    first = TorchBackend(linear(dtype), settings, ema_beta=ema_beta)
     advance(first, range(3))
     buffer = io.BytesIO()
     torch.save(first.state_dict(), buffer)
     buffer.seek(0)
-    second = TorchBackend(nn.Linear(4, 3).to(dtype), settings)
+    second = TorchBackend(nn.Linear(4, 3).to(dtype), settings, ema_beta=ema_beta)
     second.load_state_dict(torch.load(buffer, weights_only=True))
     advance(second, range(3, 6))
     assert torch.equal(second.module.weight, straight.module.weight)
     assert torch.equal(second.module.bias, straight.module.bias)
+    assert all(torch.equal(a, b) for a, b in zip(saved(second), saved(straight), strict=True))
     assert second.learning_rate == straight.learning_rate
