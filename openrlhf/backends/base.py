@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 
 class Backend(Protocol):
-    """Owns a module, its optimizer and its schedule."""
+    """Owns a module, its optimizers and their schedule, and an average of the weights if one is wanted."""
 
     @property
     def module(self) -> nn.Module:
@@ -17,7 +18,7 @@ class Backend(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """That of the next optimizer step."""
+        """That of the next optimizer step; of the matrices, where Muon has a rate of its own."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -26,6 +27,13 @@ class Backend(Protocol):
 
     def step(self) -> float:
         """One optimizer step on the accumulated gradient; returns its norm before clipping."""
+        ...
+
+    def weights_to_save(self) -> AbstractContextManager[None]:
+        """While open, the module holds the weights to export: their average if one is kept, else the live ones.
+
+        Afterwards it holds the live ones, whatever happened.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

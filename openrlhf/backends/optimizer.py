@@ -1,28 +1,43 @@
-"""Optimizer and schedule settings, and what they mean for a module's parameters."""
+"""Optimizer settings, which optimizer updates which parameter, and optimizers that step together."""
 
 from __future__ import annotations
 
-import math
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonSettings:
+    """Muon, for the matrices of a module (https://kellerjordan.github.io/posts/muon)."""
+
+    lr: float
+    momentum: float = 0.95
+    ns_steps: int = 5
+    """Newton–Schulz iterations."""
+    nesterov: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW and its schedule."""
+    """AdamW, Muon for the matrices if asked for, and the schedule of both."""
 
     lr: float
+    """Peak of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    """Decoupled; of Muon's matrices too."""
+    muon: MuonSettings | None = None
+    """None: AdamW updates everything."""
     max_norm: float = 1.0
-    """Gradient clip; 0 disables."""
+    """Gradient clip; 0 disables. Hardly matters to Muon, whose steps have the same size whatever the gradient's."""
     scheduler: str = "constant"
-    """A name transformers' `get_scheduler` knows."""
+    """One of `config.optimizer.SCHEDULES`."""
     warmup_ratio: float = 0.0
     min_lr_ratio: float = 0.1
     """Used by the `*_with_min_lr` schedules."""
@@ -31,29 +46,117 @@ class OptimizerSettings:
 
 
 def no_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Biases and norm weights are vectors; only matrices are decayed."""
+    """Biases, and everything that is a vector: the weights of every norm, whatever it is called."""
     return parameter.dim() < 2 or name.endswith("bias")
 
 
-def parameter_groups(
-    named: list[tuple[str, nn.Parameter]], settings: OptimizerSettings, *, stands_for: dict[str, nn.Parameter]
+def vocabulary_tables(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of embeddings and of output heads, found by identity: a tied one counts, whatever its name.
+
+    Each row belongs to one token (or position) and sees gradients on its own; orthogonalising rows against each other
+    means nothing there.
+    """
+    tables: list[nn.Module | None] = []
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            tables.append(part)
+        for getter in ("get_input_embeddings", "get_output_embeddings"):
+            if hasattr(part, getter):
+                with contextlib.suppress(NotImplementedError):  # a part of a model that has none, a vision tower
+                    tables.append(getattr(part, getter)())
+    return {parameter for table in tables if table is not None for parameter in table.parameters()}
+
+
+def muon_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """What Muon updates: matrices inside the network. One row or column is a vector; stacked experts are no matrix."""
+    matrices = {p for p in module.parameters() if p.dim() == 2 and min(p.shape) > 1}
+    return matrices - vocabulary_tables(module)
+
+
+def adamw_groups(
+    named: Sequence[tuple[str, nn.Parameter]], *, weight_decay: float, stands_for: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Two AdamW groups, decayed and not. `stands_for[name]` is the tensor the optimizer updates for a parameter."""
+    """Two groups, decayed and not. `stands_for[name]` is the tensor the optimizer updates for a parameter."""
     decayed = [stands_for[name] for name, p in named if not no_decay(name, p)]
     plain = [stands_for[name] for name, p in named if no_decay(name, p)]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, settings: OptimizerSettings
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """The named schedule over `total_steps`, after ceil(total_steps · warmup_ratio) steps of warm-up."""
-    specific = {"min_lr_rate": settings.min_lr_ratio} if settings.scheduler.endswith("with_min_lr") else None
-    return get_scheduler(
-        settings.scheduler,
-        optimizer,
-        num_warmup_steps=math.ceil(settings.total_steps * settings.warmup_ratio),
-        num_training_steps=settings.total_steps,
-        scheduler_specific_kwargs=specific,
-    )
+def make_optimizers(
+    module: nn.Module, settings: OptimizerSettings, *, stands_for: Mapping[str, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """Muon if asked for, then AdamW for the rest; each only if it has something to update."""
+    named = [(name, p) for name, p in module.named_parameters() if name in stands_for]
+    chosen = muon_parameters(module) if settings.muon else set()
+    matrices = [stands_for[name] for name, p in named if p in chosen]
+    rest = [(name, p) for name, p in named if p not in chosen]
+    optimizers: list[torch.optim.Optimizer] = []
+    if settings.muon and matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices,
+                lr=settings.muon.lr,
+                weight_decay=settings.weight_decay,
+                momentum=settings.muon.momentum,
+                nesterov=settings.muon.nesterov,
+                ns_steps=settings.muon.ns_steps,
+                # Steps of lr·√max(1, rows/columns), for which the usual rate of 0.02 is meant. The alternative,
+                # 0.2·lr·√max(rows, columns), is meant for rates of AdamW.
+                adjust_lr_fn="original",
+            )
+        )
+    if rest:
+        optimizers.append(
+            torch.optim.AdamW(
+                adamw_groups(rest, weight_decay=settings.weight_decay, stands_for=stands_for),
+                lr=settings.lr,
+                betas=settings.betas,
+                eps=settings.eps,
+                # One kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
+                fused=True,
+            )
+        )
+    return optimizers
+
+
+class ScheduledOptimizers:
+    """Optimizers that step together. One schedule scales the learning rate of every group, each from its own peak."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], factor: Callable[[int], float]) -> None:
+        """`factor(n)`: learning rate ÷ peak of the step after n steps."""
+        self._optimizers = optimizers
+        self._factor = factor
+        self._steps = 0
+        for group in self._groups():
+            group["initial_lr"] = group["lr"]
+        self._set_rates()
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step; of the first optimizer, if they differ."""
+        return float(next(self._groups())["lr"])
+
+    def step(self) -> None:
+        """Update, forget the gradients, move on along the schedule."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+        self._set_rates()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._steps = state["steps"]
+        self._set_rates()
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def _set_rates(self) -> None:
+        for group in self._groups():
+            group["lr"] = group["initial_lr"] * self._factor(self._steps)

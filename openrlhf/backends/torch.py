@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.optimizer import OptimizerSettings, make_scheduler, parameter_groups
+from openrlhf.backends.averaging import WeightAverage
+from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
+from openrlhf.backends.schedules import rate_factor
 
 
 class TorchBackend:
-    """AdamW on fp32 master weights, with fp32 gradient accumulation, whatever dtype the module computes in.
+    """fp32 master weights, moments and gradient sums, whatever dtype the module computes in. Implements `Backend`.
 
-    An fp32 module is its own master. For bf16 or fp16 a master copy is kept; each micro-batch's gradient is added
-    to the master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step.
+    An fp32 module is its own master. For bf16 a master copy is kept; each micro-batch's gradient is added to the
+    master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step.
     """
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, module: nn.Module, settings: OptimizerSettings, *, ema_beta: float | None = None) -> None:
+        """`ema_beta`: decay of an average of the weights to be saved in their place; None keeps none."""
         self._module = module
         self._max_norm = settings.max_norm
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._masters = {name: self._master_of(p) for name, p in named}
-        self._shadowed = [(p, self._masters[name]) for name, p in named if self._masters[name] is not p]
-        # One fused kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
-        self._optimizer = torch.optim.AdamW(
-            parameter_groups(named, settings, stands_for=self._masters),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._masters = {name: self._master_of(p) for name, p in self._trained.items()}
+        self._shadowed = [(p, self._masters[name]) for name, p in self._trained.items() if self._masters[name] is not p]
+        self._optimizers = ScheduledOptimizers(
+            make_optimizers(module, settings, stands_for=self._masters),
+            rate_factor(
+                settings.scheduler,
+                total_steps=settings.total_steps,
+                warmup_ratio=settings.warmup_ratio,
+                min_lr_ratio=settings.min_lr_ratio,
+            ),
         )
-        self._scheduler = make_scheduler(self._optimizer, settings)
+        self._average = None if ema_beta is None else WeightAverage(self._masters, beta=ema_beta)
 
     @staticmethod
     def _master_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -53,35 +58,43 @@ class TorchBackend:
 
     @property
     def learning_rate(self) -> float:
-        return float(self._scheduler.get_last_lr()[0])
+        return self._optimizers.learning_rate
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def step(self) -> float:
-        masters = list(self._masters.values())
         # A max norm of infinity measures without clipping.
-        norm = nn.utils.clip_grad_norm_(masters, self._max_norm or float("inf"))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for parameter, master in self._shadowed:
-                parameter.copy_(master)
-        self._scheduler.step()
+        norm = nn.utils.clip_grad_norm_(list(self._masters.values()), self._max_norm or float("inf"))
+        self._optimizers.step()
+        self._round_into_module()
+        if self._average:
+            self._average.update()
         return float(norm)
+
+    def weights_to_save(self) -> contextlib.AbstractContextManager[None]:
+        return self._average.swapped_into(self._trained) if self._average else contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "parameters": {name: master.detach() for name, master in self._masters.items()},
-            "optimizer": self._optimizer.state_dict(),
-            "scheduler": self._scheduler.state_dict(),
+            "optimizers": self._optimizers.state_dict(),
+            "average": self._average.state_dict() if self._average else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A state that has no average starts one from its weights."""
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["parameters"][name])
-            for parameter, master in self._shadowed:
-                parameter.copy_(master)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._scheduler.load_state_dict(state["scheduler"])
+        self._round_into_module()
+        self._optimizers.load_state_dict(state["optimizers"])
+        if self._average and state["average"]:
+            self._average.load_state_dict(state["average"])
+        elif self._average:
+            self._average.restart()
+
+    @torch.no_grad()
+    def _round_into_module(self) -> None:
+        for parameter, master in self._shadowed:
+            parameter.copy_(master)

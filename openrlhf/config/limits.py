@@ -1,9 +1,11 @@
 """Values no run could use, whatever the other flags say. Each rule yields messages that name the flag."""
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config.models import split_commas
+from openrlhf.config.optimizer import MEASURING_SCHEDULES, SCHEDULES
 from openrlhf.config.roots import RLConfig
 from openrlhf.config.schema import value_at
 
@@ -48,7 +50,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "algo.advantage.lambd": (0, 1),
     "algo.advantage.gamma": (0, 1),
     "algo.kl.init_coef": (0, float("inf")),
-    "train.ema_beta": (0, 1),
     "vllm.gpu_memory_utilization": (0.01, 1),
     "vllm.num_engines": (0, float("inf")),
     "eval.temperature": (0, float("inf")),
@@ -66,13 +67,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
 }
 
+OWNERS = ("", "actor.", "critic.")
+"""Whose optimizer it is: the one model of SFT, RM and DPO, or a model of RL."""
+
 OPTIMIZER_RANGES: dict[str, tuple[float, float]] = {
     "adam.lr": (0, float("inf")),
     "adam.eps": (0, float("inf")),
     "adam.weight_decay": (0, float("inf")),
     "muon.lr": (0, float("inf")),
-    "muon.momentum": (0, 1),
-    "muon.ns_steps": (1, float("inf")),
+    "muon.ns_steps": (1, 99),
     "lr_warmup_ratio": (0, 1),
     "min_lr_ratio": (0, 1),
     "max_norm": (0, float("inf")),
@@ -95,8 +98,7 @@ def sizes_are_positive(config: Any) -> Iterator[str]:
 
 
 def numbers_are_in_range(config: Any) -> Iterator[str]:
-    owners = ("", "actor.", "critic.")
-    ranges = RANGES | {owner + name: bounds for owner in owners for name, bounds in OPTIMIZER_RANGES.items()}
+    ranges = RANGES | {owner + name: bounds for owner in OWNERS for name, bounds in OPTIMIZER_RANGES.items()}
     for path, (low, high) in ranges.items():
         value = _lookup(config, path)
         if value is not None and not low <= value <= high:
@@ -104,11 +106,31 @@ def numbers_are_in_range(config: Any) -> Iterator[str]:
             yield f"--{path} {value}: must be {bounds}"
 
 
-def betas_are_below_one(config: Any) -> Iterator[str]:
-    for path in ("adam.betas", "actor.adam.betas", "critic.adam.betas"):
+def averages_forget(config: Any) -> Iterator[str]:
+    """A running average with a decay of 1 never moves."""
+    for owner in OWNERS:
+        path = f"{owner}adam.betas"
         betas = _lookup(config, path)
         if betas and not all(0 <= beta < 1 for beta in betas):
             yield f"--{path} {betas[0]} {betas[1]}: both must be at least 0 and less than 1"
+    for path in ("train.ema_beta", *(f"{owner}muon.momentum" for owner in OWNERS)):
+        decay = _lookup(config, path)
+        if decay is not None and not 0 <= decay < 1:
+            yield f"--{path} {decay}: must be at least 0 and less than 1"
+
+
+def schedules_are_known(config: Any) -> Iterator[str]:
+    for owner in OWNERS:
+        path = f"{owner}lr_scheduler"
+        name = _lookup(config, path)
+        if name is None or name in SCHEDULES:
+            continue
+        if name in MEASURING_SCHEDULES:
+            problem = "follows a loss as it is measured, and a run is planned by steps"
+        else:
+            near = difflib.get_close_matches(name, SCHEDULES, n=1)
+            problem = "is not a schedule" + (f"; did you mean {near[0]}?" if near else "")
+        yield f"--{path} {name} {problem} (choose from {', '.join(SCHEDULES)})"
 
 
 def periods_are_positive_or_off(config: Any) -> Iterator[str]:

@@ -24,7 +24,8 @@ Rule = Callable[[Any], Iterator[str]]
 COMMON_RULES: tuple[Rule, ...] = (
     limits.sizes_are_positive,
     limits.numbers_are_in_range,
-    limits.betas_are_below_one,
+    limits.averages_forget,
+    limits.schedules_are_known,
     limits.periods_are_positive_or_off,
     limits.probabilities_fit_datasets,
 )

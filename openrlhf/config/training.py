@@ -45,5 +45,7 @@ class RLTrainSection(TrainSection):
     partial_rollout_enable: Annotated[
         bool, Flag("async: weights change in the middle of responses", flat="partial_rollout")
     ] = False
-    enable_ema: Annotated[bool, Flag("average the actor's weights and save the average", flat="enable_ema")] = False
-    ema_beta: Annotated[float, Flag("decay of that average", flat="ema_beta")] = 0.992
+    enable_ema: Annotated[
+        bool, Flag("average the actor's weights and save the average; sampling uses the live ones", flat="enable_ema")
+    ] = False
+    ema_beta: Annotated[float, Flag("decay β of that average, per optimizer step", flat="ema_beta")] = 0.992

@@ -55,7 +55,6 @@ RL: tuple[Unbuilt, ...] = (
     ),
     Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt("--actor.optim muon", lambda c: c.actor.optim == "muon", "the muon optimizer", "use adam"),
     Unbuilt(
         "--algo.advantage.is_correction_enable",
         lambda c: c.algo.advantage.is_correction_enable,
@@ -107,7 +106,6 @@ RL: tuple[Unbuilt, ...] = (
         "partial rollouts",
         "leave it out",
     ),
-    Unbuilt("--train.enable_ema", lambda c: c.train.enable_ema, "averaged weights", "leave it out"),
     Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
     Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
     Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),

@@ -19,9 +19,10 @@ from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.reduction import Aggregation
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy
+from openrlhf.config.optimizer import OptimizerSection
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import DataError, load_records
@@ -129,6 +130,7 @@ def train(config: RLConfig) -> RunResult:
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
+        backend = _backend(config, policy, rounds=schedule.rounds)
         run_dir = create_run_directory(config)
         logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
@@ -144,7 +146,7 @@ def train(config: RLConfig) -> RunResult:
                     generate_batch_size=config.generate_batch_size,
                     score_filter=_score_filter(config),
                 ),
-                workers=_workers(config, policy, device=device, rounds=schedule.rounds),
+                workers=_workers(config, policy, backend, device=device),
                 weights=InProcessWeightSync(engine),
                 evaluation=held_out
                 and PromptEvaluation(
@@ -162,7 +164,8 @@ def train(config: RLConfig) -> RunResult:
             )
             evaluation = trainer.fit()
             seen.progress.phase("export")
-            export_policy(policy, tokenizer, model_dir)
+            with backend.weights_to_save():
+                export_policy(policy, tokenizer, model_dir)
             _link(run_dir.model, model_dir)
             seen.progress.note(f"model in {model_dir}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
@@ -253,7 +256,34 @@ async def _close(reward: RewardSource) -> None:
     await reward.close()
 
 
-def _workers(config: RLConfig, policy: Policy, *, device: torch.device, rounds: int) -> LocalWorkers:
+def _backend(config: RLConfig, policy: Policy, *, rounds: int) -> TorchBackend:
+    steps = rounds * config.train.max_epochs * config.optimizer_steps_per_epoch
+    return TorchBackend(
+        policy,
+        _optimizer(config.actor, total_steps=steps),
+        ema_beta=config.train.ema_beta if config.train.enable_ema else None,
+    )
+
+
+def _optimizer(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:
+    muon = section.muon
+    return OptimizerSettings(
+        lr=section.adam.lr,
+        betas=section.adam.betas,
+        eps=section.adam.eps,
+        weight_decay=section.adam.weight_decay,
+        muon=MuonSettings(lr=muon.lr, momentum=muon.momentum, ns_steps=muon.ns_steps, nesterov=muon.nesterov)
+        if section.optim == "muon"
+        else None,
+        max_norm=section.max_norm,
+        scheduler=section.lr_scheduler,
+        warmup_ratio=section.lr_warmup_ratio,
+        min_lr_ratio=section.min_lr_ratio,
+        total_steps=total_steps,
+    )
+
+
+def _workers(config: RLConfig, policy: Policy, backend: TorchBackend, *, device: torch.device) -> LocalWorkers:
     dynamic = config.train.dynamic_batch_enable
     low, high = config.actor.clip_range
     settings = PolicySettings(
@@ -270,20 +300,6 @@ def _workers(config: RLConfig, policy: Policy, *, device: torch.device, rounds: 
             samples=config.train.micro_batch_size, tokens=config.train.max_tokens_per_gpu if dynamic else None
         ),
         seed=config.train.seed,
-    )
-    backend = TorchBackend(
-        policy,
-        OptimizerSettings(
-            lr=config.actor.adam.lr,
-            betas=config.actor.adam.betas,
-            eps=config.actor.adam.eps,
-            weight_decay=config.actor.adam.weight_decay,
-            max_norm=config.actor.max_norm,
-            scheduler=config.actor.lr_scheduler,
-            warmup_ratio=config.actor.lr_warmup_ratio,
-            min_lr_ratio=config.actor.min_lr_ratio,
-            total_steps=rounds * settings.steps_per_round,
-        ),
     )
     scoring = MicroBatching(
         samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu if dynamic else None

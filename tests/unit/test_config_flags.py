@@ -50,6 +50,9 @@ ADDED = {
 # A value that differs from the default, where the usual one (below) is not allowed.
 SAMPLES = {
     "ckpt.max_num": ["5"],
+    "lr_scheduler": ["linear"],
+    "actor.lr_scheduler": ["linear"],
+    "critic.lr_scheduler": ["linear"],
     "actor.dual_clip": ["1.5"],
     "data.dataset_probs": ["1.0"],
     "data.prompt_probs": ["1.0"],

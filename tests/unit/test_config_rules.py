@@ -3,6 +3,7 @@
 import pytest
 
 from openrlhf.config import ROOTS, ConfigError, limits, parse, require_runnable, rules
+from openrlhf.config.optimizer import MEASURING_SCHEDULES, SCHEDULES
 from openrlhf.config.schema import flags_of
 
 RUNNABLE = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator rloo --init_kl_coef 0"
@@ -20,8 +21,14 @@ CASES = [
     ("numbers_are_in_range", "train_sft", "--lr_warmup_ratio 2", ["--lr_warmup_ratio 2"], "--lr_warmup_ratio 1"),
     ("numbers_are_in_range", "train_sft", "--zero_stage 4", ["--ds.zero_stage 4", "from 0 to 3"], "--zero_stage 3"),
     ("numbers_are_in_range", "serve_rm", "--port 70000", ["--port 70000"], "--port 80"),
-    ("betas_are_below_one", "train_dpo", "--adam_betas 0.9 1", ["--adam.betas 0.9 1.0"], "--adam_betas 0 0.99"),
-    ("betas_are_below_one", "train_ppo_ray", "--critic.adam.betas -1 0", ["--critic.adam.betas"], ""),
+    ("averages_forget", "train_dpo", "--adam_betas 0.9 1", ["--adam.betas 0.9 1.0"], "--adam_betas 0 0.99"),
+    ("averages_forget", "train_ppo_ray", "--critic.adam.betas -1 0", ["--critic.adam.betas"], ""),
+    ("averages_forget", "train_ppo_ray", "--ema_beta 1", ["--train.ema_beta 1.0", "less than 1"], "--ema_beta 0"),
+    ("averages_forget", "train_rm", "--muon.momentum 1", ["--muon.momentum 1.0"], "--muon.momentum 0.9"),
+    ("numbers_are_in_range", "train_ppo_ray", "--actor.muon.ns_steps 100", ["--actor.muon.ns_steps 100", "from 1 to 99"], "--actor.muon.ns_steps 6"),
+    ("schedules_are_known", "train_ppo_ray", "--actor.lr_scheduler cosin", ["--actor.lr_scheduler cosin is not a schedule; did you mean cosine?", "inverse_sqrt"], "--actor.lr_scheduler cosine"),
+    ("schedules_are_known", "train_sft", "--lr_scheduler xyz", ["--lr_scheduler xyz is not a schedule (choose from constant,"], "--lr_scheduler polynomial"),
+    ("schedules_are_known", "train_ppo_ray", "--critic.lr_scheduler greedy", ["--critic.lr_scheduler greedy follows a loss"], "--critic.lr_scheduler linear"),
     ("periods_are_positive_or_off", "train_rm", "--eval.steps 0", ["--eval.steps 0", "-1"], "--eval.steps -1"),
     ("probabilities_fit_datasets", "train_sft", "--dataset a,b --dataset_probs 1", ["--data.dataset_probs", "--data.dataset:"], "--dataset a,b --dataset_probs 0.5,0.5"),
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a,b --prompt_data_probs 0.5,0.6", ["--data.prompt_probs", "1.1"], "--prompt_data a,b --prompt_data_probs 0.3,0.7"),
@@ -77,6 +84,12 @@ def test_every_rule_is_tested():
 def test_every_limit_is_on_a_flag_that_exists():
     known = {path for command in ROOTS for path in flags_of(command)}
     assert known >= {*limits.POSITIVE, *limits.RANGES, *limits.OPTIMIZER_RANGES}
+
+
+def test_every_schedule_of_transformers_is_offered_or_refused_by_name():
+    from transformers import SchedulerType
+
+    assert {kind.value for kind in SchedulerType} == {*SCHEDULES, *MEASURING_SCHEDULES}
 
 
 def test_all_problems_are_reported_at_once():

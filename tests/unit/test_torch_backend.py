@@ -1,12 +1,13 @@
-"""Plain torch training: fp32 masters, gradients that add up, clipping, schedules, state."""
+"""Plain torch training: fp32 masters, gradients that add up, clipping, the schedule at work, state."""
 
+import io
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 
 
@@ -67,46 +68,48 @@ def test_weight_decay_spares_vectors():
     assert torch.equal(module.bias, bias)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        # 10 steps, warm-up ceil(10·0.2) = 2: the rate *before* each of steps 1, 2, 3, 7 and after the last.
-        ("constant", [1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("constant_with_warmup", [0.0, 0.5, 1.0, 1.0, 1.0]),
-        ("linear", [0.0, 0.5, 1.0, 0.5, 0.0]),
-        ("cosine_with_min_lr", [0.0, 0.5, 1.0, 0.55, 0.1]),
-    ],
-)
-def test_schedules_by_hand(name, expected):
-    """linear falls 1 → 0 over 8 steps, half-way after 4; cosine to 0.1 is 0.1 + 0.9·½(1 + cos π·½) = 0.55 there."""
+def test_each_step_moves_by_its_scheduled_rate():
+    """Under a constant gradient g Adam's update is lr·g/|g|, so weights move by exactly the rates, here of `linear`
+    with 2 of 5 steps of warm-up: 0, ½, 1, ⅔, ⅓."""
     module = linear()
-    settings = OptimizerSettings(lr=1.0, scheduler=name, warmup_ratio=0.2, min_lr_ratio=0.1, total_steps=10)
-    backend = TorchBackend(module, settings)
-    rates = []
-    for _ in range(10):
-        rates.append(backend.learning_rate)
-        backend.backward(module.weight.sum() * 0)
+    backend = TorchBackend(
+        module, OptimizerSettings(lr=0.1, max_norm=0, scheduler="linear", warmup_ratio=0.4, total_steps=5)
+    )
+    for factor in (0.0, 1 / 2, 1.0, 2 / 3, 1 / 3):
+        before = module.bias.detach().clone()
+        assert backend.learning_rate == pytest.approx(0.1 * factor)
+        backend.backward(module.bias.sum())
         backend.step()
-    rates.append(backend.learning_rate)
-    assert [rates[i] for i in (0, 1, 2, 6, 10)] == pytest.approx(expected, abs=1e-6)
+        assert torch.allclose(before - module.bias, torch.full((3,), 0.1 * factor), atol=1e-6)
+    assert backend.learning_rate == 0.0
 
 
+@pytest.mark.parametrize("muon", [None, MuonSettings(lr=0.02)], ids=["adam", "muon"])
+@pytest.mark.parametrize("ema_beta", [None, 0.9], ids=["live", "ema"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_continues_bit_for_bit(dtype):
-    def advance(backend: TorchBackend, steps: int) -> None:
-        for step in range(steps):
-            backend.backward((backend.module.weight.float() ** 2).sum() * (step + 1))
+def test_state_continues_bit_for_bit(dtype, ema_beta, muon):
+    def advance(backend: TorchBackend, steps: range) -> None:
+        for step in steps:
+            loss = (backend.module.weight.float() ** 2).sum() + (backend.module.bias.float() ** 2).sum()
+            backend.backward(loss * (step + 1))
             backend.step()
 
-    settings = OptimizerSettings(lr=0.01, scheduler="cosine", total_steps=10)
-    straight = TorchBackend(linear(dtype), settings)
-    advance(straight, 6)
-    first = TorchBackend(linear(dtype), settings)
-    advance(first, 3)
-    second = TorchBackend(nn.Linear(4, 3).to(dtype), settings)
-    second.load_state_dict(first.state_dict())
-    for step in range(3, 6):
-        second.backward((second.module.weight.float() ** 2).sum() * (step + 1))
-        second.step()
+    def saved(backend: TorchBackend) -> tuple[torch.Tensor, torch.Tensor]:
+        with backend.weights_to_save():
+            return backend.module.weight.detach().clone(), backend.module.bias.detach().clone()
+
+    settings = OptimizerSettings(lr=0.01, muon=muon, scheduler="cosine", total_steps=10)
+    straight = TorchBackend(linear(dtype), settings, ema_beta=ema_beta)
+    advance(straight, range(6))
+    first = TorchBackend(linear(dtype), settings, ema_beta=ema_beta)
+    advance(first, range(3))
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = TorchBackend(nn.Linear(4, 3).to(dtype), settings, ema_beta=ema_beta)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    advance(second, range(3, 6))
     assert torch.equal(second.module.weight, straight.module.weight)
+    assert torch.equal(second.module.bias, straight.module.bias)
+    assert all(torch.equal(a, b) for a, b in zip(saved(second), saved(straight), strict=True))
     assert second.learning_rate == straight.learning_rate
