@@ -13,16 +13,6 @@ from transformers.utils import logging as transformers_logging
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine
 
-_RANDOM_FIELDS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "embd_pdrop",
-    "embedding_dropout",
-    "hidden_dropout",
-    "resid_pdrop",
-    "residual_dropout",
-    "router_jitter_noise",
-)
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "merges.txt")
 
 
@@ -144,9 +134,10 @@ def _switch_dropout_off(config: Any) -> dict[str, float]:
     Old and new log-probs must come from the same function of the weights.
     """
     changed = {}
-    for name in _RANDOM_FIELDS:
-        value = getattr(config, name, None)
-        if isinstance(value, float) and value > 0:
+    for name, value in list(vars(config).items()):
+        # attention_dropout, resid_pdrop, layerdrop, …: families agree on no name.
+        random = "drop" in name or name == "router_jitter_noise"
+        if random and isinstance(value, float) and value > 0:
             changed[name] = value
             setattr(config, name, 0.0)
     return changed
