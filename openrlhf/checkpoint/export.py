@@ -1,18 +1,26 @@
-"""Writing a policy as a Hugging Face folder that anyone's `from_pretrained` loads."""
+"""Writing a model as a Hugging Face folder that anyone's `from_pretrained` loads."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
 
 from openrlhf.models.policy import Policy
+from openrlhf.models.value import Normalisation, ValueModel
 
 
 def export_policy(
@@ -28,15 +36,44 @@ def export_policy(
     there the model's files are replaced one by one, and other files stay. `state_dict` stands in for the policy's own
     weights (names of `policy.model`), for backends that shard.
     """
-    target = Path(directory)
+    with _draft_of(Path(directory)) as draft:
+        _write(policy, tokenizer, draft, state_dict)
+    return Path(directory)
+
+
+def export_value_model(
+    model: ValueModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: str | os.PathLike[str],
+    *,
+    statistics: Normalisation | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write a critic or reward model as its family's sequence classifier with one label; returns the directory.
+
+    `AutoModelForSequenceClassification` loads it with its head (and reads the score at the last token that is not the
+    configuration's padding token; ours is the last token), and so does `load_value_model`. A family without such a
+    class is written as its bare body with the head beside it, for `load_value_model`. The head's name is stored as
+    `value_head_prefix`, `statistics` (default: the model's own normalisation) as `mean` and `std`. `state_dict` stands
+    in for the model's own weights (names of `model`). The rest as in `export_policy`.
+    """
+    with _draft_of(Path(directory)) as draft:
+        _write_value_model(model, draft, statistics or model.normalisation, state_dict)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+    return Path(directory)
+
+
+@contextlib.contextmanager
+def _draft_of(target: Path) -> Iterator[Path]:
+    """A folder beside `target`, to be filled; moved there if nothing goes wrong, gone in any case."""
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        _write(policy, tokenizer, draft, state_dict)
+        yield draft
         _move_in(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return target
 
 
 def _write(
@@ -46,14 +83,56 @@ def _write(
     state_dict: Mapping[str, Tensor] | None,
 ) -> None:
     policy.model.save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
-    # The running configuration carries our attention's name and the values that loading replaced; the file must not.
-    config = copy.deepcopy(policy.model.config)
-    for name, value in policy.config_changes.items():
-        setattr(config.get_text_config(), name, value)
-    config._attn_implementation = None
-    config.save_pretrained(folder)
+    _users_config(policy.model.config, policy.config_changes).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _users_config(running: Any, changes: Mapping[str, float]) -> Any:
+    """The running configuration without our attention's name and with the values that loading replaced."""
+    config = copy.deepcopy(running)
+    for name, value in changes.items():
+        setattr(config.get_text_config(), name, value)
+    config._attn_implementation = None
+    return config
+
+
+def _write_value_model(
+    model: ValueModel, folder: Path, statistics: Normalisation | None, state_dict: Mapping[str, Tensor] | None
+) -> None:
+    weights = model.state_dict() if state_dict is None else state_dict
+    head = weights["head.weight"]
+    body = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
+
+    config = _users_config(model.model.config, model.config_changes)
+    config.num_labels = 1
+    config.value_head_prefix = model.head_prefix
+    if statistics is not None:
+        config.mean, config.std = statistics
+
+    writer, names = model.model, {model.head_prefix}
+    if classifier := _classifier(config, dtype=model.model.dtype):
+        place = f"{classifier.base_model_prefix}."
+        named = {f"{place}{name}": tensor for name, tensor in body.items()}
+        heads = set(classifier.state_dict()) - set(named)
+        # What is neither body nor one plain matrix would be left random in the file, and change every score.
+        if len(heads) == 1 and classifier.get_parameter(*heads).shape == head.shape:
+            writer, body = classifier, named
+            names.add(next(iter(heads)).removesuffix(".weight"))
+    # Under both names where they differ: the family's for its class, the given one for who was told it.
+    body |= {f"{name}.weight": head.detach().clone() for name in names}
+    writer.save_pretrained(folder, state_dict=body)
+    config.architectures = [type(writer).__name__]
+    config.dtype = writer.dtype
+    config.save_pretrained(folder)
+
+
+def _classifier(config: Any, *, dtype: torch.dtype) -> Any | None:
+    """The family's sequence classifier without storage, for its names; None where transformers has none."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return None
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype)
 
 
 def _move_in(draft: Path, target: Path) -> None:

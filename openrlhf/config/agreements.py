@@ -80,6 +80,20 @@ def reward_weights_match(config: RLConfig) -> Iterator[str]:
         yield f"--reward.weights has {len(weights)} values for {count} rewards: give one for each"
 
 
+def normalisation_needs_a_reward_model(config: RLConfig) -> Iterator[str]:
+    remedies = {
+        "function": "normalise in your reward_func",
+        "http": "give the flag to the server (serve_rm takes it)",
+        "agent": "normalise in your agent",
+    }
+    if config.reward.normalize_enable and config.reward_source in remedies:
+        used = "--train.agent_func_path" if config.reward_source == "agent" else "--reward.remote_url"
+        yield (
+            "--reward.normalize_enable uses the statistics stored in a reward model, but this run's rewards come from "
+            f"{used}: leave it out and {remedies[config.reward_source]}"
+        )
+
+
 def async_modes_agree(config: RLConfig) -> Iterator[str]:
     train = config.train
     if train.partial_rollout_enable and not train.async_enable:

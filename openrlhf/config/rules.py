@@ -45,6 +45,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         agreements.vision_has_no_critic,
         agreements.one_kind_of_reward,
         agreements.reward_weights_match,
+        agreements.normalisation_needs_a_reward_model,
         agreements.async_modes_agree,
         agreements.groups_have_workers,
         agreements.shared_devices_agree,

@@ -73,7 +73,6 @@ RL: tuple[Unbuilt, ...] = (
         "the truncation penalty",
         "leave it out",
     ),
-    Unbuilt("--reward.normalize_enable", lambda c: c.reward.normalize_enable, "reward normalisation", "leave it out"),
     Unbuilt("--reward.weights", lambda c: c.reward.weights is not None, "several rewards", "weigh in your reward_func"),
     Unbuilt(
         "--reward.remote_url",
@@ -83,9 +82,15 @@ RL: tuple[Unbuilt, ...] = (
     ),
     Unbuilt(
         "--reward.model_name_or_path",
-        lambda c: c.reward_source == "model",
-        "reward models",
-        "give --reward.remote_url a .py file with reward_func",
+        lambda c: c.reward_source == "model" and len(c.reward.model_paths) > 1,
+        "several reward models",
+        "name one, or combine them in a reward_func file (--reward.remote_url)",
+    ),
+    Unbuilt(
+        "--reward.offload",
+        lambda c: c.reward_source == "model" and c.reward.offload,
+        "a reward model that waits in CPU memory",
+        "leave it out",
     ),
     Unbuilt(
         "--train.agent_func_path",

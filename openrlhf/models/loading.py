@@ -1,28 +1,27 @@
-"""Loading a Hugging Face folder into a policy and its tokenizer."""
+"""Loading a Hugging Face folder into a policy, a model with a scalar head, or a tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from openrlhf.models.heads import read_tensor, scalar_heads
 from openrlhf.models.policy import Policy
-from openrlhf.models.support import UnsupportedModelError, examine
+from openrlhf.models.support import UnsupportedModelError, examine, examine_body
+from openrlhf.models.value import Normalisation, ScalarHead, ValueModel
 
-_RANDOM_FIELDS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "embd_pdrop",
-    "embedding_dropout",
-    "hidden_dropout",
-    "resid_pdrop",
-    "residual_dropout",
-    "router_jitter_noise",
-)
+logger = logging.getLogger(__name__)
+
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "merges.txt")
 
 
@@ -74,6 +73,72 @@ def load_policy(
         model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
     policy = Policy(model, packed=support.packed, transform=support.transform, config_changes=changed)
     return policy.train()
+
+
+def load_value_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    head_prefix: str = "score",
+    fresh_head: bool | None = None,
+    normalise: bool = False,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    gradient_checkpointing: bool = False,
+    gradient_checkpointing_reentrant: bool = False,
+    flag: str = "--reward.model_name_or_path",
+) -> ValueModel:
+    """The body of the model at `path` with a scalar head, in training mode, its dropout off.
+
+    `fresh_head`: False: the head must be there; True: it is not looked for; None: kept where there is one, and fresh on
+    a language model. A fresh one is N(0, 1 / (hidden + 1)²), from `seed`. The head is called `head_prefix` unless the
+    model's config.json has a `value_head_prefix`. `normalise` takes `mean` and `std` from there. The rest as in
+    `load_policy`.
+    """
+    check_model_path(path, flag=flag)
+    config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
+    normalisation = _normalisation(config, what=f"{flag} {path}") if normalise else None
+    head_prefix = getattr(config, "value_head_prefix", None) or head_prefix
+    # Before the weights of the body, which take minutes: what is wrong with the head is found at once.
+    weight = None if fresh_head else _stored_head(path, config, head_prefix, required=fresh_head is False, flag=flag)
+    changed = _switch_dropout_off(config.get_text_config())
+    native = attn_implementation if attn_implementation in ("eager", "sdpa") else None
+    with _no_load_report():
+        body, found = _load(
+            AutoModel,
+            path,
+            flag=flag,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=native,
+            output_loading_info=True,
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise ModelLoadError(
+            f"{flag} {path}: its files lack {len(missing)} tensors of a {type(body).__name__}, such as {missing[0]}. "
+            "They were written by another class: name the folder that this family's save_pretrained wrote."
+        )
+    if weight is None:
+        logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
+        weight = _fresh_head(config.get_text_config().hidden_size, seed=seed)
+    head = ScalarHead(weight.shape[1])
+    head.weight.data = weight
+    head, body = head.to(dtype=dtype, device=device), body.to(device)
+    reason = examine_body(body, native_attention=body.config._attn_implementation)
+    if gradient_checkpointing:
+        body.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
+    model = ValueModel(
+        body,
+        head,
+        head_prefix=head_prefix,
+        packed=not reason,
+        normalisation=normalisation,
+        config_changes=changed,
+    )
+    return model.train()
 
 
 def load_tokenizer(
@@ -138,15 +203,74 @@ def _load(loader: Any, path: str | os.PathLike[str], *, flag: str, **kwargs: Any
         raise ModelLoadError(f"{flag} {path}: cannot load the {what}: {error}") from error
 
 
+def _stored_head(path: str | os.PathLike[str], config: Any, prefix: str, *, required: bool, flag: str) -> Tensor | None:
+    """The weight [1, D] of the head that the files at `path` hold; None for a language model, unless `required`."""
+    weight = read_tensor(path, f"{prefix}.weight")
+    if weight is not None:
+        if weight.dim() != 2 or weight.shape[0] != 1:
+            raise ModelLoadError(
+                f"{flag} {path}: its head {prefix}.weight has shape {list(weight.shape)}, num_labels "
+                f"{weight.shape[0]}. A value or reward is one number: name a model with num_labels 1."
+            )
+        if read_tensor(path, f"{prefix}.bias") is not None:
+            raise ModelLoadError(f"{flag} {path}: its head {prefix} has a bias. Name a model whose head has none.")
+        return weight
+    stored = getattr(config, "value_head_prefix", None)
+    classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    if not (stored or classifier or required):
+        return None
+    where = "value_head_prefix in its config.json" if stored else "--ds.value_head_prefix"
+    found = scalar_heads(path)
+    remedy = (
+        f"Scalar heads in its files: {', '.join(found)}. Set {where} to the right one."
+        if found
+        else "Its files have no scalar head at all: name a reward model, such as train_rm writes."
+    )
+    raise ModelLoadError(f"{flag} {path}: there is no {prefix}.weight, the head that {where} names. {remedy}")
+
+
+def _fresh_head(hidden_size: int, *, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+
+
+def _normalisation(config: Any, *, what: str) -> Normalisation:
+    mean, std = (getattr(config, name, None) for name in ("mean", "std"))
+    for name, value in (("mean", mean), ("std", std)):
+        if not isinstance(value, int | float) or not math.isfinite(value) or (name == "std" and value <= 0):
+            raise ModelLoadError(
+                f"{what}: --reward.normalize_enable needs the mean and the std (> 0) of the model's rewards in its "
+                f"config.json, and {name} there is {'missing' if value is None else repr(value)}. train_rm writes "
+                "both; add them yourself for a model from elsewhere, or leave the flag out."
+            )
+    return Normalisation(float(mean), float(std))
+
+
+@contextlib.contextmanager
+def _no_load_report() -> Iterator[None]:
+    """A body leaves heads behind on purpose; transformers prints a table about it."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter = logging.getLogger("transformers.modeling_utils")
+    reporter.addFilter(other)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(other)
+
+
 def _switch_dropout_off(config: Any) -> dict[str, float]:
     """Set every source of randomness in the forward to 0; returns what it was, for the export to write back.
 
     Old and new log-probs must come from the same function of the weights.
     """
     changed = {}
-    for name in _RANDOM_FIELDS:
-        value = getattr(config, name, None)
-        if isinstance(value, float) and value > 0:
+    for name, value in list(vars(config).items()):
+        # attention_dropout, resid_pdrop, layerdrop, …: families agree on no name.
+        random = "drop" in name or name == "router_jitter_noise"
+        if random and isinstance(value, float) and value > 0:
             changed[name] = value
             setattr(config, name, 0.0)
     return changed

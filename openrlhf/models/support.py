@@ -48,21 +48,30 @@ class Support:
 
 
 def examine(model: Any, *, native_attention: str) -> Support:
-    """Decide how to run `model`, and leave its attention implementation set accordingly.
+    """Decide how to run a causal language model, and leave its attention implementation set accordingly.
 
     Warns once when the model has to run one sequence at a time; raises `UnsupportedModelError` when even that would not
     give its log-probs.
     """
-    config = model.config.get_text_config()
-    transform = logit_transform(config)
-    reason = _inexpressible(config)
-    if _is_sharded(model):
-        if not reason and config.model_type not in _SEEN_PACKED:
-            reason = "its weights are sharded while loading, so the packed forward could not be compared with its own"
-    else:
-        reason = reason or _probe_packing(model, native_attention=native_attention)
+    transform = logit_transform(model.config.get_text_config())
+    if not _is_sharded(model):
         model.set_attn_implementation(native_attention)
         _probe_head(model, transform)
+    reason = examine_body(model, native_attention=native_attention)
+    return Support(packed=not reason, reason=reason, transform=transform)
+
+
+def examine_body(model: Any, *, native_attention: str) -> str:
+    """Why the model's body cannot be packed; empty if it can. Leaves its attention implementation set accordingly.
+
+    Asks nothing of a head. Warns when the model has to run one sequence at a time.
+    """
+    config = model.config.get_text_config()
+    reason = _inexpressible(config)
+    if not _is_sharded(model):
+        reason = reason or _probe_packing(model, native_attention=native_attention)
+    elif not reason and config.model_type not in _SEEN_PACKED:
+        reason = "its weights are sharded while loading, so the packed forward could not be compared with its own"
     if reason:
         logger.warning(
             "%s models run one sequence at a time, without packing: %s. Training is right but slower.",
@@ -70,7 +79,7 @@ def examine(model: Any, *, native_attention: str) -> Support:
             reason,
         )
     model.set_attn_implementation(native_attention if reason else ATTENTION)
-    return Support(packed=not reason, reason=reason, transform=transform)
+    return reason
 
 
 def logit_transform(config: Any) -> LogitTransform:

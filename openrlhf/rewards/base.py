@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from openrlhf.types import Group
 
 
@@ -19,10 +21,15 @@ class RewardRequest:
     labels: tuple[object, ...]
     name: str
     """How errors call it, e.g. `record 4 of train.jsonl`."""
+    token_ids: tuple[Tensor, ...] = ()
+    """What the policy read and wrote, int64 [T] each: the same samples as `queries`, before they were text. Empty when
+    there is only text."""
 
     def __post_init__(self) -> None:
         if not len(self.queries) == len(self.prompts) == len(self.labels) > 0:
             raise ValueError("queries, prompts and labels must have equal, positive lengths")
+        if len(self.token_ids) not in (0, len(self.queries)):
+            raise ValueError(f"{len(self.token_ids)} token sequences for {len(self.queries)} queries")
 
     @staticmethod
     def of(group: Group) -> RewardRequest:
@@ -33,6 +40,8 @@ class RewardRequest:
             prompts=tuple(group.prompt.text for _ in finished),
             labels=tuple(group.prompt.label for _ in finished),
             name=group.prompt.where or f"prompt {group.prompt.ordinal}",
+            # The last segment is the history that the last answer was given to; earlier ones were rewritten.
+            token_ids=tuple(t.segments[-1].token_ids for t in finished),
         )
 
 

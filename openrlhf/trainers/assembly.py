@@ -30,7 +30,13 @@ from openrlhf.learners.local import LocalWorkers
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import PolicyLearner, PolicySettings
 from openrlhf.learners.scorer import Scorer
-from openrlhf.models.loading import ModelLoadError, load_policy, load_tokenizer, silence_progress_bars
+from openrlhf.models.loading import (
+    ModelLoadError,
+    load_policy,
+    load_tokenizer,
+    load_value_model,
+    silence_progress_bars,
+)
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import JsonlLogger
 from openrlhf.observability.progress import Progress
@@ -39,6 +45,7 @@ from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.rewards.base import RewardError, RewardSource
 from openrlhf.rewards.function_file import FunctionFileReward
+from openrlhf.rewards.model import RewardModelSource
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
@@ -112,7 +119,7 @@ def train(config: RLConfig) -> RunResult:
     )
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
-    with asyncio.Runner() as loop, _started(_reward(config), loop) as reward:
+    with asyncio.Runner() as loop, _started(_reward(config, tokenizer, device), loop) as reward:
         policy = _policy(config, device)
         engine = EmbeddedEngine(policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed)
         runner = EpisodeRunner(
@@ -222,8 +229,37 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
     )
 
 
-def _reward(config: RLConfig) -> RewardSource:
-    return FunctionFileReward(config.reward.urls[0], timeout=config.reward.timeout)
+def _reward(config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSource:
+    if config.reward_source != "model":
+        return FunctionFileReward(config.reward.urls[0], timeout=config.reward.timeout)
+    flag, (path,) = "--reward.model_name_or_path", config.reward.model_paths
+    with reading_model(path, flag=flag):
+        own_tokenizer = load_tokenizer(
+            path,
+            use_fast=not config.data.disable_fast_tokenizer,
+            trust_remote_code=config.actor.trust_remote_code,
+            flag=flag,
+        )
+        model = load_value_model(
+            path,
+            dtype=_dtype(config.ds.param_dtype, device),
+            device=device,
+            head_prefix=config.ds.value_head_prefix,
+            fresh_head=False,
+            normalise=config.reward.normalize_enable,
+            trust_remote_code=config.actor.trust_remote_code,
+            attn_implementation=config.ds.attn_implementation,
+            flag=flag,
+        )
+    warn_of_positions(model.model.config, max_len=config.data.max_len)
+    return RewardModelSource(
+        model.eval().requires_grad_(False),
+        own_tokenizer,
+        policy_tokenizer=tokenizer,
+        max_length=config.data.max_len,
+        max_batch_tokens=config.scoring_tokens_per_gpu,
+        name=path,
+    )
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ ASKS = {
     "--algo.advantage.is_correction_enable": "--enable_vllm_is_correction",
     "--reward.overlong_buffer_len": "--overlong_buffer_len 4",
     "--reward.stop_properly_penalty_coef": "--stop_properly_penalty_coef 0.5",
-    "--reward.normalize_enable": "--normalize_reward",
     "--reward.weights": "--reward.weights 2",
     "--reward.remote_url": None,
     "--reward.model_name_or_path": None,
+    "--reward.offload": None,
     "--train.agent_func_path": "--agent_func_path a.py",
     "--rollout.agent_hosts": "--rollout.agent_hosts 0",
     "--train.async_enable": "--async_train",
@@ -83,7 +83,11 @@ def test_defaults_ask_for_a_critic_and_a_reference(capsys):
 
 @pytest.mark.parametrize(
     ("reward", "flags"),
-    [("--remote_rm_url http://h", "--reward.remote_url"), ("--reward_pretrain r", "--reward.model_name_or_path")],
+    [
+        ("--remote_rm_url http://h", "--reward.remote_url"),
+        ("--reward_pretrain r,s", "--reward.model_name_or_path"),
+        ("--reward_pretrain r --reward_offload", "--reward.offload"),
+    ],
 )
 def test_rewards_from_elsewhere(reward, flags, capsys):
     if flags in {entry.flags for entry in RL}:
@@ -136,5 +140,13 @@ def test_all_missing_features_are_listed_at_once():
 )
 def test_what_is_built_is_let_through(estimator, text):
     config = parse("train_ppo_ray", [*BUILT.format(estimator=estimator).split(), *text.split()])
+    require_runnable(config)
+    refuse_unbuilt(config)
+
+
+@pytest.mark.parametrize("text", ["", "--normalize_reward", "--value_head_prefix value_head"])
+def test_one_reward_model_is_let_through(text):
+    argv = [word for word in BASE if word not in ("--remote_rm_url", "r.py")]
+    config = parse("train_ppo_ray", [*argv, "--reward_pretrain", "r", *text.split()])
     require_runnable(config)
     refuse_unbuilt(config)

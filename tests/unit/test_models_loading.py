@@ -5,7 +5,15 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from openrlhf.checkpoint.export import export_policy
 from openrlhf.models.attention import ATTENTION
@@ -58,6 +66,23 @@ class TestPolicy:
     def test_dropout_is_off_in_training_mode(self, folder):
         policy = load(folder)
         assert policy.training
+        tokens = PackedTokens.from_sequences([torch.arange(12)], [torch.arange(12) > 0])
+        first, second = (policy(tokens, temperature=1.0).logprobs_A for _ in range(2))
+        assert torch.equal(first, second)
+
+    def test_families_give_dropout_other_names(self, tmp_path):
+        """OPT calls it `dropout`, and has 0.1 of it unless told otherwise."""
+        config = OPTConfig(
+            vocab_size=13,
+            hidden_size=16,
+            ffn_dim=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            word_embed_proj_dim=16,
+        )
+        OPTForCausalLM(config).save_pretrained(tmp_path)
+        policy = load(tmp_path)
+        assert policy.config_changes == {"dropout": 0.1}
         tokens = PackedTokens.from_sequences([torch.arange(12)], [torch.arange(12) > 0])
         first, second = (policy(tokens, temperature=1.0).logprobs_A for _ in range(2))
         assert torch.equal(first, second)

@@ -1,0 +1,65 @@
+"""A scalar head as it lies in a model's weight files: transformers drops what the loaded class has no place for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils import cached_file
+
+
+def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor | None:
+    """The tensor of this name in the files of the model at `path` (a folder or a Hub name); None: there is none."""
+    for file in _weight_files(path, holding=name):
+        if file.suffix != ".safetensors":
+            return _load_pickled(file).get(name)
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118, it is no mapping
+                return tensors.get_tensor(name)
+    return None
+
+
+def scalar_heads(path: str | os.PathLike[str]) -> list[str]:
+    """Names of what could be a scalar head: a `<name>.weight` of shape [1, D] that is part of no numbered layer."""
+    shapes: dict[str, list[int]] = {}
+    for file in _weight_files(path):
+        if file.suffix != ".safetensors":
+            shapes |= {name: list(tensor.shape) for name, tensor in _load_pickled(file).items()}
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return sorted(
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2 and shape[0] == 1
+        if not any(part.isdigit() for part in name.split("."))
+    )
+
+
+def _weight_files(path: str | os.PathLike[str], *, holding: str | None = None) -> Iterator[Path]:
+    """The files with the model's weights; where an index says which tensor lies where, those that hold this one."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if file := _find(path, name):
+            yield file
+            return
+        if index := _find(path, f"{name}.index.json"):
+            places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = {shard for tensor, shard in places.items() if holding in (None, tensor)}
+            yield from (file for shard in sorted(shards) if (file := _find(path, shard)))
+            return
+
+
+def _find(path: str | os.PathLike[str], name: str) -> Path | None:
+    try:
+        return Path(cached_file(os.path.expanduser(path), name))
+    except OSError:
+        return None
+
+
+def _load_pickled(file: Path) -> dict[str, Tensor]:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -1,0 +1,80 @@
+"""Models with a scalar head: a critic values states, a reward model whole sequences. Packed tokens in, numbers out.
+
+`forward` does it all — body, choice of positions, head — so that hooks on the module (ZeRO-3, DDP) see every parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from openrlhf.models.body import decoder_body, hidden_states
+from openrlhf.types import PackedTokens
+
+
+class Normalisation(NamedTuple):
+    """v → (v − mean) / std: values in the units of the rewards that a reward model gave when it was evaluated."""
+
+    mean: float
+    std: float
+
+
+class ScalarHead(nn.Linear):
+    """hidden · w, in fp32 whatever the weights' dtype.
+
+    Rewards and values are compared by their differences, and bf16 has three digits: 5.30 and 5.31 would be one number.
+    One column costs nothing.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+
+    def forward(self, hidden_PD: Tensor) -> Tensor:
+        """float32 [P]"""
+        return F.linear(hidden_PD.float(), self.weight.float()).squeeze(-1)
+
+
+class ValueModel(nn.Module):
+    """The body of a Hugging Face decoder and a scalar head. Made by `models.loading.load_value_model`."""
+
+    def __init__(
+        self,
+        model: Any,
+        head: ScalarHead,
+        *,
+        head_prefix: str = "score",
+        packed: bool = True,
+        normalisation: Normalisation | None = None,
+        config_changes: dict[str, float] | None = None,
+    ) -> None:
+        """`model` has no head of its own. `head_prefix` is what files call ours.
+
+        `packed` and `config_changes` as in `Policy`. `normalisation` acts in training as in evaluation: what a loss
+        compares must be in the same units as what was predicted.
+        """
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.head_prefix = head_prefix
+        self.packed = packed
+        self.normalisation = normalisation
+        self.config_changes = config_changes or {}
+
+    def forward(self, tokens: PackedTokens, *, positions: Tensor) -> Tensor:
+        """float32 [P]: the value at each of these stream positions, of the tokens of its sequence up to there."""
+        values_P = self.head(hidden_states(decoder_body(self.model), tokens, positions=positions, packed=self.packed))
+        if self.normalisation is None:
+            return values_P
+        return (values_P - self.normalisation.mean) / self.normalisation.std
+
+
+def before_actions(tokens: PackedTokens) -> Tensor:
+    """int64 [A]: where a critic looks: the state in which each action was taken ends one token before it."""
+    return tokens.action_positions - 1
+
+
+def sequence_ends(tokens: PackedTokens) -> Tensor:
+    """int64 [N]: where a reward model looks: the last token of each sequence."""
+    return tokens.cu_seqlens[1:].long() - 1
