@@ -294,15 +294,30 @@ class TrainingSample:
 
     key: SampleKey
     segment: Segment
-    baseline: float
+    rewards_A: Tensor
+    """float32 [A]: what each action token earned, after penalties and clip; a turn's reward stands on its last one."""
+    baseline: float = 0.0
     """b: subtracted from the rewards-to-come of every action token."""
-    scale: float
+    scale: float = 1.0
     """s: what the difference is divided by."""
-    later_reward: float = 0.0
-    """Reward earned by later segments of the same episode; it belongs to this one's rewards-to-come."""
+
+    def __post_init__(self) -> None:
+        if self.rewards_A.shape != (self.segment.num_actions,):
+            raise ValueError(f"{tuple(self.rewards_A.shape)} rewards for {self.segment.num_actions} action tokens")
 
     def __len__(self) -> int:
         return len(self.segment)
+
+
+COLUMNS = (
+    "rollout_logprobs_A",
+    "old_logprobs_A",
+    "reference_logprobs_A",
+    "values_A",
+    "returns_A",
+    "advantages_A",
+)
+"""What `TrainingBatch` and `PackedBatch` know about each action token; None until its stage has run, or for good."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -310,7 +325,7 @@ class TrainingBatch:
     """The samples that one rank trains on in a round, and what the stages have worked out about them so far.
 
     Columns ending in `_A` are 1-D over all action tokens of all samples, sample after sample: sample i owns
-    entries `action_offsets[i] : action_offsets[i + 1]`. A column is None until its stage has run.
+    entries `action_offsets[i] : action_offsets[i + 1]`. The segments of an episode stand side by side, in order.
     """
 
     samples: list[TrainingSample]
@@ -319,6 +334,12 @@ class TrainingBatch:
     """log π of the weights that sampled, as the engine reported it."""
     old_logprobs_A: Tensor | None = None
     """log π of the weights before this round's updates. None when provably equal to the current ones."""
+    reference_logprobs_A: Tensor | None = None
+    """log π of the reference model. None without one."""
+    values_A: Tensor | None = None
+    """What the critic expected before this round's updates. None without a critic."""
+    returns_A: Tensor | None = None
+    """What the critic is trained towards."""
     advantages_A: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -344,24 +365,31 @@ class TrainingBatch:
         """Tokens of each sample."""
         return [len(sample) for sample in self.samples]
 
+    @property
+    def episode_offsets(self) -> list[int]:
+        """Where each episode begins in the `_A` columns, and the end."""
+        episodes = [sample.key._replace(segment=0) for sample in self.samples]
+        firsts = [i for i in range(len(episodes)) if i == 0 or episodes[i] != episodes[i - 1]]
+        return [*(self.action_offsets[i] for i in firsts), self.num_actions]
+
     def actions_of(self, index: int) -> slice:
         """Where sample `index` stands in the `_A` columns."""
         return slice(self.action_offsets[index], self.action_offsets[index + 1])
+
+    def per_action(self, values: Sequence[float]) -> Tensor:
+        """float32 [A]: each sample's number on all of its action tokens."""
+        counts = [sample.segment.num_actions for sample in self.samples]
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
 
     def pack(self, indices: Sequence[int]) -> PackedBatch:
         """The micro-batch made of these samples, in this order."""
         segments = [self.samples[i].segment for i in indices]
         rows = torch.cat([torch.arange(*self.actions_of(i).indices(self.num_actions)) for i in indices])
-
-        def take(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[rows]
-
+        columns = {name: getattr(self, name) for name in COLUMNS}
         return PackedBatch(
             tokens=PackedTokens.from_segments(segments),
-            rollout_logprobs_A=take(self.rollout_logprobs_A),
-            old_logprobs_A=take(self.old_logprobs_A),
-            advantages_A=take(self.advantages_A),
             rows=rows,
+            **{name: None if column is None else column[rows] for name, column in columns.items()},
         )
 
 
@@ -467,32 +495,31 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """One micro-batch of an update: packed tokens and the columns of their actions."""
+    """One micro-batch of an update: packed tokens and the columns of their actions, named as in `TrainingBatch`."""
 
     tokens: PackedTokens
-    rollout_logprobs_A: Tensor | None
-    old_logprobs_A: Tensor | None
-    advantages_A: Tensor | None
     rows: Tensor
     """int64 [A]: where these actions stand in the `TrainingBatch` columns."""
+    rollout_logprobs_A: Tensor | None = None
+    old_logprobs_A: Tensor | None = None
+    reference_logprobs_A: Tensor | None = None
+    values_A: Tensor | None = None
+    returns_A: Tensor | None = None
+    advantages_A: Tensor | None = None
 
     def __post_init__(self) -> None:
         A = self.tokens.num_actions
-        for name in ("rollout_logprobs_A", "old_logprobs_A", "advantages_A", "rows"):
+        for name in (*COLUMNS, "rows"):
             column = getattr(self, name)
             if column is not None and column.shape != (A,):
                 raise ValueError(f"{name} has shape {tuple(column.shape)} for {A} action tokens")
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        def move(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column.to(device)
-
+        columns = {name: getattr(self, name) for name in COLUMNS}
         return PackedBatch(
             tokens=self.tokens.to(device),
-            rollout_logprobs_A=move(self.rollout_logprobs_A),
-            old_logprobs_A=move(self.old_logprobs_A),
-            advantages_A=move(self.advantages_A),
             rows=self.rows,
+            **{name: None if column is None else column.to(device) for name, column in columns.items()},
         )
 
 

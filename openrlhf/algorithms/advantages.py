@@ -12,19 +12,20 @@ Environment tokens between turns are in no column: they neither discount nor car
 samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode may stand as samples of
 their own, each told what comes after it; or, next to each other and in order, as one sample.
 
-Adding an estimator is one entry in `ESTIMATORS`.
+Adding an estimator is one entry in `ESTIMATORS`: the command line reads its choices there, which is why this file
+imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.algorithms.columns import discounted_sums, shift_left
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Shaping(NamedTuple):
@@ -36,26 +37,30 @@ class Shaping(NamedTuple):
 
 def no_shaping(totals_G: Tensor) -> Shaping:
     """b = 0, s = 1: the raw reward."""
-    return Shaping(torch.zeros_like(totals_G), torch.ones_like(totals_G))
+    return Shaping(totals_G.new_zeros(totals_G.shape), totals_G.new_ones(totals_G.shape))
 
 
 def group_mean(totals_G: Tensor) -> Shaping:
     """b = mean of the group, the sample itself included; s = 1."""
     mean = _for_statistics(totals_G).mean()
-    return Shaping(mean.to(totals_G.dtype).expand_as(totals_G), torch.ones_like(totals_G))
+    return Shaping(mean.to(totals_G.dtype).expand_as(totals_G), totals_G.new_ones(totals_G.shape))
 
 
 def leave_one_out(totals_G: Tensor) -> Shaping:
     """b_i = mean of the other members; s = 1. Unbiased: the baseline does not depend on sample i."""
     doubles_G = _for_statistics(totals_G)
     others_G = (doubles_G.sum() - doubles_G) / (len(doubles_G) - 1)
-    return Shaping(others_G.to(totals_G.dtype), torch.ones_like(totals_G))
+    return Shaping(others_G.to(totals_G.dtype), totals_G.new_ones(totals_G.shape))
 
 
 def group_zscore(totals_G: Tensor) -> Shaping:
-    """b = mean, s = unbiased standard deviation + 1e-9: a group whose members agree gives advantage 0."""
-    doubles_G = _for_statistics(totals_G)
-    scale = (doubles_G.std(correction=1) + 1e-9).to(totals_G.dtype)
+    """b = mean, s = unbiased standard deviation + 1e-9; s = ∞ if the members agree.
+
+    A group that agrees has nothing to compare: its advantage is 0 at every token. Without the ∞, an episode's later
+    turns, whose rewards-to-come are not its total, would be divided by 1e-9.
+    """
+    std = _for_statistics(totals_G).std(correction=1)
+    scale = (std + 1e-9).masked_fill(std == 0, float("inf")).to(totals_G.dtype)
     return Shaping(group_mean(totals_G).baseline_G, scale.expand_as(totals_G))
 
 
@@ -85,10 +90,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(shape=no_shaping, whiten=True, needs_group=False, needs_critic=True, paper="arXiv:1506.02438"),
     # REINFORCE++: plain returns, normalised over the whole batch instead of per prompt.
     "reinforce": Estimator(shape=no_shaping, whiten=True, needs_group=False, paper="arXiv:2501.03262"),
-    # REINFORCE++-baseline: the group's mean as baseline, then normalised over the whole batch.
-    "reinforce_baseline": Estimator(shape=group_mean, whiten=True, needs_group=True, paper="arXiv:2501.03262"),
     # RLOO: the other samples' mean as baseline.
     "rloo": Estimator(shape=leave_one_out, whiten=False, needs_group=True, paper="arXiv:2402.14740"),
+    # REINFORCE++-baseline: the group's mean as baseline, then normalised over the whole batch.
+    "reinforce_baseline": Estimator(shape=group_mean, whiten=True, needs_group=True, paper="arXiv:2501.03262"),
     # GRPO: z-score within the group.
     "group_norm": Estimator(shape=group_zscore, whiten=False, needs_group=True, paper="arXiv:2402.03300"),
     # Dr. GRPO: GRPO without the division by the standard deviation.
@@ -107,11 +112,6 @@ def discounted_returns(
 ) -> Tensor:
     """R_t = r_t + γ R_{t+1} within each sample; `later_N` (default 0) stands for R behind its last token."""
     return discounted_sums(rewards_A, offsets, decay=gamma, later_N=later_N)
-
-
-def rewards_to_come(rewards_A: Tensor, *, gamma: float = 1.0, later: float = 0.0) -> Tensor:
-    """`discounted_returns` of one sample."""
-    return discounted_returns(rewards_A, [0, len(rewards_A)], gamma=gamma, later_N=rewards_A.new_tensor([later]))
 
 
 class GAE(NamedTuple):

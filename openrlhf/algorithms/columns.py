@@ -7,24 +7,24 @@ token, `offsets` (N + 1 ascending numbers from 0 to A) gives sample i the tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sequence_means(values_A: Tensor, sequences_A: Tensor) -> Tensor:
     """Each token's entry becomes the mean over its own sample; differentiable."""
-    counts_N = torch.bincount(sequences_A).clamp(min=1)
+    counts_N = sequences_A.bincount().clamp(min=1)
     totals_N = values_A.new_zeros(len(counts_N)).index_add(0, sequences_A, values_A)
     return (totals_N / counts_N)[sequences_A]
 
 
 def shift_left(values_A: Tensor, offsets: Sequence[int], *, last_N: Tensor | None = None) -> Tensor:
     """y_t = x_{t+1} within each sample; `last_N`, or 0, comes in behind its last token."""
-    layout = _Layout.of(offsets, values_A.device)
-    coming_in_A = torch.zeros_like(values_A) if last_N is None else last_N.to(values_A)[layout.sequences_A]
-    return torch.where(layout.following_A > 0, values_A.roll(-1), coming_in_A)
+    layout = _Layout.of(offsets, like=values_A)
+    coming_in_A = values_A.new_zeros(values_A.shape) if last_N is None else last_N.to(values_A)[layout.sequences_A]
+    return values_A.roll(-1).where(layout.following_A > 0, coming_in_A)
 
 
 def discounted_sums(values_A: Tensor, offsets: Sequence[int], *, decay: float, later_N: Tensor | None = None) -> Tensor:
@@ -34,12 +34,12 @@ def discounted_sums(values_A: Tensor, offsets: Sequence[int], *, decay: float, l
     y_t = Σ_{k < 2s} decay^k x_{t+k}, as far as the sample reaches. A pass beyond a sample's length adds nothing to
     it, so its numbers are the same to the bit whatever stands beside it.
     """
-    layout = _Layout.of(offsets, values_A.device)
+    layout = _Layout.of(offsets, like=values_A)
     sums_A = values_A.clone()
     stride = 1
     while stride < layout.longest:
         ahead_A = decay**stride * sums_A[stride:]
-        sums_A[:-stride] += torch.where(layout.following_A[:-stride] >= stride, ahead_A, 0.0)
+        sums_A[:-stride] += ahead_A.where(layout.following_A[:-stride] >= stride, 0.0)
         stride *= 2
     if later_N is not None:
         # In float64: a float32 base would be off by n ulps in its n-th power.
@@ -55,10 +55,12 @@ class _Layout(NamedTuple):
     longest: int
 
     @staticmethod
-    def of(offsets: Sequence[int], device: torch.device) -> _Layout:
+    def of(offsets: Sequence[int], *, like: Tensor) -> _Layout:
+        import torch  # here, so that the registries that use columns import without it
+
         bounds = torch.tensor(offsets, dtype=torch.long)
         lengths_N = bounds.diff()
         sequences_A = torch.repeat_interleave(torch.arange(len(lengths_N)), lengths_N)
         following_A = bounds[1:][sequences_A] - 1 - torch.arange(len(sequences_A))
         longest = int(lengths_N.max()) if len(lengths_N) else 0
-        return _Layout(sequences_A.to(device), following_A.to(device), longest)
+        return _Layout(sequences_A.to(like.device), following_A.to(like.device), longest)

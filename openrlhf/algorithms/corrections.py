@@ -11,12 +11,12 @@ IcePop: Ling Team, Ring-1T, arXiv:2510.18855
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from openrlhf.algorithms.columns import sequence_means
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CorrectionInputs(NamedTuple):
@@ -75,7 +75,7 @@ def _gap(inputs: CorrectionInputs) -> Tensor:
 
 def _ratio(gap_A: Tensor) -> Tensor:
     """The exponent is held within ±20, so that no ratio overflows."""
-    return torch.exp(gap_A.clamp(-20.0, 20.0))
+    return gap_A.clamp(-20.0, 20.0).exp()
 
 
 CORRECTIONS: dict[str, Corrector] = {"tis": tis, "icepop": icepop, "seq-mask-tis": seq_mask_tis}

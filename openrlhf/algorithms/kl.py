@@ -15,11 +15,12 @@ beyond that a token costs no more and pulls no more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-KLEstimator = Callable[[Tensor, Tensor], Tensor]
+KLEstimator = Callable[["Tensor", "Tensor"], "Tensor"]
 """(logprobs_A, reference_logprobs_A) → one estimate per token."""
 
 BOUND = 10.0

@@ -3,20 +3,21 @@
 At π = π_old every loss here has the gradient −A_t ∇log π(t) of the plain policy gradient (for gspo too, see there);
 they differ in what becomes of it as the ratio ρ_t = π(t) / π_old(t) moves away from 1.
 
-Adding a loss is one entry in `POLICY_LOSSES`.
+Adding a loss is one entry in `POLICY_LOSSES`: the command line reads its choices there, which is why this file imports
+no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.algorithms.columns import sequence_means
 from openrlhf.algorithms.reduction import Aggregation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAPO_TEMPERATURE_POSITIVE = 1.0
 SAPO_TEMPERATURE_NEGATIVE = 1.05
@@ -100,10 +101,10 @@ def sapo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
     away from it. Nothing is cut off, so `clipped_A` is False everywhere and ε is not used.
     """
     ratio_A = _ratio(inputs.logprobs_A - inputs.old_logprobs_A)
-    positive_A = inputs.advantages_A > 0
-    temperature_A = torch.where(positive_A, SAPO_TEMPERATURE_POSITIVE, SAPO_TEMPERATURE_NEGATIVE).to(ratio_A)
-    gate_A = 4.0 / temperature_A * torch.sigmoid(temperature_A * (ratio_A - 1.0))
-    return TokenLoss(-gate_A * inputs.advantages_A, torch.zeros_like(ratio_A, dtype=torch.bool))
+    temperature_A = ratio_A.new_full(ratio_A.shape, SAPO_TEMPERATURE_NEGATIVE)
+    temperature_A = temperature_A.masked_fill(inputs.advantages_A > 0, SAPO_TEMPERATURE_POSITIVE)
+    gate_A = 4.0 / temperature_A * (temperature_A * (ratio_A - 1.0)).sigmoid()
+    return TokenLoss(-gate_A * inputs.advantages_A, ratio_A.new_zeros(ratio_A.shape).bool())
 
 
 def _ratio(log_ratio_A: Tensor) -> Tensor:
@@ -114,12 +115,12 @@ def _ratio(log_ratio_A: Tensor) -> Tensor:
 def _clipped(ratio_A: Tensor, advantages_A: Tensor, settings: LossSettings) -> TokenLoss:
     free_A = ratio_A * advantages_A
     held_A = ratio_A.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantages_A
-    gain_A = torch.min(free_A, held_A)
+    gain_A = free_A.minimum(held_A)
     clipped_A = held_A < free_A
     if settings.dual_clip is not None:
         floor_A = settings.dual_clip * advantages_A
         below_A = (advantages_A < 0) & (gain_A < floor_A)
-        gain_A = torch.where(below_A, floor_A, gain_A)
+        gain_A = floor_A.where(below_A, gain_A)
         clipped_A = clipped_A | below_A
     return TokenLoss(-gain_A, clipped_A)
 

@@ -18,7 +18,7 @@ def normalise(rewards: Tensor, *, mean: float, std: float) -> Tensor:
     return (rewards - mean) / std
 
 
-def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> float:
+def overlong_penalty(length: int, *, limit: int, buffer: float, factor: float) -> float:
     """0 up to limit − buffer tokens, then falling linearly to −factor at the limit, and −factor beyond it.
 
         over = min(length − (limit − buffer), buffer);  −factor · over / buffer  if over > 0
@@ -26,7 +26,7 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> 
     The soft overlong punishment of DAPO (arXiv:2503.14476).
     """
     if not 0 < buffer <= limit:
-        raise ValueError(f"the overlong buffer must be in 1 … {limit}, the longest response; got {buffer}")
+        raise ValueError(f"the overlong buffer must be above 0 and at most {limit}, the longest response; got {buffer}")
     over = min(length - (limit - buffer), buffer)
     return -factor * over / buffer if over > 0 else 0.0
 

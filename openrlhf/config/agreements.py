@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config.roots import RLConfig, SFTConfig
 
 
@@ -15,6 +16,24 @@ def group_estimators_need_samples(config: RLConfig) -> Iterator[str]:
         yield (
             f"--algo.advantage.estimator {config.algo.advantage.estimator} compares the samples of a prompt: "
             "--rollout.n_samples_per_prompt must be more than 1 (leave it out for 8)"
+        )
+
+
+def dual_clip_has_a_ratio_to_bound(config: RLConfig) -> Iterator[str]:
+    loss = config.actor.policy_loss_type
+    if config.actor.dual_clip is not None and not POLICY_LOSSES[loss].takes_dual_clip:
+        takers = ", ".join(name for name, entry in POLICY_LOSSES.items() if entry.takes_dual_clip)
+        yield (
+            f"--actor.dual_clip bounds the token ratio of --actor.policy_loss_type {takers}; {loss} has none: "
+            "leave one of them out"
+        )
+
+
+def kl_target_has_a_coefficient(config: RLConfig) -> Iterator[str]:
+    if config.algo.kl.target is not None and not config.uses_reference:
+        yield (
+            "--algo.kl.target adapts the coefficient from where it starts, and no factor leads away from 0: "
+            "give --algo.kl.init_coef a value above 0"
         )
 
 
@@ -78,20 +97,6 @@ def reward_weights_match(config: RLConfig) -> Iterator[str]:
     count = len(config.reward.urls or config.reward.model_paths)
     if weights is not None and count and len(weights) != count:
         yield f"--reward.weights has {len(weights)} values for {count} rewards: give one for each"
-
-
-def normalisation_needs_a_reward_model(config: RLConfig) -> Iterator[str]:
-    remedies = {
-        "function": "normalise in your reward_func",
-        "http": "give the flag to the server (serve_rm takes it)",
-        "agent": "normalise in your agent",
-    }
-    if config.reward.normalize_enable and config.reward_source in remedies:
-        used = "--train.agent_func_path" if config.reward_source == "agent" else "--reward.remote_url"
-        yield (
-            "--reward.normalize_enable uses the statistics stored in a reward model, but this run's rewards come from "
-            f"{used}: leave it out and {remedies[config.reward_source]}"
-        )
 
 
 def async_modes_agree(config: RLConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ The type, the choices (`Literal`), the arity (`tuple`) and the default stand whe
 what Python has no place for.
 """
 
+import dataclasses
 import types
 import typing
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Flag:
     """Meaning of a single value X for a pair: mirror = (−X, X), upper = (0, X). None: two values are needed."""
     shown_default: str | None = None
     """Text for a default that depends on the moment (a time stamp)."""
+    choices: tuple[str, ...] | None = None
+    """Choices that a registry knows; a fixed set is a `Literal` instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,9 @@ def shape_of(annotation: Any) -> Shape:
     """`int | None` -> optional int; `tuple[float, float]` -> two floats; `Literal[...]` -> str with choices."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return shape_of(args[0])
+        shape = shape_of(args[0])
+        registered = next((arg.choices for arg in args[1:] if isinstance(arg, Flag)), None)
+        return dataclasses.replace(shape, choices=registered) if registered else shape
     if origin in (types.UnionType, typing.Union):
         (inner,) = [arg for arg in args if arg is not type(None)]
         shape = shape_of(inner)

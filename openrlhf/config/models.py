@@ -1,8 +1,9 @@
 """The models of a run: actor, critic, reference, reward (RL) and the one model of SFT, RM and DPO."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
+from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config.fields import Flag
 from openrlhf.config.optimizer import AdamSection, OptimizerSection
 
@@ -62,7 +63,12 @@ class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
         float | None, Flag("bound c > 1 on the loss of negative advantages; unset = off", flat="dual_clip")
     ] = None
     policy_loss_type: Annotated[
-        Literal["ppo", "gspo"], Flag("ratio per token (ppo) or per sequence (gspo)", flat="policy_loss_type")
+        str,
+        Flag(
+            "ratio clipped per token (ppo) or per sequence (gspo), its weight clipped (cispo), or a soft gate (sapo)",
+            flat="policy_loss_type",
+            choices=tuple(POLICY_LOSSES),
+        ),
     ] = "ppo"
     entropy_coef: Annotated[
         float | None, Flag("entropy bonus; unset = not computed, 0 = logged only", flat="entropy_loss_coef")

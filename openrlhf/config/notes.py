@@ -29,7 +29,28 @@ def kl_estimator_fits_its_use(config: RLConfig) -> Iterator[str]:
     if kl.use_loss and kl.estimator == "k1":
         yield "--algo.kl.estimator k1 has the wrong gradient as a loss: k2 or k3 is recommended with --algo.kl.use_loss"
     if not kl.use_loss and kl.estimator != "k1":
-        yield f"--algo.kl.estimator {kl.estimator} is biased as a reward: k1 is recommended without --algo.kl.use_loss"
+        yield (
+            f"--algo.kl.estimator {kl.estimator} has the wrong gradient as a reward: "
+            "k1 is recommended without --algo.kl.use_loss"
+        )
+
+
+def kl_settings_are_not_used(config: RLConfig) -> Iterator[str]:
+    if config.algo.kl.use_loss and not config.uses_reference:
+        yield "--algo.kl.use_loss is not used: with --algo.kl.init_coef 0 there is no KL"
+
+
+def normalisation_is_not_used(config: RLConfig) -> Iterator[str]:
+    if config.reward.normalize_enable and config.reward_source != "model":
+        yield (
+            "--reward.normalize_enable is not used: mean and std come with a reward model "
+            "(--reward.model_name_or_path), and the rewards of this run do not"
+        )
+
+
+def clip_is_not_used(config: RLConfig) -> Iterator[str]:
+    if config.actor.policy_loss_type == "sapo" and config.actor.eps_clip_low_high:
+        yield "--actor.eps_clip_low_high is not used: sapo fades tokens out by its own gate"
 
 
 def agent_replaces_remote_reward(config: RLConfig) -> Iterator[str]:

@@ -3,17 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.config.fields import Flag
-
-GROUP_ESTIMATORS = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
-"""Estimators whose baseline is the mean of a prompt's samples: they need more than one, and gamma is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageSection:
     estimator: Annotated[
-        Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"],
-        Flag("advantage estimator; only gae has a critic", flat="advantage_estimator"),
+        str,
+        Flag("advantage estimator; only gae has a critic", flat="advantage_estimator", choices=tuple(ESTIMATORS)),
     ] = "gae"
     lambd: Annotated[float, Flag("lambda of GAE", flat="lambd")] = 1.0
     gamma: Annotated[float, Flag("discount per action token; group estimators use 1", flat="gamma")] = 1.0
@@ -27,8 +27,12 @@ class AdvantageSection:
         Flag("bounds of that weight; one value X means 0 X", flat="vllm_is_truncated_threshold", one_value="upper"),
     ] = (0.5, 5.0)
     is_correction_type: Annotated[
-        Literal["tis", "icepop", "seq-mask-tis"],
-        Flag("clamp (tis), drop tokens (icepop) or drop sequences (seq-mask-tis)", flat="vllm_is_correction_type"),
+        str,
+        Flag(
+            "clamp (tis), drop tokens (icepop) or drop sequences (seq-mask-tis)",
+            flat="vllm_is_correction_type",
+            choices=tuple(CORRECTIONS),
+        ),
     ] = "tis"
 
 
@@ -40,7 +44,8 @@ class KLSection:
     ] = None
     horizon: Annotated[int, Flag("samples over which the coefficient adapts", flat="kl_horizon")] = 10000
     estimator: Annotated[
-        Literal["k1", "k2", "k3"], Flag("d, d²/2 or exp(−d) − 1 + d, d = log π − log π_ref", flat="kl_estimator")
+        str,
+        Flag("d, d²/2 or exp(−d) − 1 + d, d = log π − log π_ref", flat="kl_estimator", choices=tuple(KL_ESTIMATORS)),
     ] = "k1"
     use_loss: Annotated[bool, Flag("KL is a loss term instead of a per-token reward", flat="use_kl_loss")] = False
 
@@ -57,7 +62,7 @@ class AlgoSection:
     ] = (0.0, 1.0)
     loss_agg: Annotated[
         Literal["token", "sequence", "constant"] | None,
-        Flag("mean of the loss over tokens, over sequences, or sum over a constant; unset: the algorithm's own"),
+        Flag("mean of the loss over tokens, over sequences, or sum over a constant; unset: the policy loss's own"),
     ] = None
 
 

@@ -6,6 +6,9 @@ Values that follow from several flags are properties here, never written back in
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.losses import POLICY_LOSSES
+from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.config.backend import (
     CausalBackendSection,
     DTypeSection,
@@ -36,7 +39,7 @@ from openrlhf.config.reporting import (
     SupervisedCheckpointSection,
     logger_for,
 )
-from openrlhf.config.rl import GROUP_ESTIMATORS, AlgoSection, RolloutSection, VLLMSection
+from openrlhf.config.rl import AlgoSection, RolloutSection, VLLMSection
 from openrlhf.config.training import RLTrainSection, TrainSection
 
 RewardSource = Literal["agent", "function", "http", "model"]
@@ -73,7 +76,7 @@ class RLConfig(TrainerSection):
 
     @property
     def uses_group_baseline(self) -> bool:
-        return self.algo.advantage.estimator in GROUP_ESTIMATORS
+        return ESTIMATORS[self.algo.advantage.estimator].needs_group
 
     @property
     def samples_per_prompt(self) -> int:
@@ -112,13 +115,19 @@ class RLConfig(TrainerSection):
         return 1.0 if self.uses_group_baseline else self.algo.advantage.gamma
 
     @property
-    def loss_aggregation(self) -> Literal["token", "sequence", "constant"]:
-        """How token losses become one number; gspo's own is per sequence, all others' per token."""
-        return self.algo.loss_agg or ("sequence" if self.actor.policy_loss_type == "gspo" else "token")
+    def loss_aggregation(self) -> Aggregation:
+        """How token losses become one number: as given, else as the paper of the policy loss has it."""
+        given = self.algo.loss_agg
+        return Aggregation(given) if given else POLICY_LOSSES[self.actor.policy_loss_type].aggregation
+
+    @property
+    def regulariser_aggregation(self) -> Aggregation:
+        """The same for KL and entropy terms: as given, else a mean over tokens."""
+        return Aggregation(self.algo.loss_agg or "token")
 
     @property
     def uses_critic(self) -> bool:
-        return self.algo.advantage.estimator == "gae"
+        return ESTIMATORS[self.algo.advantage.estimator].needs_critic
 
     @property
     def uses_reference(self) -> bool:

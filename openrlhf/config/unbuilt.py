@@ -28,51 +28,8 @@ def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
 
 
 RL: tuple[Unbuilt, ...] = (
-    Unbuilt(
-        "--algo.advantage.estimator gae",
-        lambda c: c.uses_critic,
-        "the critic",
-        "choose reinforce, reinforce_baseline, rloo, group_norm or dr_grpo",
-    ),
-    Unbuilt(
-        "--algo.kl.init_coef",
-        lambda c: c.uses_reference,
-        "the reference model and its KL",
-        "give --algo.kl.init_coef 0",
-    ),
-    Unbuilt(
-        "--actor.policy_loss_type gspo",
-        lambda c: c.actor.policy_loss_type == "gspo",
-        "the sequence-level ratio",
-        "use ppo",
-    ),
-    Unbuilt("--actor.dual_clip", lambda c: c.actor.dual_clip is not None, "dual clipping", "leave it out"),
-    Unbuilt(
-        "--actor.entropy_coef",
-        lambda c: bool(c.actor.entropy_coef),
-        "the entropy bonus",
-        "give 0 to log the entropy, or leave it out",
-    ),
     Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt(
-        "--algo.advantage.is_correction_enable",
-        lambda c: c.algo.advantage.is_correction_enable,
-        "the rollout importance correction",
-        "leave it out",
-    ),
-    Unbuilt(
-        "--reward.overlong_buffer_len",
-        lambda c: c.reward.overlong_buffer_len is not None,
-        "the overlong penalty",
-        "leave it out, or do it in your reward_func",
-    ),
-    Unbuilt(
-        "--reward.stop_properly_penalty_coef",
-        lambda c: c.reward.stop_properly_penalty_coef is not None,
-        "the truncation penalty",
-        "leave it out",
-    ),
     Unbuilt("--reward.weights", lambda c: c.reward.weights is not None, "several rewards", "weigh in your reward_func"),
     Unbuilt(
         "--reward.remote_url",

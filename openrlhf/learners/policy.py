@@ -1,123 +1,121 @@
-"""The policy update: a round's samples, in a fixed number of optimizer steps."""
+"""The policy update: one optimizer step after another on micro-batches that were cut before."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from openrlhf.agents.seeds import derive_seed
-from openrlhf.algorithms.losses import LossInputs, LossSettings, get_policy_loss
-from openrlhf.algorithms.reduction import Aggregation, sample_weights
+from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
+from openrlhf.algorithms.kl import KLEstimator
+from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
 from openrlhf.backends.base import Backend
-from openrlhf.data.packing import evenly
-from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import PackedBatch, TrainingBatch
+from openrlhf.types import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """Which off-policy correction, and its thresholds."""
+
+    name: str
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
     """What the policy update is told."""
 
-    loss: str
-    clip_low: float
-    clip_high: float
-    aggregation: Aggregation
-    constant_length: int | None
-    """Divisor of constant aggregation."""
+    loss: PolicyLoss
+    clip: LossSettings
     temperature: float
     """That of sampling: log-probs are those of the distribution sampled from."""
-    log_entropy: bool
-    epochs: int
-    steps_per_epoch: int
-    batching: MicroBatching
-    seed: int
-
-    @property
-    def steps_per_round(self) -> int:
-        return self.epochs * self.steps_per_epoch
-
-    @property
-    def on_policy(self) -> bool:
-        """With one optimizer step per rollout, the weights that are updated are those before the round."""
-        return self.steps_per_round == 1
+    entropy_coef: float | None = None
+    """None: entropy is not computed; 0: it is logged; else it is rewarded."""
+    kl_loss: KLEstimator | None = None
+    """KL to the reference as a loss term; None: no such term."""
+    correction: CorrectionSettings | None = None
 
 
 class PolicyLearner:
-    """Updates the policy through its backend."""
+    """Updates the policy through its backend.
+
+    L = Σ w·l_policy + c·Σ w'·KL − β·Σ w'·H over a step's action tokens; w and w' came with the micro-batches.
+    """
 
     def __init__(self, backend: Backend, settings: PolicySettings, *, device: torch.device) -> None:
         self._backend = backend
         self._settings = settings
-        self._loss = get_policy_loss(settings.loss)
         self._device = device
 
-    @property
-    def settings(self) -> PolicySettings:
-        return self._settings
-
-    def update(self, batch: TrainingBatch, *, round_index: int) -> Metrics:
-        """`steps_per_round` optimizer steps. What failures left is split evenly over them."""
+    def update(self, steps: Sequence[Step], *, kl_coef: float = 0.0) -> Metrics:
+        """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss."""
         metrics = Metrics()
         self._backend.module.train()
-        for epoch in range(self._settings.epochs):
-            order = shuffled(batch, seed=derive_seed(self._settings.seed, "order", round_index, epoch))
-            for indices in evenly(order, parts=self._settings.steps_per_epoch):
-                if indices:
-                    self._step(batch, indices, metrics)
+        for step in steps:
+            loss = sum(self._accumulate(micro, metrics, kl_coef) for micro in step)
+            metrics.mean("policy_loss", loss, 1)
+            metrics.last("actor_lr", self._backend.learning_rate)
+            metrics.mean("actor_grad_norm", self._backend.step(), 1)
         return metrics
 
-    def _step(self, batch: TrainingBatch, indices: Sequence[int], metrics: Metrics) -> None:
-        counts = [batch.samples[i].segment.num_actions for i in indices]
-        weights = dict(
-            zip(
-                indices,
-                sample_weights(self._settings.aggregation, counts, constant_length=self._settings.constant_length),
-                strict=True,
-            )
-        )
-        loss = 0.0
-        for micro in self._settings.batching.cut(batch, indices):
-            packed = batch.pack(micro).to(self._device)
-            weights_A = torch.tensor([weights[i] for i in micro])[packed.tokens.action_sequences().cpu()]
-            loss += self._accumulate(packed, weights_A.to(self._device), metrics)
-        metrics.mean("policy_loss", loss, 1)
-        metrics.last("actor_lr", self._backend.learning_rate)
-        metrics.mean("actor_grad_norm", self._backend.step(), 1)
-
-    def _accumulate(self, packed: PackedBatch, weights_A: torch.Tensor, metrics: Metrics) -> float:
-        """Add one micro-batch's gradient; returns its share of the step's loss."""
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics, kl_coef: float) -> float:
+        """Add one micro-batch's gradient; returns its share of the step's policy loss."""
+        settings = self._settings
+        packed = micro.packed.to(self._device)
         output = self._backend.module(
-            packed.tokens, temperature=self._settings.temperature, with_entropy=self._settings.log_entropy
+            packed.tokens, temperature=settings.temperature, with_entropy=settings.entropy_coef is not None
         )
         current_A = output.logprobs_A
         old_A = current_A.detach() if packed.old_logprobs_A is None else packed.old_logprobs_A
-        token_loss = self._loss.function(
-            LossInputs(current_A, old_A, packed.advantages_A, packed.tokens.action_sequences()),
-            LossSettings(clip_low=self._settings.clip_low, clip_high=self._settings.clip_high),
-        )
-        loss = (weights_A * token_loss.loss_A).sum()
-        self._backend.backward(loss)
+        policy_A = self._policy_loss(packed, current_A, old_A, metrics)
+        policy_loss = (micro.policy_weights_A.to(self._device) * policy_A).sum()
+        loss = policy_loss
+        weights_A = micro.regulariser_weights_A.to(self._device)
         count = packed.tokens.num_actions
-        metrics.mean("ppo_clip_ratio", float(token_loss.clipped_A.sum()), count)
+        if settings.kl_loss is not None:
+            kl_A = settings.kl_loss(current_A, _needed(packed.reference_logprobs_A, "reference log-probs"))
+            loss = loss + kl_coef * (weights_A * kl_A).sum()
+            metrics.mean("kl", float(kl_A.detach().sum()), count)
+        if output.entropy_A is not None:
+            if settings.entropy_coef:
+                loss = loss - settings.entropy_coef * (weights_A * output.entropy_A).sum()
+            metrics.mean("entropy_loss", float(output.entropy_A.detach().sum()), count)
+        self._backend.backward(loss)
         metrics.mean("ppo_kl", float((old_A - current_A.detach()).sum()), count)
         if packed.rollout_logprobs_A is not None:
             gap_A = packed.rollout_logprobs_A - old_A
             metrics.mean("vllm_kl", float(gap_A.sum()), count)
             metrics.mean("logprobs_diff", float(gap_A.abs().sum()), count)
-        if output.entropy_A is not None:
-            metrics.mean("entropy_loss", float(output.entropy_A.detach().sum()), count)
-        return float(loss.detach())
+        return float(policy_loss.detach())
+
+    def _policy_loss(self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, metrics: Metrics) -> Tensor:
+        settings, sequences_A = self._settings, packed.tokens.action_sequences()
+        count = packed.tokens.num_actions
+        correction = settings.correction
+        base_A = old_A
+        if correction and settings.loss.corrects_itself:
+            base_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
+        result = settings.loss.function(
+            LossInputs(current_A, base_A, _needed(packed.advantages_A, "advantages"), sequences_A), settings.clip
+        )
+        metrics.mean("ppo_clip_ratio", float(result.clipped_A.sum()), count)
+        if correction is None or settings.loss.corrects_itself:
+            return result.loss_A
+        rollout_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
+        corrected = get_correction(correction.name)(
+            CorrectionInputs(old_A, rollout_A, sequences_A), low=correction.low, high=correction.high
+        )
+        metrics.mean("is_weight", float(corrected.weights_A.sum()), count)
+        metrics.mean("is_corrected", float(corrected.touched_A.sum()), count)
+        return corrected.weights_A * result.loss_A
 
 
-def shuffled(batch: TrainingBatch, *, seed: int) -> list[int]:
-    """The samples in random order, those of a prompt side by side: they share its forward."""
-    by_prompt: dict[int, list[int]] = {}
-    for index, sample in enumerate(batch.samples):
-        by_prompt.setdefault(sample.key.prompt, []).append(index)
-    prompts = list(by_prompt.values())
-    random.Random(seed).shuffle(prompts)
-    return [index for prompt in prompts for index in prompt]
+def _needed(column: Tensor | None, name: str) -> Tensor:
+    if column is None:
+        raise ValueError(f"this update needs {name}, and the batch has none")
+    return column

@@ -17,7 +17,6 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
     rewards = [t.reward for t in judged]
     truncated = sum(t.outcome is Outcome.TRUNCATED for t in judged)
     responses = sum(t.num_actions for t in judged)
-    metrics.mean("reward", sum(rewards), count)
     metrics.mean("score", sum(t.score for t in judged), count)
     metrics.mean("response_length", responses, count)
     metrics.mean("total_length", sum(t.num_tokens for t in judged), count)

@@ -17,27 +17,10 @@ import torch
 
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
-from openrlhf.algorithms.advantages import get_estimator
-from openrlhf.algorithms.reduction import Aggregation
-from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
-from openrlhf.backends.torch import TorchBackend
-from openrlhf.checkpoint.export import export_policy
-from openrlhf.config.optimizer import OptimizerSection
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import DataError, load_records
-from openrlhf.learners.local import LocalWorkers
-from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.learners.policy import PolicyLearner, PolicySettings
-from openrlhf.learners.scorer import Scorer
-from openrlhf.models.loading import (
-    ModelLoadError,
-    load_policy,
-    load_tokenizer,
-    load_value_model,
-    silence_progress_bars,
-)
-from openrlhf.models.policy import Policy
+from openrlhf.models.loading import ModelLoadError, load_tokenizer, load_value_model, silence_progress_bars
 from openrlhf.observability.loggers import JsonlLogger
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
@@ -51,6 +34,7 @@ from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
+from openrlhf.trainers.local_models import LocalTraining, load_models, model_dtype
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
@@ -120,8 +104,10 @@ def train(config: RLConfig) -> RunResult:
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
     with asyncio.Runner() as loop, _started(_reward(config, tokenizer, device), loop) as reward:
-        policy = _policy(config, device)
-        engine = EmbeddedEngine(policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed)
+        models = load_models(config, device)
+        engine = EmbeddedEngine(
+            models.policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed
+        )
         runner = EpisodeRunner(
             engine=engine,
             executor=SingleTurnAgentExecutor(),
@@ -137,7 +123,7 @@ def train(config: RLConfig) -> RunResult:
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
-        backend = _backend(config, policy, rounds=schedule.rounds)
+        training = LocalTraining(config, models, rounds=schedule.rounds, device=device)
         run_dir = create_run_directory(config)
         logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
@@ -153,7 +139,7 @@ def train(config: RLConfig) -> RunResult:
                     generate_batch_size=config.generate_batch_size,
                     score_filter=_score_filter(config),
                 ),
-                workers=_workers(config, policy, backend, device=device),
+                workers=training.workers,
                 weights=InProcessWeightSync(engine),
                 evaluation=held_out
                 and PromptEvaluation(
@@ -171,10 +157,9 @@ def train(config: RLConfig) -> RunResult:
             )
             evaluation = trainer.fit()
             seen.progress.phase("export")
-            with backend.weights_to_save():
-                export_policy(policy, tokenizer, model_dir)
+            written = training.export(tokenizer, model_dir)
             _link(run_dir.model, model_dir)
-            seen.progress.note(f"model in {model_dir}")
+            seen.progress.note(f"model in {', critic in '.join(map(str, written))}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
 
 
@@ -185,21 +170,6 @@ def _tokenizer(config: RLConfig) -> Any:
             use_fast=not config.data.disable_fast_tokenizer,
             trust_remote_code=config.actor.trust_remote_code,
         )
-
-
-def _policy(config: RLConfig, device: torch.device) -> Policy:
-    with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
-        policy = load_policy(
-            config.actor.model_name_or_path,
-            dtype=_dtype(config.ds.param_dtype, device),
-            device=device,
-            trust_remote_code=config.actor.trust_remote_code,
-            attn_implementation=config.ds.attn_implementation,
-            gradient_checkpointing=config.actor.gradient_checkpointing_enable,
-            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
-        )
-    warn_of_positions(policy.model.config, max_len=config.data.max_len)
-    return policy
 
 
 def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:
@@ -242,7 +212,7 @@ def _reward(config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSou
         )
         model = load_value_model(
             path,
-            dtype=_dtype(config.ds.param_dtype, device),
+            dtype=model_dtype(config.ds.param_dtype, device),
             device=device,
             head_prefix=config.ds.value_head_prefix,
             fresh_head=False,
@@ -292,64 +262,6 @@ async def _close(reward: RewardSource) -> None:
     await reward.close()
 
 
-def _backend(config: RLConfig, policy: Policy, *, rounds: int) -> TorchBackend:
-    steps = rounds * config.train.max_epochs * config.optimizer_steps_per_epoch
-    return TorchBackend(
-        policy,
-        _optimizer(config.actor, total_steps=steps),
-        ema_beta=config.train.ema_beta if config.train.enable_ema else None,
-    )
-
-
-def _optimizer(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:
-    muon = section.muon
-    return OptimizerSettings(
-        lr=section.adam.lr,
-        betas=section.adam.betas,
-        eps=section.adam.eps,
-        weight_decay=section.adam.weight_decay,
-        muon=MuonSettings(lr=muon.lr, momentum=muon.momentum, ns_steps=muon.ns_steps, nesterov=muon.nesterov)
-        if section.optim == "muon"
-        else None,
-        max_norm=section.max_norm,
-        scheduler=section.lr_scheduler,
-        warmup_ratio=section.lr_warmup_ratio,
-        min_lr_ratio=section.min_lr_ratio,
-        total_steps=total_steps,
-    )
-
-
-def _workers(config: RLConfig, policy: Policy, backend: TorchBackend, *, device: torch.device) -> LocalWorkers:
-    dynamic = config.train.dynamic_batch_enable
-    low, high = config.actor.clip_range
-    settings = PolicySettings(
-        loss=config.actor.policy_loss_type,
-        clip_low=low,
-        clip_high=high,
-        aggregation=Aggregation(config.loss_aggregation),
-        constant_length=config.response_limit,
-        temperature=config.rollout.temperature,
-        log_entropy=config.actor.entropy_coef is not None,
-        epochs=config.train.max_epochs,
-        steps_per_epoch=config.optimizer_steps_per_epoch,
-        batching=MicroBatching(
-            samples=config.train.micro_batch_size, tokens=config.train.max_tokens_per_gpu if dynamic else None
-        ),
-        seed=config.train.seed,
-    )
-    scoring = MicroBatching(
-        samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu if dynamic else None
-    )
-    return LocalWorkers(
-        policy=PolicyLearner(backend, settings, device=device),
-        scorer=Scorer(policy, batching=scoring, temperature=config.rollout.temperature, device=device),
-        estimator=get_estimator(config.algo.advantage.estimator),
-        gamma=config.gamma,
-        divide_by_std=not config.algo.advantage.no_std_norm,
-        clip_range=config.reward.clip_range,
-    )
-
-
 def _score_filter(config: RLConfig) -> ScoreFilter | None:
     if not config.algo.dynamic_filtering_enable:
         return None
@@ -364,12 +276,6 @@ def _sampling(config: RLConfig, *, temperature: float) -> SamplingParams:
         top_k=config.rollout.top_k,
         max_tokens=config.rollout.max_new_tokens,
     )
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from openrlhf.algorithms.advantages import (
     discounted_returns,
     gae,
     get_estimator,
-    rewards_to_come,
     whiten,
 )
 
@@ -45,7 +44,7 @@ def test_group_shaping_by_hand(name, expected):
 def test_what_each_estimator_needs():
     assert [name for name, e in ESTIMATORS.items() if e.needs_critic] == ["gae"]
     assert [name for name, e in ESTIMATORS.items() if e.whiten] == ["gae", "reinforce", "reinforce_baseline"]
-    assert GROUP_ESTIMATORS == ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
+    assert GROUP_ESTIMATORS == ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
@@ -79,22 +78,15 @@ def test_permuting_a_group_permutes_its_shaping(name, totals, random):
 
 
 def test_an_unknown_estimator_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="known: gae, reinforce, reinforce_baseline, rloo, group_norm, dr_grpo"):
+    with pytest.raises(ValueError, match="known: gae, reinforce, rloo, reinforce_baseline, group_norm, dr_grpo"):
         get_estimator("gea")
 
 
 def test_returns_discount_over_action_tokens():
     """r = 0, 1, 0, 2 and γ = 1/2: R_3 = 2, R_2 = 1, R_1 = 1 + 1/2, R_0 = 3/4. With γ = 1 plain suffix sums."""
     rewards = torch.tensor([0.0, 1.0, 0.0, 2.0])
-    assert rewards_to_come(rewards, gamma=0.5).tolist() == [0.75, 1.5, 1.0, 2.0]
-    assert rewards_to_come(rewards).tolist() == [3.0, 3.0, 2.0, 2.0]
-
-
-def test_reward_of_later_segments_stands_behind_the_last_token():
-    """r = 1, 0 with 4 to come and γ = 1/2: R_1 = 2, R_0 = 1 + 1."""
-    rewards = torch.tensor([1.0, 0.0])
-    assert rewards_to_come(rewards, gamma=0.5, later=4.0).tolist() == [2.0, 2.0]
-    assert rewards_to_come(rewards, later=4.0).tolist() == [5.0, 4.0]
+    assert discounted_returns(rewards, [0, 4], gamma=0.5).tolist() == [0.75, 1.5, 1.0, 2.0]
+    assert discounted_returns(rewards, [0, 4]).tolist() == [3.0, 3.0, 2.0, 2.0]
 
 
 def test_returns_of_a_batch_by_hand():
@@ -149,7 +141,7 @@ def test_the_ends_of_lambda():
     assert gae(rewards, values, [0, 3], gamma=0.5, lambd=0.0).advantages_A.tolist() == [0, 1, -2]
     ended = gae(rewards, values, [0, 3], gamma=0.5, lambd=1.0)
     assert ended.advantages_A.tolist() == [0, 0, -2]
-    assert ended.returns_A.tolist() == rewards_to_come(rewards, gamma=0.5).tolist() == [1, 2, 2]
+    assert ended.returns_A.tolist() == discounted_returns(rewards, [0, 3], gamma=0.5).tolist() == [1, 2, 2]
 
 
 TOKENS = st.tuples(st.floats(-2, 2, width=32), st.floats(-2, 2, width=32))

@@ -21,7 +21,7 @@ def test_a_buffer_as_long_as_the_limit_charges_from_the_first_token():
 
 @pytest.mark.parametrize("buffer", [0, 11])
 def test_a_buffer_that_does_not_fit_is_refused(buffer):
-    with pytest.raises(ValueError, match="1 … 10"):
+    with pytest.raises(ValueError, match="above 0 and at most 10"):
         overlong_penalty(5, limit=10, buffer=buffer, factor=1.0)
 
 

@@ -25,7 +25,10 @@ CHANGED_DEFAULTS = {
     "ds.param_dtype": "auto",  # deviation 3: bf16 on a GPU, fp32 on CPU
     "host": "127.0.0.1",  # deviation 21
 }
-CHANGED_CHOICES = {"ds.param_dtype": ["auto", "bf16", "fp16", "fp32"]}  # deviation 3
+CHANGED_CHOICES = {
+    "ds.param_dtype": ["auto", "bf16", "fp16", "fp32"],  # deviation 3
+    "actor.policy_loss_type": ["ppo", "gspo", "cispo", "sapo"],
+}
 
 TRAINERS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray")
 # (name, type, default) -> commands

@@ -7,11 +7,11 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_models_policy import PACKED, SMALL, VOCAB, make_policy
 
 from openrlhf.models import packed
 from openrlhf.models.prefixes import share_prefixes
 from openrlhf.types import PackedTokens, Segment
-from tests.unit.test_models_policy import PACKED, SMALL, VOCAB, make_policy
 
 
 def segment(token_ids, prompt):

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import PolicyLearner, PolicySettings
-from openrlhf.learners.scorer import Scorer
+from openrlhf.learners.scorer import Scorer, logprobs
+from openrlhf.learners.steps import StepSettings, optimizer_steps
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
@@ -71,8 +73,7 @@ def make_batch(lengths: list[tuple[int, int]], *, seed: int = 0) -> TrainingBatc
                     versions=torch.where(mask, 0, -1).int(),
                     turn_rewards=torch.zeros(total),
                 ),
-                baseline=0.0,
-                scale=1.0,
+                rewards_A=torch.zeros(response),
             )
         )
     batch = TrainingBatch(samples=samples)
@@ -80,28 +81,30 @@ def make_batch(lengths: list[tuple[int, int]], *, seed: int = 0) -> TrainingBatc
     return batch
 
 
-def make_settings(batching: MicroBatching, **changes) -> PolicySettings:
-    return PolicySettings(
-        **{
-            "loss": "ppo",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "aggregation": Aggregation.TOKEN,
-            "constant_length": 7,
-            "temperature": 0.7,
-            "log_entropy": True,
-            "epochs": 1,
-            "steps_per_epoch": 1,
-            "batching": batching,
-            "seed": 0,
-            **changes,
-        }
-    )
+def make_steps(batch: TrainingBatch, batching: MicroBatching, **changes):
+    settings = {
+        "epochs": 1,
+        "steps_per_epoch": 1,
+        "aggregation": Aggregation.TOKEN,
+        "constant_length": 7,
+        "seed": 0,
+        **changes,
+    }
+    return optimizer_steps(batch, StepSettings(batching=batching, **settings), round_index=1)
 
 
-def update(policy: Policy, batch: TrainingBatch, batching: MicroBatching, **changes):
+POLICY = PolicySettings(
+    loss=get_policy_loss("ppo"),
+    clip=LossSettings(clip_low=0.2, clip_high=0.2),
+    temperature=0.7,
+    entropy_coef=0.0,
+)
+
+
+def update(policy: Policy, batch: TrainingBatch, batching: MicroBatching, settings: PolicySettings = POLICY, **changes):
     backend = RecordingBackend(policy)
-    metrics = PolicyLearner(backend, make_settings(batching, **changes), device=CPU).update(batch, round_index=1)
+    learner = PolicyLearner(backend, settings, device=CPU)
+    metrics = learner.update(make_steps(batch, batching, **changes), kl_coef=0.3)
     return backend.gradients, metrics.values()
 
 
@@ -154,9 +157,7 @@ def test_old_logprobs_of_the_same_weights_change_nothing(policy):
     """Scored beforehand or detached on the fly: the same gradient, however the scoring was cut."""
     batch = make_batch([(2, 4), (3, 2), (1, 5)])
     (plain,), _ = update(policy, batch, WHOLE)
-    batch.old_logprobs_A = Scorer(policy, batching=MicroBatching(samples=2), temperature=0.7, device=CPU).logprobs(
-        batch
-    )
+    batch.old_logprobs_A = Scorer(policy, logprobs(0.7), batching=MicroBatching(samples=2), device=CPU).score(batch)
     (scored,), values = update(policy, batch, WHOLE)
     assert relative_gap(scored, plain) < 1e-5
     assert values["ppo_kl"] == pytest.approx(0, abs=1e-6)

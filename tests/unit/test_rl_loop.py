@@ -263,7 +263,7 @@ def test_evaluation_happens_at_the_ends_and_in_between_once_each(loop):
     assert result == {"eval_default_pass1": 0.5}
     train = logger.records[1][2]
     assert train["policy_loss"] == 0.5
-    assert train["reward"] == 1.0
+    assert train["rollout/reward_mean"] == 1.0
     assert {"timing/generation", "timing/ppo_train", "timing/step_total", "perf/tokens_per_second"} <= set(train)
 
 

@@ -108,7 +108,7 @@ def test_packing_lays_sequences_end_to_end():
 
 def test_a_micro_batch_carries_the_columns_of_its_samples_in_its_own_order():
     samples = [
-        TrainingSample(key=SampleKey(0, i), segment=segment(tokens, 2), baseline=0.0, scale=1.0)
+        TrainingSample(key=SampleKey(0, i), segment=segment(tokens, 2), rewards_A=torch.zeros(tokens - 2))
         for i, tokens in enumerate([4, 3, 5])
     ]
     batch = TrainingBatch(samples=samples)
@@ -123,6 +123,7 @@ def test_a_micro_batch_carries_the_columns_of_its_samples_in_its_own_order():
 
 def test_rollout_logprobs_are_known_only_when_every_sample_has_them():
     samples = [
-        TrainingSample(key=SampleKey(0, i), segment=segment(logprobs=bool(i)), baseline=0.0, scale=1.0) for i in (0, 1)
+        TrainingSample(key=SampleKey(0, i), segment=part, rewards_A=torch.zeros(part.num_actions))
+        for i, part in enumerate((segment(logprobs=False), segment(logprobs=True)))
     ]
     assert TrainingBatch(samples=samples).rollout_logprobs_A is None

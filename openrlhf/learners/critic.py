@@ -1,0 +1,44 @@
+"""The critic update: values of action tokens towards their returns, on the same micro-batches as the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from openrlhf.algorithms.values import value_loss
+from openrlhf.backends.base import Backend
+from openrlhf.learners.steps import MicroBatch, Step
+from openrlhf.observability.metrics import Metrics
+
+
+class CriticLearner:
+    """Updates the critic through its backend. The loss is a mean over a step's action tokens."""
+
+    def __init__(self, backend: Backend, *, value_clip: float, device: torch.device) -> None:
+        self._backend = backend
+        self._value_clip = value_clip
+        self._device = device
+
+    def update(self, steps: Sequence[Step]) -> Metrics:
+        """One optimizer step per `Step`."""
+        metrics = Metrics()
+        self._backend.module.train()
+        for step in steps:
+            metrics.mean("critic_loss", sum(self._accumulate(micro, metrics) for micro in step), 1)
+            metrics.last("critic_lr", self._backend.learning_rate)
+            metrics.mean("critic_grad_norm", self._backend.step(), 1)
+        return metrics
+
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics) -> float:
+        packed = micro.packed.to(self._device)
+        if packed.values_A is None or packed.returns_A is None:
+            raise ValueError("a critic update needs the values before it, and returns")
+        values_A = self._backend.module(packed.tokens, positions=packed.tokens.action_positions - 1)
+        result = value_loss(values_A, packed.values_A, packed.returns_A, value_clip=self._value_clip)
+        loss = (micro.value_weights_A.to(self._device) * result.loss_A).sum()
+        self._backend.backward(loss)
+        count = packed.tokens.num_actions
+        metrics.mean("values", float(values_A.detach().sum()), count)
+        metrics.mean("critic_clip_ratio", float(result.clipped_A.sum()), count)
+        return float(loss.detach())

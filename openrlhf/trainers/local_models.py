@@ -1,0 +1,231 @@
+"""The models of a local run — policy, reference, critic — and the workers that score and train them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.algorithms.advantages import get_estimator
+from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
+from openrlhf.algorithms.losses import LossSettings, get_policy_loss
+from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.backends.torch import TorchBackend
+from openrlhf.checkpoint.export import export_policy, export_value_model
+from openrlhf.config.optimizer import OptimizerSection
+from openrlhf.config.roots import RLConfig
+from openrlhf.learners.credit import CreditSettings
+from openrlhf.learners.critic import CriticLearner
+from openrlhf.learners.local import CriticPart, KLTerm, LocalWorkers
+from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings
+from openrlhf.learners.samples import RewardShaping
+from openrlhf.learners.scorer import Scorer, logprobs, values
+from openrlhf.learners.steps import StepSettings
+from openrlhf.models.loading import load_policy, load_value_model
+from openrlhf.models.policy import Policy
+from openrlhf.models.value import ValueModel
+from openrlhf.trainers.preflight import reading_model, warn_of_positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalModels:
+    """What a local run has loaded."""
+
+    policy: Policy
+    reference: Policy | None
+    critic: ValueModel | None
+
+
+def load_models(config: RLConfig, device: torch.device) -> LocalModels:
+    """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae."""
+    policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable)
+    warn_of_positions(policy.model.config, max_len=config.data.max_len)
+    reference = None
+    if config.uses_reference:
+        reference = _load_policy(config, device).requires_grad_(False)
+        if config.ref.offload:
+            reference.to("cpu")
+    return LocalModels(policy=policy, reference=reference, critic=_load_critic(config, device))
+
+
+def _load_policy(config: RLConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> Policy:
+    path = config.actor.model_name_or_path
+    with reading_model(path, flag="--actor.model_name_or_path"):
+        return load_policy(
+            path,
+            dtype=model_dtype(config.ds.param_dtype, device),
+            device=device,
+            trust_remote_code=config.actor.trust_remote_code,
+            attn_implementation=config.ds.attn_implementation,
+            gradient_checkpointing=gradient_checkpointing,
+            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+        )
+
+
+def _load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
+    path = config.critic_path
+    if path is None:
+        return None
+    with reading_model(path, flag="--critic.model_name_or_path"):
+        return load_value_model(
+            path,
+            dtype=model_dtype(config.ds.param_dtype, device),
+            device=device,
+            head_prefix=config.ds.value_head_prefix,
+            normalise=config.reward.normalize_enable and config.reward_source == "model",
+            seed=config.train.seed,
+            trust_remote_code=config.actor.trust_remote_code,
+            attn_implementation=config.ds.attn_implementation,
+            gradient_checkpointing=config.actor.gradient_checkpointing_enable,
+            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+            flag="--critic.model_name_or_path",
+        )
+
+
+def model_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+class LocalTraining:
+    """Models, their backends and the workers, for a run of so many rounds."""
+
+    def __init__(self, config: RLConfig, models: LocalModels, *, rounds: int, device: torch.device) -> None:
+        self._config = config
+        self._models = models
+        self._steps = step_settings(config)
+        total_steps = rounds * self._steps.steps_per_round
+        self._policy_backend = TorchBackend(
+            models.policy,
+            optimizer_settings(config.actor, total_steps=total_steps),
+            ema_beta=config.train.ema_beta if config.train.enable_ema else None,
+        )
+        self._critic_backend = models.critic and TorchBackend(
+            models.critic, optimizer_settings(config.critic, total_steps=total_steps)
+        )
+        self.workers = self._workers(device)
+
+    def export(self, tokenizer: Any, model_dir: Path) -> list[Path]:
+        """Write the policy, and the critic beside it if it is to be saved; returns the folders."""
+        with self._policy_backend.weights_to_save():
+            written = [export_policy(self._models.policy, tokenizer, model_dir)]
+        if self._models.critic is not None and self._config.critic.save_value_network:
+            folder = model_dir.with_name(f"{model_dir.name}_critic")
+            written.append(export_value_model(self._models.critic, tokenizer, folder))
+        return written
+
+    def _workers(self, device: torch.device) -> LocalWorkers:
+        config = self._config
+        scoring = _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
+        policy_logprobs = logprobs(config.rollout.temperature)
+        critic = kl = None
+        if self._models.critic is not None and self._critic_backend is not None:
+            critic = CriticPart(
+                scorer=Scorer(self._models.critic, values, batching=scoring, device=device),
+                learner=CriticLearner(self._critic_backend, value_clip=config.critic.value_clip, device=device),
+                freezing_steps=config.critic.freezing_steps,
+            )
+        if self._models.reference is not None:
+            kl = KLTerm(
+                estimator=get_kl_estimator(config.algo.kl.estimator),
+                controller=kl_controller(config),
+                as_loss=config.algo.kl.use_loss,
+                reference=Scorer(
+                    self._models.reference,
+                    policy_logprobs,
+                    batching=scoring,
+                    device=device,
+                    offload=config.ref.offload,
+                ),
+            )
+        return LocalWorkers(
+            policy=PolicyLearner(self._policy_backend, policy_settings(config), device=device),
+            policy_scorer=Scorer(self._models.policy, policy_logprobs, batching=scoring, device=device),
+            steps=self._steps,
+            credit=CreditSettings(
+                estimator=get_estimator(config.algo.advantage.estimator),
+                gamma=config.gamma,
+                lambd=config.algo.advantage.lambd,
+                divide_by_std=not config.algo.advantage.no_std_norm,
+            ),
+            shaping=reward_shaping(config),
+            critic=critic,
+            kl=kl,
+        )
+
+
+def step_settings(config: RLConfig) -> StepSettings:
+    return StepSettings(
+        epochs=config.train.max_epochs,
+        steps_per_epoch=config.optimizer_steps_per_epoch,
+        batching=_batching(config, samples=config.train.micro_batch_size, tokens=config.train.max_tokens_per_gpu),
+        aggregation=config.loss_aggregation,
+        regulariser_aggregation=config.regulariser_aggregation,
+        constant_length=config.response_limit,
+        # A critic, a KL term and the entropy want every sample, whatever its advantage.
+        skip_idle=not config.uses_critic
+        and config.actor.entropy_coef is None
+        and not (config.uses_reference and config.algo.kl.use_loss),
+        seed=config.train.seed,
+    )
+
+
+def policy_settings(config: RLConfig) -> PolicySettings:
+    low, high = config.actor.clip_range
+    kl, advantage = config.algo.kl, config.algo.advantage
+    correction = None
+    if advantage.is_correction_enable:
+        bounds = advantage.is_correction_threshold
+        correction = CorrectionSettings(name=advantage.is_correction_type, low=bounds[0], high=bounds[1])
+    return PolicySettings(
+        loss=get_policy_loss(config.actor.policy_loss_type),
+        clip=LossSettings(clip_low=low, clip_high=high, dual_clip=config.actor.dual_clip),
+        temperature=config.rollout.temperature,
+        entropy_coef=config.actor.entropy_coef,
+        kl_loss=get_kl_estimator(kl.estimator) if config.uses_reference and kl.use_loss else None,
+        correction=correction,
+    )
+
+
+def kl_controller(config: RLConfig) -> KLController:
+    kl = config.algo.kl
+    if kl.target is None:
+        return FixedKL(kl.init_coef)
+    return AdaptiveKL(kl.init_coef, target=kl.target, horizon=kl.horizon)
+
+
+def reward_shaping(config: RLConfig) -> RewardShaping:
+    reward = config.reward
+    return RewardShaping(
+        overlong_buffer=reward.overlong_buffer_len,
+        overlong_factor=reward.overlong_penalty_factor,
+        response_limit=config.response_limit,
+        stop_properly=reward.stop_properly_penalty_coef,
+        clip_range=reward.clip_range,
+    )
+
+
+def optimizer_settings(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:
+    muon = section.muon
+    return OptimizerSettings(
+        lr=section.adam.lr,
+        betas=section.adam.betas,
+        eps=section.adam.eps,
+        weight_decay=section.adam.weight_decay,
+        muon=MuonSettings(lr=muon.lr, momentum=muon.momentum, ns_steps=muon.ns_steps, nesterov=muon.nesterov)
+        if section.optim == "muon"
+        else None,
+        max_norm=section.max_norm,
+        scheduler=section.lr_scheduler,
+        warmup_ratio=section.lr_warmup_ratio,
+        min_lr_ratio=section.min_lr_ratio,
+        total_steps=total_steps,
+    )
+
+
+def _batching(config: RLConfig, *, samples: int, tokens: int) -> MicroBatching:
+    return MicroBatching(samples=samples, tokens=tokens if config.train.dynamic_batch_enable else None)

@@ -1,0 +1,114 @@
+"""A policy, a reference and a critic of a few hundred weights, fixed trajectories, and a training made of flags."""
+
+import copy
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
+
+from openrlhf.config import parse
+from openrlhf.models.attention import ATTENTION
+from openrlhf.models.policy import Policy
+from openrlhf.models.value import ScalarHead, ValueModel
+from openrlhf.trainers.local_models import LocalModels, LocalTraining
+from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
+
+CPU = torch.device("cpu")
+CONFIG = Qwen2Config(
+    vocab_size=13,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+FLAGS = {
+    "init_kl_coef": 0,
+    "rollout_batch_size": 2,
+    "train_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "max_new_tokens": 8,
+    "max_len": 16,
+    "actor_learning_rate": 1e-2,
+    "critic_learning_rate": 1e-2,
+    "lr_scheduler": "constant",
+    "use_dynamic_batch": True,
+    "max_tokens_per_gpu": 1000,
+}
+"""One optimizer step per round, no KL, no penalties."""
+
+
+def make_models() -> LocalModels:
+    torch.manual_seed(0)
+    policy = Policy(Qwen2ForCausalLM._from_config(CONFIG, attn_implementation=ATTENTION))
+    reference = copy.deepcopy(policy)
+    with torch.no_grad():  # the policy has moved away from it
+        for parameter in reference.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    critic = ValueModel(Qwen2Model._from_config(CONFIG, attn_implementation=ATTENTION), ScalarHead(8))
+    return LocalModels(policy=policy, reference=reference, critic=critic)
+
+
+def make_groups() -> list[Group]:
+    """Two prompts, three samples each: single turns and a two-turn episode, one truncated, one failed."""
+    generator = torch.Generator().manual_seed(0)
+    result = []
+    for prompt in range(2):
+        members = []
+        for index in range(3):
+            T = 5 + index
+            mask = torch.arange(T) >= 2
+            rewards = torch.zeros(T)
+            rewards[-1] = [1.0, 0.0, 0.5][index]
+            if index == 2:  # an environment token after the first turn, which earned something too
+                mask[4] = False
+                rewards[3] = 0.25
+            segment = Segment(
+                token_ids=torch.randint(13, (T,), generator=generator),
+                action_mask=mask,
+                rollout_logprobs=torch.where(mask, -2.5 + torch.rand(T, generator=generator), 0.0),
+                versions=torch.where(mask, 0, -1).int(),
+                turn_rewards=rewards,
+            )
+            members.append(
+                Trajectory(
+                    key=SampleKey(prompt, index),
+                    segments=(segment,),
+                    outcome=Outcome.TRUNCATED if index == 1 else Outcome.FINISHED,
+                    reward=float(rewards.sum()),
+                    score=1.0,
+                )
+            )
+        members.append(Trajectory(key=SampleKey(prompt, 3), segments=(), outcome=Outcome.FAILED, error="boom"))
+        result.append(Group(prompt=Prompt(ordinal=prompt, text="x"), trajectories=tuple(members)))
+    return result
+
+
+def training(models: LocalModels, **flags: object) -> tuple[LocalTraining, LocalModels]:
+    """A training of copies of the models, with these flags over `FLAGS`; True for a switch, None to leave one out."""
+    words = []
+    for name, value in {**FLAGS, **flags}.items():
+        if value is not None:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    config = parse("train_ppo_ray", words)
+    own = LocalModels(
+        policy=copy.deepcopy(models.policy),
+        reference=copy.deepcopy(models.reference) if config.uses_reference else None,
+        critic=copy.deepcopy(models.critic) if config.uses_critic else None,
+    )
+    return LocalTraining(config, own, rounds=2, device=CPU), own
+
+
+def play(workers, groups) -> dict[str, float]:
+    batch = workers.place(groups)
+    workers.score(batch)
+    metrics = workers.assign_advantages(batch)
+    metrics.merge(workers.update(batch))
+    return metrics.values()
+
+
+def equal_rewards(groups: list[Group]) -> list[Group]:
+    """The same samples, all worth 1: no advantage anywhere under a group estimator."""
+    return [
+        Group(prompt=g.prompt, trajectories=tuple(t.with_reward(1.0, score=None, extra_logs={}) for t in g.scored))
+        for g in groups
+    ]

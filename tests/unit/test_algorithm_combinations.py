@@ -1,0 +1,88 @@
+"""Every combination of estimator, loss, KL mode and correction that the parser accepts trains; the others say why not."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from small_rl import play, training
+
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.kl import KL_ESTIMATORS
+from openrlhf.algorithms.losses import POLICY_LOSSES
+from openrlhf.config import ConfigError, parse
+
+KL_MODES = [
+    {},
+    *({"init_kl_coef": 0.1, "kl_estimator": k, "use_kl_loss": loss} for k in KL_ESTIMATORS for loss in (None, True)),
+]
+CORRECTION_MODES = [{}, *({"enable_vllm_is_correction": True, "vllm_is_correction_type": name} for name in CORRECTIONS)]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_two_updates_of_every_combination(models, groups, estimator, loss):
+    """A round of two updates on fixed samples: metrics are finite, the mismatch is logged, weights move."""
+    for kl, correction in itertools.product(KL_MODES, CORRECTION_MODES):
+        run, own = training(
+            models, advantage_estimator=estimator, policy_loss_type=loss, max_epochs=2, **kl, **correction
+        )
+        before = [p.detach().clone() for p in own.policy.parameters()]
+        values = play(run.workers, groups)
+        broken = {name: value for name, value in values.items() if not math.isfinite(value)}
+        assert not broken, (kl, correction, broken)
+        assert values["logprobs_diff"] > 0
+        assert ("kl" in values) == bool(kl)
+        assert ("critic_loss" in values) == ESTIMATORS[estimator].needs_critic
+        assert ("is_weight" in values) == (bool(correction) and not POLICY_LOSSES[loss].corrects_itself)
+        assert any(not torch.equal(a, b) for a, b in zip(before, own.policy.parameters(), strict=True))
+
+
+REJECTED = [
+    *(
+        (f"--advantage_estimator {name} --n_samples_per_prompt 1", "must be more than 1")
+        for name, entry in ESTIMATORS.items()
+        if entry.needs_group
+    ),
+    *(
+        (f"--policy_loss_type {name} --dual_clip 3", f"{name} has none")
+        for name, entry in POLICY_LOSSES.items()
+        if not entry.takes_dual_clip
+    ),
+    ("--kl_target 0.1 --init_kl_coef 0", "above 0"),
+    ("--advantage_estimator a2c", "not one of gae, reinforce, rloo, reinforce_baseline, group_norm, dr_grpo"),
+    ("--policy_loss_type dapo", "not one of ppo, gspo, cispo, sapo"),
+    ("--kl_estimator k4", "not one of k1, k2, k3"),
+    ("--vllm_is_correction_type mis", "not one of tis, icepop, seq-mask-tis"),
+    ("--algo.loss_agg mean", "not one of token, sequence, constant"),
+]
+
+
+@pytest.mark.parametrize(("flags", "reason"), REJECTED)
+def test_what_the_parser_rejects_it_rejects_with_a_reason(flags, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse("train_ppo_ray", flags.split())
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("estimator", ["gae", "group_norm"])
+def test_gradient_norms_and_means_do_not_depend_on_the_budget(models, groups, aggregation, estimator):
+    """Everything at once — KL loss, entropy bonus, correction, penalties, critic — in micro-batches of any size."""
+    flags = {
+        "advantage_estimator": estimator,
+        "algo.loss_agg": aggregation,
+        "init_kl_coef": 0.1,
+        "kl_estimator": "k2",
+        "use_kl_loss": True,
+        "entropy_loss_coef": 0.01,
+        "enable_vllm_is_correction": True,
+        "overlong_buffer_len": 4,
+        "stop_properly_penalty_coef": 0.5,
+    }
+    whole = play(training(models, **flags)[0].workers, groups)
+    for budget in (7, 16, 24):
+        cut = play(training(models, **flags, max_tokens_per_gpu=budget)[0].workers, groups)
+        assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    samples = play(training(models, **flags, use_dynamic_batch=None, micro_train_batch_size=2)[0].workers, groups)
+    assert samples == pytest.approx(whole, rel=1e-5, abs=1e-6)

@@ -1,0 +1,105 @@
+"""How a round is cut: nothing lost, weights of the whole step, idle samples without a forward."""
+
+import pytest
+import torch
+
+from openrlhf.algorithms.reduction import Aggregation
+from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.steps import StepSettings, optimizer_steps, shuffled, trained_samples
+from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
+
+
+def make_batch(shapes: list[tuple[int, int]], advantages: list[float] | None = None) -> TrainingBatch:
+    """Samples of (prompt ordinal, action tokens), each after a prompt of one token."""
+    samples = []
+    for index, (prompt, actions) in enumerate(shapes):
+        T = 1 + actions
+        segment = Segment(
+            token_ids=torch.arange(T) + 10 * index,
+            action_mask=torch.arange(T) > 0,
+            rollout_logprobs=None,
+            versions=torch.zeros(T, dtype=torch.int32),
+            turn_rewards=torch.zeros(T),
+        )
+        samples.append(TrainingSample(key=SampleKey(prompt, index), segment=segment, rewards_A=torch.zeros(actions)))
+    batch = TrainingBatch(samples=samples)
+    if advantages is not None:
+        batch.advantages_A = batch.per_action(advantages)
+    return batch
+
+
+def make_settings(**changes) -> StepSettings:
+    defaults = {
+        "epochs": 1,
+        "steps_per_epoch": 1,
+        "batching": MicroBatching(samples=1),
+        "aggregation": Aggregation.TOKEN,
+        "seed": 0,
+    }
+    return StepSettings(**{**defaults, **changes})
+
+
+def rows(steps) -> list[list[int]]:
+    return [sorted(row for micro in step for row in micro.packed.rows.tolist()) for step in steps]
+
+
+def test_every_action_is_in_exactly_one_step_of_an_epoch():
+    batch = make_batch([(0, 2), (0, 1), (1, 3), (1, 2), (2, 1), (2, 4), (3, 2)])
+    steps = optimizer_steps(batch, make_settings(epochs=2, steps_per_epoch=3), round_index=1)
+    assert len(steps) == 6
+    for epoch in (steps[:3], steps[3:]):
+        assert sorted(row for step in rows(epoch) for row in step) == list(range(15))
+
+
+def test_too_few_samples_leave_steps_out():
+    steps = optimizer_steps(make_batch([(0, 2), (1, 2)]), make_settings(steps_per_epoch=4), round_index=1)
+    assert len(steps) == 2
+    assert optimizer_steps(make_batch([]), make_settings(), round_index=1) == []
+
+
+def test_the_order_is_another_every_round_and_keeps_a_prompt_together():
+    batch = make_batch([(prompt, 1) for prompt in range(8) for _ in range(3)])
+    orders = [shuffled(batch, seed=seed) for seed in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    for order in orders:
+        assert sorted(order) == list(range(24))
+        prompts = [batch.samples[i].key.prompt for i in order]
+        assert [prompts[k : k + 3] for k in range(0, 24, 3)] == [[p] * 3 for p in dict.fromkeys(prompts)]
+
+
+def test_weights_are_those_of_the_whole_step():
+    """Samples of 1 and 3 actions. token: 1/4 each. sequence: 1/2 and 1/6. constant 8: 1/16 each. Values: tokens."""
+    batch = make_batch([(0, 1), (1, 3)])
+
+    def weights(**changes):
+        (step,) = optimizer_steps(batch, make_settings(**changes), round_index=1)
+        first, second = sorted(step, key=lambda micro: micro.packed.tokens.num_actions)
+        return first, second
+
+    for aggregation, expected in ((Aggregation.TOKEN, (1 / 4, 1 / 4)), (Aggregation.SEQUENCE, (1 / 2, 1 / 6))):
+        first, second = weights(aggregation=aggregation)
+        assert first.policy_weights_A.tolist() == pytest.approx([expected[0]])
+        assert second.policy_weights_A.tolist() == pytest.approx([expected[1]] * 3)
+        assert second.regulariser_weights_A.tolist() == second.value_weights_A.tolist() == [0.25] * 3
+    _, second = weights(aggregation=Aggregation.CONSTANT, constant_length=8)
+    assert second.policy_weights_A.tolist() == [1 / 16] * 3
+    _, second = weights(aggregation=Aggregation.TOKEN, regulariser_aggregation=Aggregation.SEQUENCE)
+    assert second.regulariser_weights_A.tolist() == pytest.approx([1 / 6] * 3)
+
+
+def test_idle_samples_get_no_forward_and_stay_in_the_denominator():
+    """Four samples of 2 actions, two of them without advantage: 4 tokens run, each weighing 1/8, not 1/4."""
+    batch = make_batch([(0, 2), (0, 2), (1, 2), (1, 2)], advantages=[0.0, 0.0, 1.0, -1.0])
+    assert trained_samples(batch, make_settings(skip_idle=True)) == [2, 3]
+    (step,) = optimizer_steps(batch, make_settings(skip_idle=True), round_index=1)
+    assert rows([step]) == [[4, 5, 6, 7]]
+    assert all(micro.policy_weights_A.tolist() == [1 / 8] * 2 for micro in step)
+    (whole,) = optimizer_steps(batch, make_settings(), round_index=1)
+    assert rows([whole]) == [list(range(8))]
+
+
+def test_a_step_of_idle_samples_still_happens():
+    """One sample, the shortest, shows the optimizer that the gradient is 0: its momentum goes on as it would have."""
+    batch = make_batch([(0, 3), (0, 1)], advantages=[0.0, 0.0])
+    (step,) = optimizer_steps(batch, make_settings(skip_idle=True), round_index=1)
+    assert rows([step]) == [[3]]
