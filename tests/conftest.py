@@ -1,0 +1,17 @@
+"""Small models and trajectories (`support/small_rl.py`), made once per module that asks for them."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def models():
+    from small_rl import make_models
+
+    return make_models()
+
+
+@pytest.fixture(scope="module")
+def groups():
+    from small_rl import make_groups
+
+    return make_groups()
