@@ -85,6 +85,17 @@ def inputs(tmp_path_factory) -> Inputs:
     return Inputs(model=folder / "model", data=folder / "train.jsonl", records=records)
 
 
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Path:
+    """The demo's data and warmed-up model."""
+    from openrlhf.cli.demo import prepare
+
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "inputs").mkdir()
+    prepare(folder / "inputs", seed=0)
+    return folder
+
+
 @pytest.fixture
 def cli(inputs, tmp_path, capfd, caplog, monkeypatch):
     """Runs `train_ppo_ray` in this process, from an empty directory; no process may be left afterwards."""

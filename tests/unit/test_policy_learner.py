@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from openrlhf.algorithms.losses import LossSettings, get_policy_loss
+from openrlhf.algorithms.kl import get_kl_estimator
+from openrlhf.algorithms.losses import POLICY_LOSSES, LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.learners.policy import PolicyLearner, PolicySettings
+from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.scorer import Scorer, logprobs
 from openrlhf.learners.steps import StepSettings, optimizer_steps
 from openrlhf.models.attention import ATTENTION
@@ -128,6 +129,42 @@ def test_gradient_and_means_do_not_depend_on_the_cut_or_the_order(policy, aggreg
     cuts = [MicroBatching(tokens=budget), MicroBatching(samples=1), MicroBatching(samples=3)]
     for cut in cuts:
         (gradient,), cut_values = update(policy, batch, cut, aggregation=aggregation, seed=seed)
+        assert relative_gap(gradient, whole) < 1e-5
+        assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
+
+
+EVERYTHING = {
+    name: PolicySettings(
+        loss=get_policy_loss(name),
+        clip=LossSettings(clip_low=0.2, clip_high=0.3),
+        temperature=0.7,
+        entropy_coef=0.1,
+        kl_loss=get_kl_estimator("k3"),
+        correction=CorrectionSettings(name="seq-mask-tis", low=0.5, high=2.0),
+    )
+    for name in POLICY_LOSSES
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@settings(max_examples=6, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=9),
+    budget=st.integers(15, 60),
+    seed=st.integers(0, 99),
+)
+def test_with_every_term_switched_on_too(policy, name, lengths, budget, seed):
+    """Old, reference and rollout log-probs around the current ones: ratios on both sides of every bound."""
+    batch = make_batch(lengths)
+    current = Scorer(policy, logprobs(0.7), batching=WHOLE, device=CPU).score(batch)
+    noise = torch.Generator().manual_seed(seed)
+    for column in ("old_logprobs_A", "reference_logprobs_A", "rollout_logprobs_A"):
+        setattr(batch, column, current + 0.4 * torch.randn(len(current), generator=noise))
+    (whole,), values = update(policy, batch, WHOLE, EVERYTHING[name], aggregation=Aggregation.SEQUENCE)
+    for cut in (MicroBatching(tokens=budget), MicroBatching(samples=1), MicroBatching(samples=3)):
+        (gradient,), cut_values = update(
+            policy, batch, cut, EVERYTHING[name], aggregation=Aggregation.SEQUENCE, seed=seed
+        )
         assert relative_gap(gradient, whole) < 1e-5
         assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
 
