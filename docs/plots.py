@@ -94,7 +94,8 @@ FAMILIES: dict[str, Family] = {
             "no KL (c = 1e-6)": "--algo.kl.init_coef 1e-6",
             "k1 in the reward, c = 0.05": "--algo.kl.init_coef 0.05",
             "k2 as a loss, c = 0.05": "--algo.kl.init_coef 0.05 --algo.kl.estimator k2 --algo.kl.use_loss",
-            "k1, adaptive": f"--algo.kl.init_coef 0.02 --algo.kl.target {KL_TARGET} --algo.kl.horizon 2400",
+            "k2 as a loss, adaptive": "--algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.init_coef 0.5 "
+            f"--algo.kl.horizon 5000 --algo.kl.target {KL_TARGET}",
         },
         panels=(
             Panel(title="KL per token", metric="kl", percent=False, mark=(f"target {KL_TARGET}", KL_TARGET)),
