@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,10 +77,12 @@ class RecordingEngine:
         except Exception as error:
             self.failure = error
             raise
-        self.record(EngineCall(list(prompt_ids), generation))
+        self.record(EngineCall(prompt_ids, generation))
         return generation
 
     def record(self, call: EngineCall) -> None:
+        """Remember a call as it is now: users' code may go on writing to the lists it was given."""
+        call = copy.deepcopy(call)
         self.calls.append(call)
         self._by_length[len(call.prompt_ids)].append(call)
 
@@ -104,8 +107,9 @@ class RecordingEngine:
             ]
             if not matches:
                 return None
-            best = max(matches, key=lambda generation: len(generation.token_ids))
-            n = min(len(best.token_ids), end - at)
+            # Of answers that begin alike: the one that covers most, and reaches least beyond.
+            best = max(matches, key=lambda answer: (min(len(answer.token_ids), len(here)), -len(answer.token_ids)))
+            n = min(len(best.token_ids), len(here))
             logprobs = None if logprobs is None or best.logprobs is None else logprobs + best.logprobs[:n]
             versions += best.versions[:n]
             # An answer that was cut short by its reader did not end for the engine's reason.

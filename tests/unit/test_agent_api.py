@@ -1,6 +1,7 @@
 """Users' agent files, in every shape that documents show, as real files."""
 
 import asyncio
+import dataclasses
 import textwrap
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 import torch
 from scripted_engine import CharTokenizer, ScriptedEngine, says
 
+from openrlhf.agents.results import parse_step
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.user_agent import load_agent
+from openrlhf.agents.values import as_sampling_params
 from openrlhf.types import SamplingParams
 from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
 
@@ -471,6 +474,18 @@ def test_vllm_parameters_are_understood(agent):
     assert episode.segments[0].rollout_logprobs is not None
 
 
+def test_no_parameter_is_lost_when_users_pass_them_on():
+    given = SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=3, max_tokens=4, min_tokens=2, stop=("x", "y"), seed=5, logprobs=False
+    )
+    default = SamplingParams()
+    changed = [f.name for f in dataclasses.fields(given) if getattr(given, f.name) != getattr(default, f.name)]
+    assert changed == [f.name for f in dataclasses.fields(given)]  # the example above covers every field there is
+    copy = as_sampling_params(given, what="sampling_params")
+    assert copy == given
+    assert copy is not given
+
+
 def test_an_error_of_the_engine_is_not_blamed_on_the_user(agent):
     class Broken(ScriptedEngine):
         async def generate(self, token_ids, sampling_params):
@@ -495,7 +510,5 @@ def test_an_episode_that_is_given_up_is_cancelled_not_failed(agent):
 
 
 def test_numbers_are_float32_from_the_start():
-    from openrlhf.agents.results import parse_step
-
     assert parse_step({"rewards": 0.1, "done": False}).reward == np.float32(0.1)
     assert parse_step({"rewards": torch.tensor(0.1, dtype=torch.float64), "done": False}).reward == np.float32(0.1)
