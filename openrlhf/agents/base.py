@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.types import SamplingParams, Segment
 
@@ -14,21 +14,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What an executor returns: the recorded tokens, and the reward if the agent has one of its own."""
+    """What became of one sample: the recorded tokens, and the reward if the agent has one of its own."""
 
     segments: tuple[Segment, ...]
     text: str
-    """Prompt and everything after it, decoded with special tokens."""
+    """The prompt's text, then everything after it, decoded with special tokens."""
     truncated: bool
     """A token or turn limit cut it short."""
     reward: float | None = None
-    """None: somebody else (a reward function, a server, a model) judges it."""
+    """Sum of its turn rewards. None: somebody else (a reward function, a server, a model) judges it."""
     score: float | None = None
     extra_logs: dict[str, float] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()
+    """Pictures of the prompt, then those of the environment, as they came."""
+    unexplained: int = 0
+    """Action ranges that no engine call accounts for: their versions are a guess."""
+
+
+class Player(Protocol):
+    """Plays one episode. One player serves many episodes at once, so `play` keeps no state on `self`."""
+
+    async def play(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_steps: int | None = None,
+    ) -> Episode:
+        """The episode that begins with `prompt`, in at most `max_length` tokens and `max_steps` turns.
+
+        Raises AgentError when users' code fails; `sampling_params` stays as it is.
+        """
+        ...
 
 
 class AgentExecutorBase(ABC):
-    """Runs one episode. One executor serves many episodes at once, so `execute` keeps no state on `self`."""
+    """What a user's `AgentExecutor` derives from to play episodes in a way of its own.
+
+    It is made once, without arguments, and plays many episodes at once: keep no state of an episode on `self`.
+    """
 
     @abstractmethod
     async def execute(
@@ -38,7 +67,58 @@ class AgentExecutorBase(ABC):
         sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: Any,
-        llm_engine: Engine,
+        llm_engine: Any,
         images: Any = None,
-    ) -> Episode:
-        """Play the episode that begins with `prompt`, in at most `max_length` tokens."""
+    ) -> dict[str, Any]:
+        """Play one episode. `await llm_engine.generate(token_ids, sampling_params)` gives what the policy says next.
+
+        Returns a dict:
+
+            observation_tokens  list[int]: prompt, actions and feedback in order, as the engine saw and gave them
+            action_ranges       [(start, end), …]: which of them the policy sampled, half open
+            reward              number; None: somebody else judges it
+            scores              success in [0, 1]; the reward if left out
+            extra_logs          {name: number}
+            truncated           whether a limit cut it short; what the engine said if left out
+            rollout_log_probs   one per token, or one per action token; what the engine said if left out or None
+            turn_rewards        one per action range, for rewards earned before the end; the rest of `reward` stands on
+                                the last action token
+            images              pictures to keep with the episode
+
+        Without `observation_tokens` and `action_ranges`, what the engine was asked and answered is the episode.
+        """
+
+
+class AgentInstanceBase(ABC):
+    """The environment of one multi-turn episode: made anew for each, so state belongs on `self`.
+
+    `__init__`, `reset` and `step` may be `async` or not; one that is not blocks the other episodes of its process.
+    """
+
+    @abstractmethod
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Called without arguments."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """From {"observation": the prompt, "label"} to {"observation": what the policy reads first}."""
+        return {"observation": states["observation"]}
+
+    @abstractmethod
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Answer one action. `states` has
+
+            observation_text   everything before the action
+            action_text        the action, special tokens included
+            label              of the prompt
+            sampling_params    a copy; it changes nothing unless it is returned
+
+        Returns a dict:
+
+            rewards               number earned by this turn; the episode's reward is the sum
+            done                  whether the episode ends here
+            environment_feedback  text the policy reads before its next turn; "" if left out
+            scores                success in [0, 1]; the rewards so far if left out. The last turn's counts
+            extra_logs            {name: number}; of each name the last one counts
+            sampling_params       replaces the next turns' parameters
+            environment_images    list of pictures to keep with the episode
+        """

@@ -49,14 +49,14 @@ class TokenRecorder:
         n = len(token_ids)
         self._grow(token_ids, [False] * n, [0.0] * n, [-1] * n)
 
-    def append_action(self, generation: Generation) -> None:
-        """Tokens that the policy sampled."""
+    def append_action(self, generation: Generation, *, rewards: Sequence[float] | None = None) -> None:
+        """Tokens that the policy sampled, with what each has earned where that is known already."""
         if not generation.token_ids:
             return
         if generation.logprobs is None:
             self._has_logprobs = False
         n = len(generation.token_ids)
-        self._grow(generation.token_ids, [True] * n, generation.logprobs or [0.0] * n, generation.versions)
+        self._grow(generation.token_ids, [True] * n, generation.logprobs or [0.0] * n, generation.versions, rewards)
         self._turns += 1
 
     def reward_turn(self, reward: float) -> None:
@@ -78,13 +78,21 @@ class TokenRecorder:
         )
 
     def _grow(
-        self, token_ids: Sequence[int], action_mask: list[bool], logprobs: list[float], versions: list[int]
+        self,
+        token_ids: Sequence[int],
+        action_mask: list[bool],
+        logprobs: list[float],
+        versions: list[int],
+        rewards: Sequence[float] | None = None,
     ) -> None:
         n = len(token_ids)
-        if not n == len(action_mask) == len(logprobs) == len(versions):
-            raise ValueError(f"columns of {n}, {len(action_mask)}, {len(logprobs)}, {len(versions)} tokens")
+        rewards = [0.0] * n if rewards is None else rewards
+        if not n == len(action_mask) == len(logprobs) == len(versions) == len(rewards):
+            raise ValueError(
+                f"columns of {n}, {len(action_mask)}, {len(logprobs)}, {len(versions)}, {len(rewards)} tokens"
+            )
         self._token_ids.extend(token_ids)
         self._action_mask.extend(action_mask)
         self._logprobs.extend(logprobs)
         self._versions.extend(versions)
-        self._rewards.extend([0.0] * n)
+        self._rewards.extend(rewards)

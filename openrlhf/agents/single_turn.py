@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
 from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.results import describe_episode
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.types import FinishReason, SamplingParams
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """Generates once. A prompt too long to leave room for the response is cut from the left."""
 
-    async def execute(
+    async def play(
         self,
         prompt: str,
         label: Any,
@@ -25,7 +26,10 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: Engine,
         images: Any = None,
+        *,
+        max_steps: int | None = None,
     ) -> Episode:
+        """One episode; it has one turn, whatever `max_steps` says."""
         prompt_ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
         wanted = sampling_params.max_tokens or max(1, max_length - len(prompt_ids))
         recorder = TokenRecorder(prompt_ids[-max(1, max_length - wanted) :])
@@ -39,4 +43,19 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             segments=(recorder.segment(),),
             text=prompt + hf_tokenizer.decode(generation.token_ids, skip_special_tokens=False),
             truncated=generation.finish_reason is FinishReason.LENGTH,
+            images=tuple(images or ()),
         )
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """The same as a dict, for users' executors that add to it."""
+        episode = await self.play(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)
+        return describe_episode(episode, prompt=prompt, label=label)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.agents.base import AgentExecutorBase
+from openrlhf.agents.base import Player
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.rewards.base import RewardError, RewardRequest, RewardSource
 from openrlhf.rollout.base import Engine
@@ -30,7 +30,7 @@ class EpisodeRunner:
         self,
         *,
         engine: Engine,
-        executor: AgentExecutorBase,
+        executor: Player,
         reward: RewardSource,
         tokenizer: Any,
         max_length: int,
@@ -68,7 +68,7 @@ class EpisodeRunner:
         return await self._judge(Group(prompt=prompt, trajectories=tuple(trajectories)))
 
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
-        episode = await self._executor.execute(
+        episode = await self._executor.play(
             prompt.text,
             prompt.label,
             sampling_params,

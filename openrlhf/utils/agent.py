@@ -1,6 +1,7 @@
 """What users' agent files import."""
 
-from openrlhf.agents.base import AgentExecutorBase
+from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase
+from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 
-__all__ = ["AgentExecutorBase", "SingleTurnAgentExecutor"]
+__all__ = ["AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor", "SingleTurnAgentExecutor"]

@@ -1,0 +1,168 @@
+"""Multi turn: the policy speaks, the user's environment answers, until it is done or a limit is met."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.base import AgentExecutorBase, Episode
+from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.results import Start, describe_episode, parse_reset, parse_step
+from openrlhf.agents.seeds import derive_seed
+from openrlhf.agents.user_calls import (
+    AgentResultError,
+    check_instance_class,
+    file_of,
+    finished,
+    make_instance,
+    place_of,
+    users_code,
+)
+from openrlhf.agents.values import BadValueError
+from openrlhf.types import FinishReason, SamplingParams, StepResult
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.base import Engine
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """Plays episodes against a class with `reset` and `step`, one instance per episode.
+
+    >>> class AgentExecutor(MultiTurnAgentExecutor):
+    ...     def __init__(self):
+    ...         super().__init__(AgentInstance)
+    """
+
+    turn_limit: int | None = None
+    """Turns that an `execute` called by users' code may take; `play` is told."""
+
+    def __init__(self, agent_instance_cls: type) -> None:
+        check_instance_class(agent_instance_cls)
+        self.agent_instance_cls = agent_instance_cls
+
+    async def play(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_steps: int | None = None,
+    ) -> Episode:
+        """One episode. Each turn may take `sampling_params.max_tokens` tokens and the whole `max_length`.
+
+        A first observation that leaves no room for a turn is cut from the left. Feedback becomes tokens when a turn
+        follows it: what nobody reads is in the text only.
+        """
+        environment = Environment(self.agent_instance_cls)
+        start = await environment.reset(prompt, label, images)
+        params = sampling_params.copy()
+        prompt_ids = _tokenise(hf_tokenizer, start.observation)
+        recorder = TokenRecorder(prompt_ids[-max(1, max_length - (params.max_tokens or 1)) :])
+        observation_text = start.observation
+        score, total, truncated = 0.0, 0.0, False
+        extra_logs: dict[str, float] = {}
+        seen = [*(images or ()), *start.images]
+        for turn in count():
+            room = max_length - len(recorder)
+            generation = await llm_engine.generate(recorder.token_ids, _turn_params(params, room=room, turn=turn))
+            if not generation.token_ids:  # the episode would never end
+                raise RuntimeError(f"the engine answered {len(recorder)} tokens with none ({generation.finish_reason})")
+            recorder.append_action(generation)
+            truncated = truncated or generation.finish_reason is FinishReason.LENGTH
+            action_text = hf_tokenizer.decode(generation.token_ids, skip_special_tokens=False)
+            result = await environment.step(observation_text, action_text, label, params)
+            recorder.reward_turn(result.reward)
+            total += result.reward
+            score = total if result.score is None else result.score
+            extra_logs |= result.extra_logs
+            seen += result.images
+            observation_text += action_text + result.feedback
+            if result.done:
+                break
+            feedback_ids = _tokenise(hf_tokenizer, result.feedback)
+            if turn + 1 == max_steps or len(recorder) + len(feedback_ids) >= max_length:
+                truncated = True
+                break
+            recorder.append_observation(feedback_ids)
+            if result.sampling_params is not None:
+                # An episode's randomness goes on when parameters made from nothing name no seed.
+                seed = params.seed if result.sampling_params.seed is None else result.sampling_params.seed
+                params = result.sampling_params.copy(seed=seed, logprobs=params.logprobs)
+        # Reward functions split the text where the prompt ends, also when `reset` has rewritten the prompt.
+        begins_with_prompt = start.observation.startswith(prompt)
+        return Episode(
+            segments=(recorder.segment(),),
+            text=observation_text if begins_with_prompt else prompt + observation_text[len(start.observation) :],
+            truncated=truncated,
+            reward=total,
+            score=score,
+            extra_logs=extra_logs,
+            images=tuple(seen),
+        )
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """The same as a dict, for users' executors that add to it."""
+        episode = await self.play(
+            prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images, max_steps=self.turn_limit
+        )
+        return describe_episode(episode, prompt=prompt, label=label)
+
+
+class Environment:
+    """One instance of a user's class: what it is told, what it answers, its errors with file and line."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._file = file_of(cls)
+        self._instance: Any = None
+
+    async def reset(self, prompt: str, label: Any, images: Any) -> Start:
+        states = {"observation": prompt, "label": label} | ({"images": images} if images else {})
+        with users_code(self._file):
+            self._instance = await make_instance(self._cls)
+            if not hasattr(self._instance, "reset"):
+                return Start(prompt)
+            returned = await finished(self._instance.reset(states))
+        try:
+            return parse_reset(returned)
+        except BadValueError as error:
+            raise AgentResultError(f"{place_of(self._cls.reset)}: {error}") from None  # type: ignore[attr-defined]
+
+    async def step(self, observation: str, action: str, label: Any, params: SamplingParams) -> StepResult:
+        states = {
+            "observation_text": observation,
+            "action_text": action,
+            "label": label,
+            "sampling_params": params.copy(),
+        }
+        with users_code(self._file):
+            returned = await finished(self._instance.step(states))
+        try:
+            return parse_step(returned)
+        except BadValueError as error:
+            raise AgentResultError(f"{place_of(self._cls.step)}: {error}") from None  # type: ignore[attr-defined]
+
+
+def _tokenise(hf_tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = hf_tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _turn_params(params: SamplingParams, *, room: int, turn: int) -> SamplingParams:
+    return params.copy(
+        max_tokens=min(params.max_tokens or room, room),
+        seed=None if params.seed is None else derive_seed(params.seed, "turn", turn),
+    )

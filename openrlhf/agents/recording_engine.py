@@ -1,0 +1,142 @@
+"""The engine as one episode of users' code sees it: it answers, and remembers what it was asked and answered."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.seeds import derive_seed
+from openrlhf.agents.values import as_sampling_params, as_token_ids
+from openrlhf.types import FinishReason, Generation, SamplingParams, Segment
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.base import Engine
+
+
+class EngineCall(NamedTuple):
+    """One question and its answer."""
+
+    prompt_ids: list[int]
+    generation: Generation
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the engine read, then what it wrote."""
+        return self.prompt_ids + self.generation.token_ids
+
+
+class RecordingEngine:
+    """Given to users' executors as `llm_engine`. One per episode, so that its calls are the episode's."""
+
+    def __init__(self, engine: Engine, *, sampling_params: SamplingParams, max_length: int) -> None:
+        self._engine = engine
+        self._episode = sampling_params
+        self._max_length = max_length
+        self._asked = 0
+        self._by_length: dict[int, list[EngineCall]] = defaultdict(list)
+        self.calls: list[EngineCall] = []
+        """In the order in which they were answered."""
+        self.failure: Exception | None = None
+        """What the engine itself raised: not the fault of the code that asked it."""
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Generation:
+        """Continue `prompt_token_ids` (list, array or tensor) until a stop, or `max_length` tokens in all.
+
+        Each call of an episode has randomness of its own: a `seed` that is None or the episode's is made one for this
+        call, so that asking the same thing twice gives two samples. Log-probs come whenever the run wants them.
+        """
+        prompt_ids = as_token_ids(prompt_token_ids, what="prompt_token_ids")
+        params = as_sampling_params(sampling_params, what="sampling_params")
+        if multi_modal_data:
+            raise ValueError("multi_modal_data: this engine reads no pictures")
+        if not prompt_ids:
+            raise ValueError("prompt_token_ids is empty")
+        room = self._max_length - len(prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"{len(prompt_ids)} prompt tokens leave no room for an answer in {self._max_length} tokens"
+            )
+        if self._episode.seed is not None and params.seed in (None, self._episode.seed):
+            params.seed = derive_seed(self._episode.seed, "turn", self._asked)
+        self._asked += 1
+        params.max_tokens = min(params.max_tokens or room, room)
+        params.logprobs = params.logprobs or self._episode.logprobs
+        try:
+            generation = await self._engine.generate(prompt_ids, params)
+        except Exception as error:
+            self.failure = error
+            raise
+        self.record(EngineCall(prompt_ids, generation))
+        return generation
+
+    def record(self, call: EngineCall) -> None:
+        """Remember a call as it is now: users' code may go on writing to the lists it was given."""
+        call = copy.deepcopy(call)
+        self.calls.append(call)
+        self._by_length[len(call.prompt_ids)].append(call)
+
+    def explain(self, token_ids: list[int], start: int, end: int) -> Generation | None:
+        """What was really sampled at `token_ids[start:end]`; None if some of it was not sampled by this engine.
+
+        A token was sampled by a call when the call's prompt and the answer up to it are what stands here. Where an
+        answer ends, the next one may go on.
+        """
+        logprobs: list[float] | None = []
+        versions: list[int] = []
+        reason = FinishReason.STOP
+        at = start
+        while at < end:
+            here = token_ids[at:end]
+            matches = [
+                answer
+                for prompt_ids, answer in self._by_length.get(at, ())
+                if answer.token_ids
+                and prompt_ids == token_ids[:at]
+                and answer.token_ids[: len(here)] == here[: len(answer.token_ids)]
+            ]
+            if not matches:
+                return None
+            # Of answers that begin alike: the one that covers most, and reaches least beyond.
+            best = max(matches, key=lambda answer: (min(len(answer.token_ids), len(here)), -len(answer.token_ids)))
+            n = min(len(best.token_ids), len(here))
+            logprobs = None if logprobs is None or best.logprobs is None else logprobs + best.logprobs[:n]
+            versions += best.versions[:n]
+            # An answer that was cut short by its reader did not end for the engine's reason.
+            reason = best.finish_reason if n == len(best.token_ids) else FinishReason.STOP
+            at += n
+        return Generation(token_ids=token_ids[start:end], logprobs=logprobs, versions=versions, finish_reason=reason)
+
+
+def segments_from_calls(calls: Sequence[EngineCall], *, reward: float | None = None) -> tuple[Segment, ...]:
+    """The token histories behind an episode's calls, in order; the reward stands once, on the very last action token.
+
+    A call whose prompt begins with all that the call before it read and wrote goes on with that segment: what is new in
+    the prompt is an observation. Any other call begins a segment: the client has rewritten its history.
+
+        a b → C,  a b C d → E,  a d → F    gives    a b C d E    and    a d F    (sampled tokens in capitals)
+    """
+    recorders: list[TokenRecorder] = []
+    history: list[int] = []
+    for call in calls:
+        if not call.generation.token_ids:
+            continue
+        if recorders and call.prompt_ids[: len(history)] == history:
+            recorders[-1].append_observation(call.prompt_ids[len(history) :])
+        else:
+            recorders.append(TokenRecorder(call.prompt_ids))
+        recorders[-1].append_action(call.generation)
+        history = call.token_ids
+    if recorders and reward is not None:
+        recorders[-1].reward_turn(reward)
+    return tuple(recorder.segment() for recorder in recorders)

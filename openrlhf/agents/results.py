@@ -1,0 +1,283 @@
+"""What users' `reset`, `step` and `execute` return, checked once, here, and turned into records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from openrlhf.agents.base import Episode
+from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.recording_engine import RecordingEngine, segments_from_calls
+from openrlhf.agents.values import (
+    BadValueError,
+    as_flag,
+    as_images,
+    as_list,
+    as_logs,
+    as_number,
+    as_numbers,
+    as_sampling_params,
+    as_token_ids,
+    listed,
+    shown,
+)
+from openrlhf.types import FinishReason, Generation, Segment, StepResult
+
+HIGHEST_LOGPROB = 1e-3
+"""A log-prob is at most 0, give or take rounding."""
+
+
+class Start(NamedTuple):
+    """How an environment begins."""
+
+    observation: str
+    images: tuple[Any, ...] = ()
+
+
+def parse_reset(returned: Any) -> Start:
+    """From {"observation": text}. Raises BadValueError."""
+    found = _dict(returned, of="reset", expected='{"observation": text}')
+    _require(found, "observation", of="reset", expected='{"observation": text}')
+    observation = found["observation"]
+    if not isinstance(observation, str):
+        raise BadValueError(f"reset's 'observation' must be text, got {shown(observation)}")
+    if not observation:
+        raise BadValueError("reset's 'observation' is empty: the policy must read something before it speaks")
+    return Start(observation, as_images(found.get("images"), what="reset's 'images'"))
+
+
+def parse_step(returned: Any) -> StepResult:
+    """From the dict that `AgentInstanceBase.step` describes. Raises BadValueError."""
+    expected = '{"rewards": number, "done": bool, "environment_feedback": text}'
+    found = _dict(returned, of="step", expected=expected)
+    for key in ("rewards", "done"):
+        _require(found, key, of="step", expected=expected)
+    feedback = found.get("environment_feedback")
+    if feedback is not None and not isinstance(feedback, str):
+        raise BadValueError(f"step's 'environment_feedback' must be text, got {shown(feedback)}")
+    scores, params = found.get("scores"), found.get("sampling_params")
+    return StepResult(
+        reward=as_number(found["rewards"], what="step's 'rewards'"),
+        done=as_flag(found["done"], what="step's 'done'"),
+        score=None if scores is None else as_number(scores, what="step's 'scores'"),
+        feedback=feedback or "",
+        sampling_params=None if params is None else as_sampling_params(params, what="step's 'sampling_params'"),
+        extra_logs=as_logs(found.get("extra_logs"), what="step's 'extra_logs'"),
+        images=as_images(found.get("environment_images"), what="step's 'environment_images'"),
+    )
+
+
+def parse_episode(
+    returned: Any,
+    *,
+    prompt: str,
+    engine: RecordingEngine,
+    hf_tokenizer: Any,
+    max_length: int,
+    images: Sequence[Any] | None = None,
+) -> Episode:
+    """From the dict that `AgentExecutorBase.execute` describes. Raises BadValueError.
+
+    Versions, and log-probs that are not given, are those of the engine's own answers. What stands after the last action
+    is left out of the tokens, because nothing is learned from it; what stands beyond `max_length` is cut.
+    """
+    expected = '{"observation_tokens": ids, "action_ranges": [(start, end), …], "reward": number or None, …}'
+    found = _dict(returned, of="execute", expected=expected)
+    _require(found, "reward", of="execute", expected=expected, remedy="; None if somebody else judges the episode")
+    reward = None if found["reward"] is None else as_number(found["reward"], what="execute's 'reward'")
+    scores, truncated, kept = found.get("scores"), found.get("truncated"), found.get("images")
+    given = [key for key in ("observation_tokens", "action_ranges") if found.get(key) is not None]
+    if len(given) == 2:
+        tokens = _tokens_given(found, reward=reward, engine=engine, max_length=max_length)
+    elif given:
+        (missing,) = {"observation_tokens", "action_ranges"} - set(given)
+        raise BadValueError(f"execute returned '{given[0]}' without '{missing}': give both, or neither")
+    else:
+        tokens = _tokens_of_calls(found, reward=reward, engine=engine)
+    return Episode(
+        segments=tokens.segments,
+        text=prompt + hf_tokenizer.decode(tokens.answer_ids, skip_special_tokens=False),
+        truncated=tokens.cut
+        or (tokens.truncated if truncated is None else as_flag(truncated, what="execute's 'truncated'")),
+        reward=reward,
+        score=reward if scores is None else as_number(scores, what="execute's 'scores'"),
+        extra_logs=as_logs(found.get("extra_logs"), what="execute's 'extra_logs'"),
+        images=tuple(images or ()) if kept is None else as_images(kept, what="execute's 'images'"),
+        unexplained=tokens.unexplained,
+    )
+
+
+def describe_episode(episode: Episode, *, prompt: str, label: Any) -> dict[str, Any]:
+    """The dict that `execute` returns for an episode of one segment; `parse_episode` makes the same episode of it."""
+    (segment,) = episode.segments
+    mask = [False, *segment.action_mask.tolist(), False]
+    edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
+    return {
+        "prompt": prompt,
+        "label": label,
+        "observation_tokens": segment.token_ids.tolist(),
+        "action_ranges": list(zip(edges[::2], edges[1::2], strict=True)),
+        "rollout_log_probs": None if segment.rollout_logprobs is None else segment.rollout_logprobs.tolist(),
+        "reward": episode.reward,
+        "turn_rewards": None if episode.reward is None else segment.turn_rewards.tolist(),
+        "scores": episode.score,
+        "extra_logs": dict(episode.extra_logs),
+        "truncated": episode.truncated,
+        "images": list(episode.images),
+    }
+
+
+class _Tokens(NamedTuple):
+    """The token side of what `execute` returned."""
+
+    segments: tuple[Segment, ...]
+    answer_ids: list[int]
+    """From the first action on, whatever follows the last one included."""
+    truncated: bool
+    """Whether an answer of the engine met its token limit."""
+    cut: bool = False
+    """Whether actions stood beyond the episode's limit."""
+    unexplained: int = 0
+
+
+def _tokens_given(
+    found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine, max_length: int
+) -> _Tokens:
+    """From `observation_tokens` and `action_ranges`, compared with the engine's calls."""
+    token_ids = as_token_ids(found["observation_tokens"], what="execute's 'observation_tokens'")
+    ranges = _ranges(found["action_ranges"], num_tokens=len(token_ids))
+    logprobs_T = _logprobs(found.get("rollout_log_probs"), num_tokens=len(token_ids), ranges=ranges)
+    rewards_T = _turn_rewards(found.get("turn_rewards"), num_tokens=len(token_ids), ranges=ranges, reward=reward)
+
+    kept = [(start, min(end, max_length)) for start, end in ranges if start < max_length]
+    if not kept:
+        raise BadValueError(f"execute's first action begins at token {ranges[0][0]}, but max_length is {max_length}")
+    final = kept[-1][1]
+    # The last action token has what no turn has claimed, and what was earned beyond the limit.
+    rewards_T[final - 1] += (reward or 0.0) - sum(rewards_T[:final])
+
+    recorder = TokenRecorder(token_ids[: kept[0][0]])
+    unexplained, truncated = 0, False
+    for start, end in kept:
+        recorder.append_observation(token_ids[len(recorder) : start])
+        sampled = engine.explain(token_ids, start, end)
+        if sampled is None:
+            unexplained += 1
+            sampled = Generation(
+                token_ids=token_ids[start:end],
+                logprobs=None,
+                versions=[engine.version] * (end - start),
+                finish_reason=FinishReason.STOP,
+            )
+        truncated = truncated or sampled.finish_reason is FinishReason.LENGTH
+        if logprobs_T is not None:
+            sampled = dataclasses.replace(sampled, logprobs=logprobs_T[start:end])
+        recorder.append_action(sampled, rewards=rewards_T[start:end])
+    return _Tokens(
+        segments=(recorder.segment(),),
+        answer_ids=token_ids[ranges[0][0] :],
+        truncated=truncated,
+        cut=final < ranges[-1][1],
+        unexplained=unexplained,
+    )
+
+
+def _tokens_of_calls(found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine) -> _Tokens:
+    """From the engine's calls alone."""
+    for key in ("rollout_log_probs", "turn_rewards"):
+        if found.get(key) is not None:
+            raise BadValueError(f"execute returned '{key}' without 'observation_tokens' and 'action_ranges'")
+    segments = segments_from_calls(engine.calls, reward=reward)
+    if not segments:
+        raise BadValueError("execute returned no 'observation_tokens' and never called llm_engine.generate")
+    last = segments[-1]
+    return _Tokens(
+        segments=segments,
+        answer_ids=last.token_ids[int(last.action_mask.int().argmax()) :].tolist(),
+        truncated=engine.calls[-1].generation.finish_reason is FinishReason.LENGTH,
+    )
+
+
+def _ranges(value: Any, *, num_tokens: int) -> list[tuple[int, int]]:
+    """Half-open ranges in order, apart, after token 0 and within the tokens."""
+    what = "execute's 'action_ranges'"
+    ranges: list[tuple[int, int]] = []
+    for index, item in enumerate(as_list(value, what=what, of="(start, end) pairs")):
+        try:
+            start, end = as_token_ids(item, what=f"{what}[{index}]")
+        except ValueError:
+            raise BadValueError(
+                f"{what}[{index}] must be a (start, end) pair of token indices, got {shown(item)}"
+            ) from None
+        pair = f"{what}[{index}] = ({start}, {end})"
+        if start >= end:
+            raise BadValueError(f"{pair} is empty: end must be greater than start")
+        if start == 0:
+            raise BadValueError(f"{pair} begins at token 0, which has nothing before it, so it cannot be an action")
+        if end > num_tokens:
+            raise BadValueError(f"{pair} goes beyond the {num_tokens} 'observation_tokens'")
+        if ranges and start < ranges[-1][0]:
+            raise BadValueError(f"{pair} begins before {what}[{index - 1}] = {ranges[-1]}: give them in order")
+        if ranges and start < ranges[-1][1]:
+            raise BadValueError(f"{pair} overlaps {what}[{index - 1}] = {ranges[-1]}")
+        ranges.append((start, end))
+    if not ranges:
+        raise BadValueError(f"{what} is empty: an episode without an action teaches nothing")
+    return ranges
+
+
+def _logprobs(value: Any, *, num_tokens: int, ranges: list[tuple[int, int]]) -> list[float] | None:
+    """float32 [T], 0 outside actions."""
+    if value is None:
+        return None
+    what = "execute's 'rollout_log_probs'"
+    given = as_list(value, what=what, of="numbers")
+    actions = [index for start, end in ranges for index in range(start, end)]
+    if len(given) == num_tokens:
+        given = [given[index] for index in actions]
+    elif len(given) != len(actions):
+        raise BadValueError(
+            f"{what} has {len(given)} values for {num_tokens} tokens, {len(actions)} of them actions: give one per "
+            "token or one per action token"
+        )
+    logprobs = [0.0] * num_tokens
+    for index, item in zip(actions, given, strict=True):
+        logprobs[index] = as_number(item, what=f"{what} of token {index}")
+        if logprobs[index] > HIGHEST_LOGPROB:
+            raise BadValueError(f"{what} of token {index} is {logprobs[index]:g}, but a log-prob is at most 0")
+    return logprobs
+
+
+def _turn_rewards(value: Any, *, num_tokens: int, ranges: list[tuple[int, int]], reward: float | None) -> list[float]:
+    """float32 [T]: what was earned before the end."""
+    placed = [0.0] * num_tokens
+    if value is None:
+        return placed
+    what = "execute's 'turn_rewards'"
+    if reward is None:
+        raise BadValueError(f"{what} are given, but 'reward' is None: give their sum")
+    given = as_numbers(value, what=what)
+    if len(given) == num_tokens:
+        return given
+    if len(given) != len(ranges):
+        raise BadValueError(f"{what} has {len(given)} values for {len(ranges)} 'action_ranges'")
+    for (_, end), earned in zip(ranges, given, strict=True):
+        placed[end - 1] = earned
+    return placed
+
+
+def _dict(returned: Any, *, of: str, expected: str) -> Mapping[Any, Any]:
+    if returned is None:
+        raise BadValueError(f"{of} returned None: is a `return` missing? Expected {expected}")
+    if not isinstance(returned, Mapping):
+        raise BadValueError(f"{of} must return a dict, got {shown(returned)}. Expected {expected}")
+    return returned
+
+
+def _require(found: Mapping[Any, Any], key: str, *, of: str, expected: str, remedy: str = "") -> None:
+    if key not in found:
+        raise BadValueError(
+            f"{of} returned a dict without '{key}', with {listed(list(found))}. Expected {expected}{remedy}"
+        )

@@ -1,0 +1,203 @@
+"""A user's `AgentExecutor` class, in any of the shapes that documents show, as something that plays episodes.
+
+                      made                                       plays
+MultiTurnAgentExecutor, SingleTurnAgentExecutor
+                      once, without arguments                    our own `play`
+execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)
+                      once, without arguments                    returns the documented dict
+execute(prompt, label, sampling_params), or none
+                      per episode, with `legacy.WIRES`           returns it, or puts it on `result_queue`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.base import AgentExecutorBase, Episode, Player
+from openrlhf.agents.legacy import MANY_STEPS, WIRES, wired
+from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.recording_engine import RecordingEngine
+from openrlhf.agents.results import parse_episode
+from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.agents.user_calls import (
+    AgentError,
+    AgentResultError,
+    CallPlan,
+    accepts,
+    finished,
+    place_of,
+    plan_call,
+    users_code,
+)
+from openrlhf.agents.user_file import UserFileError, describe_error, load_module, public_functions
+from openrlhf.agents.values import BadValueError
+from openrlhf.types import SamplingParams
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.base import Engine
+
+ARGUMENTS = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images")
+"""What `execute` is offered, in this order."""
+
+NAME = "AgentExecutor"
+
+
+def load_agent(path: str | os.PathLike[str]) -> Player:
+    """The agent of a user's file. Raises UserFileError, in one line, when its class fits no known shape."""
+    file = Path(path).expanduser().resolve()
+    module = load_module(file)
+    cls = getattr(module, NAME, None)
+    if cls is None:
+        there = ", ".join(public_functions(module)) or "no classes"
+        raise UserFileError(
+            f"{file} defines no class {NAME}; it has {there}. Expected class {NAME}(MultiTurnAgentExecutor), "
+            "of openrlhf.utils.agent"
+        )
+    if not inspect.isclass(cls):
+        raise UserFileError(f"{file}: {NAME} must be a class, got {type(cls).__name__}")
+    return UserAgent(cls, file=file)
+
+
+class UserAgent:
+    """A `Player` made of a user's class."""
+
+    def __init__(self, cls: type, *, file: Path) -> None:
+        self._file = file
+        self._cls = cls
+        self._construction = _construction(cls)
+        self._call = _call(cls, is_wired=self._construction is not None)
+        if self._construction is not None and issubclass(cls, AgentExecutorBase) and not _plays(cls):
+            self._cls = wired(cls)
+        self._executor = None if self._construction is not None else self._make()
+
+    async def play(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_steps: int | None = None,
+    ) -> Episode:
+        recording = RecordingEngine(llm_engine, sampling_params=sampling_params, max_length=max_length)
+        values: dict[str, Any] = {
+            "prompt": prompt,
+            "label": label,
+            "sampling_params": sampling_params.copy(),
+            "max_length": max_length,
+            "hf_tokenizer": hf_tokenizer,
+            "llm_engine": recording,
+            "images": images,
+            "max_steps": max_steps or MANY_STEPS,
+            "result_queue": asyncio.Queue(),
+        }
+        try:
+            executor = self._executor
+            if executor is None:
+                with users_code(self._file):
+                    assert self._construction is not None
+                    executor = self._construction.call(self._cls, values)
+            if self._call is None:
+                return await executor.play(
+                    prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images, max_steps=max_steps
+                )
+            if isinstance(executor, MultiTurnAgentExecutor):
+                executor.turn_limit = max_steps
+            with users_code(self._file):
+                returned = await finished(self._call.call(executor.execute, values))
+        except AgentError as error:
+            if recording.failure is not None and error.__cause__ is recording.failure:
+                raise recording.failure from None
+            raise
+        try:
+            return parse_episode(
+                _answer(returned, values["result_queue"]),
+                prompt=prompt,
+                engine=recording,
+                hf_tokenizer=hf_tokenizer,
+                max_length=max_length,
+                images=images,
+            )
+        except BadValueError as error:
+            raise AgentResultError(f"{place_of(executor.execute)}: {error}") from None
+
+    def _make(self) -> Any:
+        try:
+            executor = self._cls()
+        except UserFileError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UserFileError(f"{describe_error(error, file=self._file)} (while {NAME} was made)") from error
+        if isinstance(executor, MultiTurnAgentExecutor) and not hasattr(executor, "agent_instance_cls"):
+            raise UserFileError(f"{place_of(self._cls)}: {NAME}.__init__ does not call super().__init__(AgentInstance)")
+        return executor
+
+
+def _construction(cls: Any) -> CallPlan | None:
+    """How to make the executor of an episode; None: one, made without arguments, plays them all."""
+    parameters = inspect.signature(cls).parameters.values()
+    takes_anything = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    given_engine = None if _lacks_execute(cls) else plan_call(cls.execute, ARGUMENTS, fewest=6, bound=False)
+    serves_all = given_engine is not None and given_engine.takes("llm_engine")
+    if accepts(cls) and (serves_all or not takes_anything):
+        return None
+    plan = plan_call(cls, WIRES, fewest=len(WIRES))
+    if plan is None:
+        raise UserFileError(
+            f"{place_of(cls)}: {NAME} is made without arguments, or with ({', '.join(WIRES)}), but takes "
+            f"{inspect.signature(cls)}"
+        )
+    return plan
+
+
+def _call(cls: Any, *, is_wired: bool) -> CallPlan | None:
+    """How to call its `execute`; None: it has our own `play`."""
+    if _plays(cls):
+        return None
+    signature = f"execute(self, {', '.join(ARGUMENTS)})"
+    if _lacks_execute(cls):
+        if is_wired and issubclass(cls, AgentExecutorBase):
+            return CallPlan(by_name=ARGUMENTS[:3])
+        raise UserFileError(f"{place_of(cls)}: {NAME} does not define {signature}")
+    execute = cls.execute
+    plan = plan_call(execute, ARGUMENTS, fewest=6, bound=False)
+    if plan is None and is_wired:
+        plan = plan_call(execute, ARGUMENTS[:3], fewest=3, bound=False)
+    if plan is None:
+        raise UserFileError(
+            f"{place_of(execute)}: execute takes {inspect.signature(execute)}, but is called as {signature}"
+        )
+    if not is_wired and not plan.takes("llm_engine"):
+        raise UserFileError(
+            f"{place_of(execute)}: execute takes {inspect.signature(execute)}, without llm_engine, and {NAME} is made "
+            f"without one; expected {signature}"
+        )
+    return plan
+
+
+def _lacks_execute(cls: type) -> bool:
+    execute = getattr(cls, "execute", None)
+    return execute is None or getattr(execute, "__isabstractmethod__", False)
+
+
+def _plays(cls: type) -> bool:
+    """Whether its `execute` is our own."""
+    ours = (SingleTurnAgentExecutor.execute, MultiTurnAgentExecutor.execute)
+    return getattr(cls, "execute", None) in ours
+
+
+def _answer(returned: Any, queue: asyncio.Queue[Any]) -> Any:
+    """What `execute` returned, else the one thing that it put on the queue."""
+    if isinstance(returned, Mapping) or queue.empty():
+        return returned
+    if queue.qsize() > 1:
+        raise BadValueError(f"execute put {queue.qsize()} results on result_queue for one episode")
+    return queue.get_nowait()

@@ -1,0 +1,145 @@
+"""Calls of users' classes and functions: with the arguments they take, awaited if need be, errors in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf.agents.user_file import UserFileError, describe_error
+
+
+class AgentError(UserFileError):
+    """Users' code failed in an episode. One line: file, line and what happened. Another attempt may succeed."""
+
+
+class AgentResultError(AgentError):
+    """Users' code returned something that cannot be used. Another attempt will give the same."""
+
+
+@contextlib.contextmanager
+def users_code(file: Path) -> Iterator[None]:
+    """What is raised inside becomes an AgentError that names the line in `file`."""
+    try:
+        yield
+    except AgentError:
+        raise
+    except UserFileError as error:  # says where already
+        raise AgentResultError(str(error)) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        # Theirs, when they await something they have cancelled themselves; ours, when this episode is given up.
+        if task is None or task.cancelling():
+            raise
+        raise AgentError(describe_error(error, file=file)) from error
+    except (Exception, SystemExit) as error:  # sys.exit() in a step fails the episode, not the process
+        raise AgentError(describe_error(error, file=file)) from error
+
+
+async def finished(value: Any) -> Any:
+    """The value, or what it gives when awaited."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def make_instance(cls: Any) -> Any:
+    """`cls()`, also when its `__init__` is a coroutine."""
+    if not inspect.iscoroutinefunction(cls.__init__):
+        return cls()
+    instance = cls.__new__(cls)
+    await instance.__init__()
+    return instance
+
+
+def check_instance_class(cls: Any) -> None:
+    """Raises UserFileError unless `make_instance(cls)` gives something with a `step` of one argument."""
+    if not inspect.isclass(cls):
+        remedy = ": leave @ray.remote out, agents have processes of their own" if hasattr(cls, "remote") else ""
+        raise TypeError(f"the agent instance must be a class, got {type(cls).__name__}{remedy}")
+    place = place_of(cls)
+    if not callable(getattr(cls, "step", None)):
+        raise UserFileError(f"{place}: {cls.__name__} does not define step(self, states, **kwargs)")
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise UserFileError(f"{place}: {cls.__name__} does not define {', '.join(missing)}")
+    if not accepts(cls):
+        raise UserFileError(f"{place}: {cls.__name__} is made without arguments, but takes {inspect.signature(cls)}")
+    for name in ("reset", "step"):
+        method = getattr(cls, name, None)
+        if method is not None and not accepts(method, None, None):
+            raise UserFileError(
+                f"{place_of(method)}: {name} is called with one argument, states, but takes {inspect.signature(method)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """Which of the values on offer a callable takes, and how."""
+
+    by_position: tuple[str, ...] = ()
+    by_name: tuple[str, ...] = ()
+
+    def takes(self, name: str) -> bool:
+        return name in self.by_position or name in self.by_name
+
+    def call(self, function: Any, values: Mapping[str, Any]) -> Any:
+        return function(*(values[name] for name in self.by_position), **{name: values[name] for name in self.by_name})
+
+
+def plan_call(function: Any, names: Sequence[str], *, fewest: int, bound: bool = True) -> CallPlan | None:
+    """How to call `function` with some of `names`: those it has as parameters by name, else the first few by position.
+
+    `fewest` is how many may be passed by position at least; `bound` is False for a method taken from its class, whose
+    `self` is passed first. None: it cannot be called with these.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins: nothing is known of them
+        return CallPlan(by_position=tuple(names))
+    parameters = list(signature.parameters.values())
+    this = () if bound else (None,)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = tuple(p.name for p in parameters if p.name in names and p.kind in by_name)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        named = tuple(names)
+    if named and accepts(function, *this, **dict.fromkeys(named)):
+        return CallPlan(by_name=named)
+    for count in range(len(names), fewest - 1, -1):
+        if accepts(function, *this, *names[:count]):
+            return CallPlan(by_position=tuple(names[:count]))
+    return None
+
+
+def accepts(function: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether it can be called so, judging by its signature."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # builtins: nothing is known of them
+        return True
+    return True
+
+
+def place_of(thing: Any) -> str:
+    """`agent.py:12`: where a function or class begins; its file if the line is unknown."""
+    thing = inspect.unwrap(thing)
+    code = getattr(thing, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    file = file_of(thing)
+    try:
+        return f"{file}:{max(1, inspect.getsourcelines(thing)[1])}"
+    except (OSError, TypeError):
+        return str(file)
+
+
+def file_of(thing: Any) -> Path:
+    """The file a class or function was read from."""
+    try:
+        return Path(inspect.getfile(thing))
+    except (OSError, TypeError):  # made in an interactive session
+        return Path("<unknown file>")

@@ -1,0 +1,167 @@
+"""The engine that remembers: what was sampled where, and the token histories behind an episode's calls."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import ScriptedEngine
+
+from openrlhf.agents.recording_engine import EngineCall, RecordingEngine, segments_from_calls
+from openrlhf.types import FinishReason, Generation, SamplingParams
+
+
+def call(prompt: str, answer: str, *, version: int = 0, reason: FinishReason = FinishReason.STOP) -> EngineCall:
+    ids = [ord(c) for c in answer]
+    generation = Generation(
+        token_ids=ids, logprobs=[-i / 8 for i in range(len(ids))], versions=[version] * len(ids), finish_reason=reason
+    )
+    return EngineCall([ord(c) for c in prompt], generation)
+
+
+def recording(*calls: EngineCall) -> RecordingEngine:
+    engine = RecordingEngine(ScriptedEngine(lambda *_: []), sampling_params=SamplingParams(), max_length=100)
+    for one in calls:
+        engine.record(one)
+    return engine
+
+
+def explain(engine: RecordingEngine, text: str) -> Generation | None:
+    """`ab[CD]e`: brackets mark the range that is asked about."""
+    start, end = text.index("["), text.index("]") - 1
+    ids = [ord(c) for c in text if c not in "[]"]
+    return engine.explain(ids, start, end)
+
+
+def test_a_range_is_explained_by_the_call_with_the_tokens_before_it():
+    engine = recording(call("ab", "CD", version=1), call("xb", "CD", version=2), call("abCDe", "F", version=3))
+    found = explain(engine, "ab[CD]eF")
+    assert (found.versions, found.logprobs) == ([1, 1], [0.0, -0.125])
+    assert explain(engine, "abCDe[F]").versions == [3]
+    assert explain(engine, "ab[C]DeF").versions == [1]  # a part from the beginning
+    assert explain(engine, "abC[D]eF") is None  # no call read "abC"
+    assert explain(engine, "zb[CD]") is None
+    assert explain(engine, "ab[CX]") is None
+    assert explain(engine, "ab[CDe]F") is None  # "e" was not sampled
+
+
+def test_answers_without_anything_between_them_explain_one_range():
+    engine = recording(call("ab", "CD", version=1), call("abCD", "E", version=2))
+    found = explain(engine, "ab[CDE]")
+    assert (found.versions, found.logprobs) == ([1, 1, 2], [0.0, -0.125, 0.0])
+
+
+def test_the_finish_reason_is_that_of_the_last_answer_if_it_was_kept_whole():
+    engine = recording(call("ab", "CD", reason=FinishReason.LENGTH))
+    assert explain(engine, "ab[CD]").finish_reason is FinishReason.LENGTH
+    assert explain(engine, "ab[C]").finish_reason is FinishReason.STOP
+
+
+def test_of_answers_that_begin_alike_the_one_that_fits_is_meant():
+    engine = recording(call("ab", "C", version=1), call("ab", "CDE", version=2), call("ab", "CD", version=3))
+    assert explain(engine, "ab[C]").versions == [1]
+    assert explain(engine, "ab[CD]").versions == [3, 3]
+    assert explain(engine, "ab[CDE]").versions == [2, 2, 2]
+
+
+def test_lists_that_users_go_on_writing_to_do_not_change_the_record():
+    engine = RecordingEngine(ScriptedEngine(lambda *_: [5, 6]), sampling_params=SamplingParams(seed=1), max_length=10)
+    tokens = [1, 2]
+    said = asyncio.run(engine.generate(tokens, SamplingParams())).token_ids
+    said += [7, 8]  # feedback, in place
+    tokens += said
+    assert engine.calls[0].token_ids == [1, 2, 5, 6]
+    assert engine.explain(tokens, 2, 4).versions == [0, 0]
+    assert engine.explain(tokens, 2, 5) is None
+
+
+def shown(segments) -> list[str]:
+    """Sampled tokens in capitals, as they were written."""
+    return ["".join(map(chr, segment.token_ids.tolist())) for segment in segments]
+
+
+def test_a_history_that_only_grows_is_one_segment():
+    segments = segments_from_calls([call("ab", "CD", version=1), call("abCDe", "F", version=2)], reward=2.0)
+    assert shown(segments) == ["abCDeF"]
+    (segment,) = segments
+    assert segment.action_mask.tolist() == [False, False, True, True, False, True]
+    assert segment.versions.tolist() == [-1, -1, 1, 1, -1, 2]
+    assert segment.turn_rewards.tolist() == [0, 0, 0, 0, 0, 2.0]
+
+
+def test_a_rewritten_history_begins_a_segment_and_the_reward_stands_once():
+    """The third call has lost "CD": a client that strips what it thought before."""
+    segments = segments_from_calls(
+        [call("ab", "CD"), call("abCDe", "F"), call("abe", "G"), call("abeGh", "I")], reward=1.0
+    )
+    assert shown(segments) == ["abCDeF", "abeGhI"]
+    assert [segment.turn_rewards.sum().item() for segment in segments] == [0.0, 1.0]
+    assert segments[1].turn_rewards[-1] == 1.0
+
+
+def test_the_same_question_again_is_a_segment_of_its_own():
+    assert shown(segments_from_calls([call("ab", "C"), call("ab", "D")])) == ["abC", "abD"]
+
+
+def test_answers_without_tokens_leave_no_trace():
+    assert segments_from_calls([call("ab", "")], reward=1.0) == ()
+    assert shown(segments_from_calls([call("ab", "C"), call("abCd", ""), call("abCde", "F")])) == ["abCdeF"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(), st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=3)
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_every_sampled_token_is_an_action_once_after_the_tokens_it_was_sampled_after(steps):
+    """Random clients that either go on or begin anew. The action tokens of all segments are the answers, in order; and
+    before each of them stands its prompt."""
+    calls, history = [], []
+    for turn, (goes_on, observation, answer) in enumerate(steps):
+        prompt = (history if goes_on else [9]) + observation or [9]
+        calls.append(
+            EngineCall(
+                prompt,
+                Generation(
+                    token_ids=answer, logprobs=None, versions=[turn] * len(answer), finish_reason=FinishReason.STOP
+                ),
+            )
+        )
+        history = calls[-1].token_ids
+    segments = segments_from_calls(calls, reward=1.0)
+    sampled = [t for s in segments for t in s.token_ids[s.action_mask].tolist()]
+    assert sampled == [t for one in calls for t in one.generation.token_ids]
+    for segment in segments:
+        for turn in set(segment.versions.tolist()) - {-1}:
+            first = segment.versions.tolist().index(turn)
+            assert segment.token_ids[:first].tolist() == calls[turn].prompt_ids
+    assert sum(segment.turn_rewards.sum().item() for segment in segments) == 1.0
+    assert segments[-1].turn_rewards[-1] == 1.0
+
+
+def test_generate_takes_names_and_keeps_what_it_was_given():
+    inner = ScriptedEngine(lambda prompt, params: [5, 6])
+    engine = RecordingEngine(inner, sampling_params=SamplingParams(seed=1), max_length=10)
+    ids, params = [1, 2], SamplingParams(max_tokens=50, seed=99, logprobs=False)
+    generation = asyncio.run(engine.generate(prompt_token_ids=ids, sampling_params=params, multi_modal_data=None))
+    ids.append(3)
+    assert params == SamplingParams(max_tokens=50, seed=99, logprobs=False)
+    assert engine.calls == [EngineCall([1, 2], generation)]
+    assert inner.asked[0][1] == SamplingParams(max_tokens=8, seed=99)  # a seed of the user's own stays
+    assert (engine.version, engine.max_model_len) == (0, inner.max_model_len)
+
+
+def test_an_error_of_the_engine_is_remembered():
+    class Gone(ScriptedEngine):
+        async def generate(self, token_ids, sampling_params):
+            raise ConnectionError("gone")
+
+    engine = RecordingEngine(Gone(lambda *_: []), sampling_params=SamplingParams(), max_length=10)
+    with pytest.raises(ConnectionError) as caught:
+        asyncio.run(engine.generate([1], SamplingParams()))
+    assert engine.failure is caught.value
