@@ -12,7 +12,9 @@ column entry describes the token itself: `logprobs[t]` is log π(token t | token
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import numbers
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -64,7 +66,9 @@ class Prompt:
 class SamplingParams:
     """How one generation is sampled. Field names are vLLM's, because users' agents read and write them.
 
-    Mutable for users' sake; whoever passes one on passes a `copy`.
+    Mutable for users' sake; whoever passes one on passes a `copy`, which also checks what was assigned since.
+
+    >>> SamplingParams(temperature=0.7, max_tokens=64, stop=["</tool>"])
     """
 
     temperature: float = 1.0
@@ -72,33 +76,99 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1 means no limit."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one are left out."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens in prompt or response."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the response."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it is in the response."""
     max_tokens: int | None = None
     """None means up to the context limit."""
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    """Before this many, nothing but the context limit ends a generation."""
+    stop: list[str] = field(default_factory=list)
     """Generation ends when one of these appears in the decoded text; the tokens that spell it are kept."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Generation ends with any of these tokens, which is kept, as with end-of-sequence."""
+    ignore_eos: bool = False
+    """Whether end-of-sequence is a token like any other."""
     seed: int | None = None
     """Randomness of this request; token i is a function of (seed, i) alone. None: the engine picks one."""
-    logprobs: bool = True
-    """Whether the sampled tokens' log-probs are wanted."""
+    logprobs: bool | int | None = True
+    """Whether the sampled tokens' log-probs are wanted: True, 0 or 1 mean yes (vLLM counts alternatives), None no."""
+    include_stop_str_in_output: bool = False
+    """Whether the text keeps what ended it: the stop string, stop token or end-of-sequence."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves special tokens out."""
+    detokenize: bool = True
+    """Whether a text is wanted."""
+    n: int = 1
+    """This and the fields below are vLLM's too, but have one value here. Any other is refused, not ignored."""
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = (self.stop,)
-        self.stop = tuple(self.stop or ())
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"top_k must be -1 (no limit) or > 0, got {self.top_k}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must be >= 0, got {self.min_tokens}")
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        self.stop_token_ids = list(self.stop_token_ids or ())
+        self.validate()
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+    def validate(self) -> None:
+        """Raises a ValueError that names the first field no generation can be sampled with."""
+        for name, (kind, wanted, holds) in _SAMPLING_RULES.items():
+            value = getattr(self, name)
+            if value is None and wanted.endswith("None"):
+                continue
+            if not isinstance(value, kind) or isinstance(value, bool) or not holds(value):
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        if not all(isinstance(text, str) and text for text in self.stop or ()):
+            raise ValueError(f"stop must hold strings that are not empty, got {self.stop!r}")
+        if not all(isinstance(token, numbers.Integral) and token >= 0 for token in self.stop_token_ids or ()):
+            raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r}")
+        if self.stop and not self.detokenize:
+            raise ValueError("detokenize must be True where stop strings are looked for")
+        if self.logprobs not in (None, False, True):
+            raise ValueError(f"logprobs must be None, or 0 or 1 for the sampled token's alone, got {self.logprobs!r}")
+        for name in _NOT_AVAILABLE:
+            if getattr(self, name) not in (None, [], {}):
+                raise ValueError(f"{name} is not available here, got {getattr(self, name)!r}")
 
     def copy(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
+
+
+_SAMPLING_RULES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
+    "temperature": (numbers.Real, ">= 0", lambda x: x >= 0),
+    "top_p": (numbers.Real, "in (0, 1]", lambda x: 0 < x <= 1),
+    "top_k": (numbers.Integral, "-1 (no limit) or > 0", lambda x: x == -1 or x > 0),
+    "min_p": (numbers.Real, "in [0, 1]", lambda x: 0 <= x <= 1),
+    "repetition_penalty": (numbers.Real, "> 0", lambda x: x > 0),
+    "presence_penalty": (numbers.Real, "in [-2, 2]", lambda x: -2 <= x <= 2),
+    "frequency_penalty": (numbers.Real, "in [-2, 2]", lambda x: -2 <= x <= 2),
+    "max_tokens": (numbers.Integral, ">= 1 or None", lambda x: x >= 1),
+    "min_tokens": (numbers.Integral, ">= 0", lambda x: x >= 0),
+    "seed": (numbers.Integral, "an integer or None", lambda x: True),
+    "n": (numbers.Integral, "1 (call n times instead)", lambda x: x == 1),
+}
+_NOT_AVAILABLE = (
+    "prompt_logprobs",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "guided_decoding",
+    "truncate_prompt_tokens",
+)
 
 
 class FinishReason(StrEnum):
@@ -114,7 +184,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What an engine returns for one request: the tokens it really sampled, and how likely they were."""
+    """What an engine returns for one request: the tokens it really sampled, and how likely they were.
+
+    A streamed generation comes in parts of the same form, each with what is new since the part before.
+    """
 
     token_ids: list[int]
     """Sampled tokens, the end-of-sequence token included."""
@@ -122,9 +195,13 @@ class Generation:
     """log-prob of each sampled token under the distribution it was sampled from; None if not asked for."""
     versions: list[int]
     """Weight version that produced each token."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None for a part with others to follow."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for everything else."""
     text: str = ""
-    """Decoded tokens, special tokens left out."""
+    """Decoded tokens, in the form the sampling parameters ask for."""
+    _outputs: list[CompletionOutput] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {"token_ids": len(self.token_ids), "versions": len(self.versions)}
@@ -132,6 +209,45 @@ class Generation:
             lengths["logprobs"] = len(self.logprobs)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a generation's columns must have equal lengths, got {lengths}")
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The same as vLLM's `RequestOutput` shows it, for users' agents: `generation.outputs[0].text`."""
+        if not self._outputs:
+            self._outputs.append(CompletionOutput(self))
+        return self._outputs
+
+
+class Logprob(NamedTuple):
+    """vLLM's record of a token's log-prob; `rank` and `decoded_token` are optional there too."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput:
+    """A `Generation` under the names of vLLM's `CompletionOutput`."""
+
+    index = 0
+
+    def __init__(self, generation: Generation) -> None:
+        self.token_ids = generation.token_ids
+        self.text = generation.text
+        self.finish_reason = generation.finish_reason
+        self.stop_reason = generation.stop_reason
+        self._logprobs = generation.logprobs
+
+    @functools.cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """`logprobs[i][token_ids[i]].logprob`"""
+        if self._logprobs is None:
+            return None
+        return [{token: Logprob(value)} for token, value in zip(self.token_ids, self._logprobs, strict=True)]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self._logprobs is None else sum(self._logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from openrlhf.types import Generation, SamplingParams
@@ -23,4 +23,8 @@ class Engine(Protocol):
 
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
         """Continue `token_ids`. Cancelling the call gives the request up."""
+        ...
+
+    def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+        """`generate` in parts, each with what is new; the last one says why it ended. Closing it gives it up."""
         ...

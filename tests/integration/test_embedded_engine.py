@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from openrlhf.models.attention import ATTENTION
 from openrlhf.models.packed import PackedAttention
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.embedded.kv_store import KVStore, LayerShape
-from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids
+from openrlhf.rollout.embedded.stopping import GrowingText, StopStrings, decode, eos_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
 VOCABULARY = 260
@@ -257,6 +259,73 @@ def test_every_end_of_sequence_id_stops_and_min_tokens_holds_them_off():
     assert len(held.token_ids) > 20
 
 
+def test_stop_tokens_end_a_generation_as_end_of_sequence_does():
+    tokenizer = make_tokenizer()
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), tokenizer, max_model_len=128)
+    prompt, params = [9, 8, 7], SamplingParams(max_tokens=80, seed=3, ignore_eos=True, skip_special_tokens=False)
+    free = generate_all(engine, [prompt], params)[0]
+    stop = free.token_ids[6]
+    first = free.token_ids.index(stop)
+    asked = [
+        params.copy(stop_token_ids=[stop]),
+        params.copy(stop_token_ids=[stop], include_stop_str_in_output=True),
+        params.copy(stop_token_ids=[stop, 3], min_tokens=50),
+    ]
+    hidden, shown, held = generate_all(engine, [prompt] * 3, asked)
+    assert hidden.token_ids == shown.token_ids == free.token_ids[: first + 1]
+    assert (hidden.finish_reason, hidden.stop_reason) == (FinishReason.STOP, stop)
+    assert hidden.text == decode(tokenizer, free.token_ids[:first], skip_special_tokens=False)
+    assert shown.text == decode(tokenizer, free.token_ids[: first + 1], skip_special_tokens=False)
+    assert not {stop, 3} & set(held.token_ids[:50])
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        generate_all(engine, [prompt], params.copy(stop_token_ids=[260]))
+
+
+def test_end_of_sequence_can_be_ignored_and_its_text_left_out():
+    tokenizer = make_tokenizer()
+    model = make_model(CONFIGS["llama"])
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] *= 2  # likely enough to come in 100 tokens
+    engine = EmbeddedEngine(model, tokenizer, max_model_len=128)
+    params = SamplingParams(max_tokens=100, seed=1, skip_special_tokens=False)
+    ended, shown, ignored = generate_all(
+        engine, [[5]] * 3, [params, params.copy(include_stop_str_in_output=True), params.copy(ignore_eos=True)]
+    )
+    n = len(ended.token_ids)
+    assert ended.token_ids == shown.token_ids == ignored.token_ids[:n]
+    assert (ended.token_ids[-1], ended.finish_reason, ended.stop_reason) == (256, FinishReason.STOP, None)
+    assert shown.text == ended.text + "<eos>"
+    assert len(ignored.token_ids) == 100
+    assert "<eos>" in ignored.text
+
+
+def test_repetition_penalty_equals_generate():
+    model = make_model(CONFIGS["qwen2"], attention="eager")
+    prompts = random_prompts(6, longest=20)
+    expected = [
+        model.generate(
+            torch.tensor([p]),
+            attention_mask=torch.ones(1, len(p), dtype=torch.long),
+            max_new_tokens=30,
+            do_sample=False,
+            repetition_penalty=1.5,
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    model.set_attn_implementation(ATTENTION)
+    engine = EmbeddedEngine(model, None, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.5)
+    assert [r.token_ids for r in generate_all(engine, prompts, params)] == expected
+    assert [r.token_ids for r in generate_all(engine, prompts, params.copy(repetition_penalty=1.0))] != expected
+
+
+def test_values_assigned_later_are_checked_when_they_are_used():
+    params = SamplingParams()
+    params.max_tokens = 0
+    with pytest.raises(ValueError, match="max_tokens"):
+        generate_all(STREAMING(), [[1]], params)
+
+
 def test_stop_strings_end_the_text_where_they_first_appear():
     tokenizer = make_tokenizer()
     engine = EmbeddedEngine(make_model(CONFIGS["llama"]), tokenizer, max_model_len=128)
@@ -272,8 +341,9 @@ def test_stop_strings_end_the_text_where_they_first_appear():
     stopped, held, unwatched = generate_all(engine, [prompt] * 3, asked)
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
-    assert stopped.text.endswith(stop)
-    assert stop not in stopped.text[:-1]
+    assert stopped.stop_reason == stop
+    assert free.text.startswith(stopped.text + stop)
+    assert stop not in stopped.text
     assert held.token_ids == unwatched.token_ids
     with pytest.raises(ValueError, match="tokenizer"):
         generate_all(EmbeddedEngine(engine.model, None, max_model_len=9), [[1]], params.copy(stop="x"))
@@ -289,6 +359,22 @@ def test_stop_strings_cross_tokens_and_characters():
     assert hits == [len(tokenizer.encode(text[:-1])) - 1]
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.characters(exclude_categories=["Cs"]), st.integers(0, 256)), max_size=20), st.booleans())
+def test_text_grows_to_what_one_decoding_gives(pieces, skip_special_tokens):
+    """Token by token, each a byte or `<eos>`: whole characters, stray bytes and characters cut in the middle."""
+    tokenizer = make_tokenizer()
+    ids = [token for piece in pieces for token in (tokenizer.encode(piece) if isinstance(piece, str) else [piece])]
+    text = GrowingText(tokenizer, skip_special_tokens=skip_special_tokens)
+    certain = ""
+    whole = decode(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+    for i, token in enumerate(ids):
+        certain += text.feed(token)
+        assert certain + text.open == decode(tokenizer, ids[: i + 1], skip_special_tokens=skip_special_tokens)
+        assert whole.startswith(certain)
+        assert len(text.open) < 4
+
+
 def test_a_special_token_can_be_a_stop_string():
     tokenizer = make_tokenizer()
     watch = StopStrings(tokenizer, ("<eos>",))
@@ -302,9 +388,91 @@ def test_bytes_that_never_become_characters_do_not_hold_the_text_back():
     watch = StopStrings(tokenizer, ("ok",))
     for _ in range(200):
         assert not watch.feed(continuation)
-        assert len(watch._ids) <= 8
+        assert len(watch._text._ids) <= 8
     o, k = tokenizer.encode("ok")
     assert [watch.feed(o), watch.feed(k)] == [False, True]
+
+
+STREAMING = functools.cache(
+    lambda: EmbeddedEngine(make_model(CONFIGS["llama"]), make_tokenizer(), max_model_len=128, max_batch_size=4)
+)
+
+
+async def collect(parts: AsyncGenerator[Generation]) -> list[Generation]:
+    return [part async for part in parts]
+
+
+def joined(parts: Sequence[Generation]) -> Generation:
+    """The parts as one generation; all but the last must leave the reason open."""
+    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+    return Generation(
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=None if parts[-1].logprobs is None else [value for part in parts for value in part.logprobs],
+        versions=[version for part in parts for version in part.versions],
+        finish_reason=parts[-1].finish_reason,
+        stop_reason=parts[-1].stop_reason,
+        text="".join(part.text for part in parts),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_stream_is_generate_in_parts(data):
+    """Whatever ends it. Stop strings are cut from the text that comes without them, so that they are met."""
+    engine = STREAMING()
+    params = SamplingParams(
+        seed=data.draw(st.integers(0, 5), label="seed"),
+        max_tokens=data.draw(st.integers(1, 40)),
+        skip_special_tokens=data.draw(st.booleans()),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        ignore_eos=data.draw(st.booleans()),
+        logprobs=data.draw(st.sampled_from([True, None])),
+    )
+    free = generate_all(engine, [[40, 41, 42]], params)[0]
+    for _ in range(data.draw(st.integers(0, 3))):
+        start = data.draw(st.integers(0, max(0, len(free.text) - 1)))
+        params.stop.append(free.text[start : start + data.draw(st.integers(1, 6))] or "<eos>")
+    params.min_tokens = data.draw(st.sampled_from([0, 10]))
+    params.stop_token_ids = data.draw(st.lists(st.sampled_from(free.token_ids), max_size=1))
+
+    whole = generate_all(engine, [[40, 41, 42]], params)[0]
+    parts = asyncio.run(collect(engine.stream([40, 41, 42], params)))
+    assert joined(parts) == whole
+    assert [len(part.token_ids) for part in parts] == [1] * len(whole.token_ids)
+
+
+def test_a_part_is_there_before_the_next_token_is_sampled():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=64)
+
+    async def scenario() -> list[int]:
+        sizes = []
+        async for part in engine.stream([1, 2], SamplingParams(max_tokens=20)):
+            sizes.append(len(part.token_ids))
+            assert engine.stats.generated_tokens == sum(sizes)
+            if sum(sizes) == 10:  # whoever takes its time finds everything since in the next part
+                while engine.stats.generated_tokens < 15:
+                    await asyncio.sleep(0)
+        return sizes
+
+    sizes = asyncio.run(scenario())
+    assert sizes[:10] == [1] * 10
+    assert sizes[10] >= 5
+    assert sum(sizes) == 20
+
+
+def test_closing_a_stream_frees_the_place():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=512, max_batch_size=1)
+
+    async def scenario() -> int:
+        async with contextlib.aclosing(engine.stream([1], SamplingParams(max_tokens=400))) as parts:
+            async for _ in parts:
+                if engine.stats.generated_tokens == 5:
+                    break
+        assert (engine.num_running, engine.num_waiting) == (0, 0)
+        await engine.generate([2], SamplingParams(max_tokens=2))
+        return engine.stats.generated_tokens
+
+    assert asyncio.run(scenario()) == 7
 
 
 def test_cancelling_frees_the_place():
@@ -357,11 +525,12 @@ def test_an_error_fails_every_call_and_the_engine_recovers():
         while engine.num_running < 2:
             await asyncio.sleep(0)
         hook = model.model.layers[1].register_forward_pre_hook(explode)
+        calls.append(asyncio.create_task(collect(engine.stream([4], SamplingParams(max_tokens=50)))))
         results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
         hook.remove()
         return results
 
-    assert [str(error) for error in asyncio.run(scenario())] == ["broken layer"] * 3
+    assert [str(error) for error in asyncio.run(scenario())] == ["broken layer"] * 4
     assert generate_all(engine, [[1, 2]], SamplingParams(temperature=0, max_tokens=5))[0].token_ids == expected
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.agents.seeds import derive_seed
-from openrlhf.rollout.embedded.sampler import _mix, inverse_cdf, sample, uniforms
+from openrlhf.rollout.embedded.sampler import Penalty, _mix, inverse_cdf, sample, uniforms
 
 
 def draw(
@@ -21,6 +21,7 @@ def draw(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = -1,
+    min_p: float = 0.0,
     **kwargs,
 ):
     B = len(logits)
@@ -30,6 +31,7 @@ def draw(
         temperature=np.full(B, temperature, np.float32),
         top_p=np.full(B, top_p, np.float32),
         top_k=np.full(B, top_k),
+        min_p=np.full(B, min_p, np.float32),
         **kwargs,
     )
 
@@ -132,9 +134,30 @@ def test_a_nucleus_wider_than_the_candidates_is_still_exact():
 
 def test_forbidden_tokens_only_where_forbidden():
     logits = torch.tensor([5.0, 1.0, 0.0]).expand(2, -1)
-    out = draw(logits, uniform=[0.1, 0.1], forbidden=torch.tensor([0]), forbidding=np.array([True, False]))
+    out = draw(logits, uniform=[0.1, 0.1], forbidden=np.array([[0, 0]]))
     assert out.token_ids.tolist() == [1, 0]
     assert out.logprobs[0].item() == pytest.approx(1 - math.log(math.e + 1), abs=1e-6)
+
+
+def test_min_p_keeps_what_is_near_the_likeliest():
+    """p = (0.1, 0.4, 0.2, 0.3), min_p = 0.6: 0.24 is the least, so 0.4 and 0.3 stay: q = (4/7, 3/7)."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(2, -1)
+    out = draw(logits, uniform=[0.0, 0.99], min_p=0.6)
+    assert out.token_ids.tolist() == [1, 3]
+    assert out.logprobs.exp().tolist() == pytest.approx([4 / 7, 3 / 7], abs=1e-6)
+
+
+def test_penalties_by_hand():
+    """Row 0, logits (2, -1, 1, 0.5), prompt (0), response (1, 2, 2), repetition 2, presence 0.25, frequency 0.5:
+
+    2/2 = 1 · -1·2 - 0.25 - 0.5 = -2.75 · 1/2 - 0.25 - 2·0.5 = -0.75 · 0.5 as it was.  Row 1 pays nothing.
+    """
+    logits = torch.tensor([2.0, -1.0, 1.0, 0.5]).expand(2, -1)
+    penalty = Penalty(0, np.array([0]), np.array([1, 2, 2]), repetition=2.0, presence=0.25, frequency=0.5)
+    out = draw(logits, uniform=[0.0, 0.0], temperature=0.0, penalties=[penalty])
+    penalised = torch.tensor([1.0, -2.75, -0.75, 0.5])
+    expected = [penalised.log_softmax(0)[0].item(), logits[1].log_softmax(0)[0].item()]
+    assert out.logprobs.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_greedy_reports_the_temperature_one_log_prob():
@@ -146,7 +169,7 @@ def test_greedy_reports_the_temperature_one_log_prob():
 def test_a_row_samples_the_same_whatever_its_neighbours_ask_for():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 500, generator=generator) * 3
-    parameters = [(0.0, 1.0, -1), (0.7, 0.8, -1), (1.3, 1.0, 20), (1.0, 1.0, -1)]
+    parameters = [(0.0, 1.0, -1, 0.0), (0.7, 0.8, -1, 0.0), (1.3, 1.0, 20, 0.0), (1.0, 1.0, -1, 0.1)]
     uniform = np.array([0.2, 0.5, 0.7, 0.9])
     together = sample(
         logits.clone(),
@@ -154,9 +177,12 @@ def test_a_row_samples_the_same_whatever_its_neighbours_ask_for():
         temperature=np.array([p[0] for p in parameters], np.float32),
         top_p=np.array([p[1] for p in parameters], np.float32),
         top_k=np.array([p[2] for p in parameters]),
+        min_p=np.array([p[3] for p in parameters], np.float32),
     )
-    for i, (temperature, top_p, top_k) in enumerate(parameters):
-        alone = draw(logits[i : i + 1], uniform=[uniform[i]], temperature=temperature, top_p=top_p, top_k=top_k)
+    for i, (temperature, top_p, top_k, min_p) in enumerate(parameters):
+        alone = draw(
+            logits[i : i + 1], uniform=[uniform[i]], temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+        )
         assert alone.token_ids.item() == together.token_ids[i].item()
         assert alone.logprobs.item() == pytest.approx(together.logprobs[i].item(), abs=1e-6)
 

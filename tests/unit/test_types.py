@@ -1,9 +1,14 @@
 """Records refuse what does not fit, where it arises."""
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
 from openrlhf.types import (
+    FinishReason,
     Generation,
     Group,
     Outcome,
@@ -40,23 +45,89 @@ def test_prompt_must_not_be_empty():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": 0}, {"max_tokens": 0}, {"min_tokens": -1}],
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": None},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": 0},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 3},
+        {"max_tokens": 0},
+        {"max_tokens": 2.5},
+        {"max_tokens": True},
+        {"min_tokens": -1},
+        {"stop": [""]},
+        {"stop": [5]},
+        {"stop_token_ids": ["a"]},
+        {"detokenize": False, "stop": "x"},
+        {"logprobs": 5},
+        {"seed": "one"},
+        {"n": 2},
+        {"prompt_logprobs": 0},
+        {"bad_words": ["no"]},
+        {"logit_bias": {1: 2.0}},
+    ],
 )
 def test_sampling_params_refuse_what_cannot_be_sampled(wrong):
+    """When they are made, and, assigned later, when they are copied: every request is made with a copy."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+    params = SamplingParams()
+    for name, value in wrong.items():
+        setattr(params, name, value)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        params.copy()
+
+
+def test_sampling_params_take_what_agents_write():
+    params = copy.deepcopy(SamplingParams(n=1, bad_words=[], top_k=-1, logit_bias=None, stop=None, logprobs=None))
+    assert not params.wants_logprobs
+    params.stop = "</tool>"
+    params.max_tokens = np.int64(7)
+    params.logprobs = 0
+    assert params.copy().stop == ["</tool>"]
+    assert params.copy().wants_logprobs
+    with pytest.raises(AttributeError, match="max_token"):
+        params.max_token = 5
 
 
 def test_a_copy_of_sampling_params_is_its_own():
     params = SamplingParams(max_tokens=5, stop="END")
     changed = params.copy(max_tokens=7)
     changed.temperature = 0.1
-    assert (params.max_tokens, params.temperature, params.stop) == (5, 1.0, ("END",))
+    assert (params.max_tokens, params.temperature, params.stop) == (5, 1.0, ["END"])
 
 
 def test_generation_columns_must_agree():
     with pytest.raises(ValueError, match="equal lengths"):
         Generation(token_ids=[1, 2], logprobs=[-0.1], versions=[0, 0], finish_reason="stop")
+
+
+def test_a_generation_reads_like_a_request_output_of_vllm():
+    said = Generation(
+        token_ids=[7, 8],
+        logprobs=[-0.5, -0.25],
+        versions=[0, 0],
+        finish_reason=FinishReason.STOP,
+        stop_reason="!",
+        text="hi",
+    )
+    (output,) = said.outputs
+    assert (output.index, output.token_ids, output.text, output.finish_reason) == (0, [7, 8], "hi", "stop")
+    assert [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)] == [
+        -0.5,
+        -0.25,
+    ]
+    assert (output.cumulative_logprob, output.stop_reason) == (-0.75, "!")
+    # A loop over `generation.outputs[0].logprobs[i]` must not build the list anew for every i.
+    assert said.outputs[0].logprobs is output.logprobs
+    assert pickle.loads(pickle.dumps(said)) == said
+
+    unscored = Generation(token_ids=[7], logprobs=None, versions=[0], finish_reason=FinishReason.LENGTH)
+    assert unscored.outputs[0].logprobs is unscored.outputs[0].cumulative_logprob is None
 
 
 def test_segment_columns_must_agree_and_cannot_begin_with_an_action():

@@ -6,7 +6,8 @@ decoder.py    one packed forward per step, over the store
 kv_store.py   keys and values of the running rows
 fallback.py   a row at a time with the model's own cache, for models a plan cannot express
 sampler.py    logits → tokens, with per-request randomness
-stopping.py   end-of-sequence ids and stop strings
+stopping.py   end-of-sequence ids, stop strings, growing text
+streaming.py  a generation in parts
 """
 
 from openrlhf.rollout.embedded.engine import EmbeddedEngine, EngineStats

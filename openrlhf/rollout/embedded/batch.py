@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openrlhf.rollout.embedded.sampler import uniforms
+from openrlhf.rollout.embedded.sampler import Penalty, uniforms
 from openrlhf.rollout.embedded.stopping import StopStrings
 from openrlhf.types import SamplingParams
+
+_NO_TOKEN = -1
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One `generate` call."""
+    """One `generate` or `stream` call."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
@@ -23,7 +25,11 @@ class Request:
     """Most tokens it may sample."""
     seed: int
     future: asyncio.Future
+    ends: np.ndarray
+    """int64 [E]: the tokens that end it."""
     stop: StopStrings | None = None
+    progress: asyncio.Event | None = None
+    """Set after each of its tokens, for whoever streams it."""
     row: int | None = None
     """Where it runs; None while it waits."""
     prompt_version: int = field(default=-1)
@@ -51,6 +57,9 @@ class RunningBatch:
         self._temperature = np.ones(max_rows, np.float32)
         self._top_p = np.ones(max_rows, np.float32)
         self._top_k = np.full(max_rows, -1, np.int64)
+        self._min_p = np.zeros(max_rows, np.float32)
+        self._penalised = np.zeros(max_rows, bool)
+        self._ends = np.full((max_rows, 1), _NO_TOKEN)
         self._wants_logprobs = np.zeros(max_rows, bool)
         self._watched = np.zeros(max_rows, bool)
         self.last_tokens = np.zeros(max_rows, np.int64)
@@ -79,7 +88,18 @@ class RunningBatch:
         self._temperature[row] = params.temperature
         self._top_p[row] = params.top_p
         self._top_k[row] = params.top_k
-        self._wants_logprobs[row] = params.logprobs
+        self._min_p[row] = params.min_p
+        self._penalised[row] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+            1,
+            0,
+            0,
+        )
+        self._wants_logprobs[row] = params.wants_logprobs
+        missing = len(request.ends) - self._ends.shape[1]
+        if missing > 0:
+            self._ends = np.pad(self._ends, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
+        self._ends[row] = _NO_TOKEN
+        self._ends[row, : len(request.ends)] = request.ends
         self._watched[row] = request.stop is not None
         self.last_tokens[row] = request.token_ids[-1]
         return row
@@ -94,18 +114,34 @@ class RunningBatch:
     def sampling(self, rows: np.ndarray) -> dict:
         """Arguments of `sampler.sample` for these rows, in this order."""
         count = self._count[rows]
-        forbidding = count < self._min_tokens[rows]
+        ends = self._ends[rows]
+        line, column = np.nonzero((ends != _NO_TOKEN) & (count < self._min_tokens[rows])[:, None])
         return {
             "uniform": uniforms(self._seed[rows], count),
             "temperature": self._temperature[rows],
             "top_p": self._top_p[rows],
             "top_k": self._top_k[rows],
-            "forbidding": forbidding,
+            "min_p": self._min_p[rows],
+            "penalties": [self._penalty(i, rows[i]) for i in np.flatnonzero(self._penalised[rows])],
+            "forbidden": np.stack([line, ends[line, column]], axis=1),
             "want_logprobs": bool(self._wants_logprobs[rows].any()),
         }
 
+    def _penalty(self, line: int, row: int) -> Penalty:
+        request = self.requests[row]
+        assert request is not None
+        params = request.params
+        return Penalty(
+            row=line,
+            prompt_ids=np.array(request.token_ids),
+            response_ids=self._token_ids[row, : self._count[row]],
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        )
+
     def record(
-        self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray | None, *, version: int, eos: np.ndarray
+        self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray | None, *, version: int
     ) -> tuple[list[int], list[int]]:
         """Append one token to each row. Returns the rows that stopped and those that reached their limit."""
         count = self._count[rows]
@@ -121,7 +157,7 @@ class RunningBatch:
         count += 1
         self._count[rows] = count
 
-        stopped = (token_ids[:, None] == eos).any(1) if len(eos) else np.zeros(len(rows), bool)
+        stopped = (token_ids[:, None] == self._ends[rows]).any(1)
         for i in np.flatnonzero(self._watched[rows]).tolist():
             request = self.requests[rows[i]]
             found = request.stop.feed(int(token_ids[i]))  # type: ignore[union-attr]
@@ -130,8 +166,9 @@ class RunningBatch:
         full = (count >= self._limit[rows]) & ~stopped
         return rows[stopped].tolist(), rows[full].tolist()
 
-    def columns(self, row: int) -> Columns:
-        n = int(self._count[row])
+    def columns(self, row: int, start: int = 0) -> Columns:
+        """What the row has sampled, from its token `start` on."""
+        new = slice(start, int(self._count[row]))
         return Columns(
-            self._token_ids[row, :n].tolist(), self._logprobs[row, :n].tolist(), self._versions[row, :n].tolist()
+            self._token_ids[row, new].tolist(), self._logprobs[row, new].tolist(), self._versions[row, new].tolist()
         )

@@ -2,8 +2,9 @@
 
 Who waits on whom:
     generate   appends a request to the queue, waits for its future
-    _drive     one task per event loop while anything is queued or running: admits, steps, resolves the futures of
-               finished rows, yields to the loop once per step; ends when idle
+    stream     the same, and meanwhile for each of its tokens
+    _drive     one task per event loop while anything is queued or running: admits, steps, tells the streams, resolves
+               the futures of finished rows, yields to the loop once per step; ends when idle
 Everything happens on the caller's event loop, between two of its turns: there are no locks, and a training step can
 never overlap a decoding step.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,8 @@ from openrlhf.rollout.embedded.decoder import Decoder, Prefill
 from openrlhf.rollout.embedded.fallback import CachedDecoder
 from openrlhf.rollout.embedded.probe import packed_decoder
 from openrlhf.rollout.embedded.sampler import sample
-from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids
+from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids, finished_text
+from openrlhf.rollout.embedded.streaming import StreamedParts
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
 
@@ -84,12 +86,12 @@ class EmbeddedEngine:
         self._requests_seen = 0
         self._version = 0
         self._vocab_size = int(model.config.get_text_config().vocab_size)
-        self._eos = np.array(eos_token_ids(model, tokenizer), dtype=np.int64)
-        self._eos_tensor = torch.from_numpy(self._eos).to(next(model.parameters()).device)
+        self._eos = eos_token_ids(model, tokenizer)
         self._waiting: deque[Request] = deque()
         self._batch = RunningBatch(max_batch_size)
         self._by_prompt: dict[tuple[int, ...], list[Request]] = {}
         """The running requests of each prompt: a later one starts from the keys and values of any of them."""
+        self._streams: list[Request] = []
         self._task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.packed = getattr(model.config.get_text_config(), "_attn_implementation", None) == ATTENTION
@@ -128,14 +130,38 @@ class EmbeddedEngine:
         of `sampler.sample`. Cancelling the call frees its place at once. An error of the model fails every call
         under way.
         """
-        request = self._make_request(tuple(token_ids), sampling_params.copy())
-        self._waiting.append(request)
-        self._ensure_driving()
+        request = self._submit(token_ids, sampling_params)
         try:
             return await request.future
         except asyncio.CancelledError:
             self._drop(request)
             raise
+
+    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+        """`generate` in parts: what is new, as soon as it is sampled; put together they are what `generate` returns.
+
+        A part is there before the next token is sampled; a consumer that takes its time gets several tokens in one.
+        Text comes when it is certain: whole characters, and nothing that may yet turn out to begin a stop string.
+        Closing the iterator frees the request's place:
+
+            async with contextlib.aclosing(engine.stream(token_ids, params)) as parts:
+                async for part in parts: ...
+        """
+        request = self._submit(token_ids, sampling_params)
+        progress = request.progress = asyncio.Event()
+        request.future.add_done_callback(lambda _: progress.set())
+        self._streams.append(request)
+        parts = StreamedParts(request, self.tokenizer)
+        try:
+            while await progress.wait():
+                progress.clear()
+                if request.future.done():
+                    break
+                yield parts.next(self._batch.columns(request.row, start=parts.num_tokens))
+            yield parts.last(request.future.result())
+        finally:
+            self._streams.remove(request)
+            self._drop(request)
 
     def abort(self) -> None:
         """Finish every request now, with the tokens it has: reason ABORT."""
@@ -148,6 +174,12 @@ class EmbeddedEngine:
         if self.num_running:
             raise RuntimeError(f"{self.num_running} requests are running: wait for them or abort() before release()")
         self._decoder.clear()
+
+    def _submit(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Request:
+        request = self._make_request(tuple(token_ids), sampling_params.copy())
+        self._waiting.append(request)
+        self._ensure_driving()
+        return request
 
     def _make_request(self, token_ids: tuple[int, ...], params: SamplingParams) -> Request:
         room = self._max_model_len - len(token_ids)
@@ -163,6 +195,10 @@ class EmbeddedEngine:
             raise ValueError(f"prompt ids must be in 0 … {self._vocab_size - 1}, got {outside}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
+        outside = [token for token in params.stop_token_ids if token >= self._vocab_size]
+        if outside:
+            raise ValueError(f"stop_token_ids must be in 0 … {self._vocab_size - 1}, got {outside[0]}")
+        eos = () if params.ignore_eos else self._eos
         counter, self._requests_seen = self._requests_seen, self._requests_seen + 1
         return Request(
             token_ids=token_ids,
@@ -170,6 +206,7 @@ class EmbeddedEngine:
             limit=room if params.max_tokens is None else min(room, params.max_tokens),
             seed=derive_seed(self._seed, "request", counter) if params.seed is None else params.seed % 2**64,
             future=asyncio.get_running_loop().create_future(),
+            ends=np.unique(np.array([*eos, *params.stop_token_ids], dtype=np.int64)),
             stop=StopStrings(self.tokenizer, params.stop) if params.stop else None,
         )
 
@@ -204,17 +241,18 @@ class EmbeddedEngine:
         with _evaluating(self.model):
             prefills = self._admit()
             rows, logits = self._decoder.step(self._batch.last_tokens, prefills)
-            sampled = sample(logits, forbidden=self._eos_tensor, **self._batch.sampling(rows))
+            sampled = sample(logits, **self._batch.sampling(rows))
         logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
-        stopped, full = self._batch.record(
-            rows, sampled.token_ids.cpu().numpy(), logprobs, version=self._version, eos=self._eos
-        )
+        stopped, full = self._batch.record(rows, sampled.token_ids.cpu().numpy(), logprobs, version=self._version)
         self.stats.steps += 1
         self.stats.generated_tokens += len(rows)
         self.stats.prompt_tokens += sum(len(prefill.token_ids) for prefill in prefills)
         for finished, reason in ((stopped, FinishReason.STOP), (full, FinishReason.LENGTH)):
             if finished:
                 self._finish([self._batch.requests[row] for row in finished], reason)
+        for request in self._streams:
+            if request.row is not None:
+                request.progress.set()
 
     def _admit(self) -> list[Prefill]:
         """Move waiting requests into free rows, in order of arrival, up to the step's prompt tokens.
@@ -259,13 +297,24 @@ class EmbeddedEngine:
     def _resolve(self, request: Request, columns: Columns, reason: FinishReason) -> None:
         if request.future.done():
             return
-        text = "" if self.tokenizer is None else self.tokenizer.decode(columns.token_ids, skip_special_tokens=True)
+        params = request.params
+        last = columns.token_ids[-1] if columns.token_ids else None
+        by_token = reason is FinishReason.STOP and last in request.ends
+        found = request.stop.found if request.stop and reason is FinishReason.STOP and not by_token else None
+        text = ""
+        if self.tokenizer is not None and params.detokenize:
+            text = finished_text(self.tokenizer, columns.token_ids, params, by_token=by_token, found=found)
+        if by_token and (params.ignore_eos or last not in self._eos):
+            stop_reason = last
+        else:
+            stop_reason = found.string if found else None
         request.future.set_result(
             Generation(
                 token_ids=columns.token_ids,
-                logprobs=columns.logprobs if request.params.logprobs else None,
+                logprobs=columns.logprobs if params.wants_logprobs else None,
                 versions=columns.versions,
                 finish_reason=reason,
+                stop_reason=stop_reason,
                 text=text,
             )
         )

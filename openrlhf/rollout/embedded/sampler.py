@@ -8,6 +8,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,17 @@ def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     return (_hash(seeds, counters) >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
+class Penalty(NamedTuple):
+    """What one row pays for tokens that it has read or said."""
+
+    row: int
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    repetition: float
+    presence: float
+    frequency: float
+
+
 def sample(
     logits: Tensor,
     *,
@@ -55,8 +67,9 @@ def sample(
     temperature: np.ndarray,
     top_p: np.ndarray,
     top_k: np.ndarray,
-    forbidden: Tensor | None = None,
-    forbidding: np.ndarray | None = None,
+    min_p: np.ndarray,
+    penalties: Sequence[Penalty] = (),
+    forbidden: np.ndarray | None = None,
     want_logprobs: bool = True,
 ) -> Sampled:
     """One token per row of `logits` [B, V], which is overwritten.
@@ -66,17 +79,20 @@ def sample(
         temperature: float32 [B]; 0 means greedy.
         top_p: float32 [B]; 1 means all.
         top_k: int64 [B]; -1 means all. Applied before top-p, which then sees the renormalised rest.
-        forbidden: int64 [E] token ids that the rows in `forbidding` (bool [B]) must not sample.
+        min_p: float32 [B]; 0 means all. Applied before top-k.
+        forbidden: int64 [K, 2] pairs (row, token id) that must not be sampled.
 
-    The log-prob of a sampled token is log q(token) with q the distribution it was drawn from: after
-    forbidding, temperature, top-k and top-p. A greedy token is reported under the temperature-1 softmax
-    (after forbidding), because under its own distribution every log-prob would be 0.
+    The log-prob of a sampled token is log q(token) with q the distribution it was drawn from: after penalties,
+    forbidding, temperature, min-p, top-k and top-p. A greedy token is reported under the temperature-1 softmax
+    (after penalties and forbidding), because under its own distribution every log-prob would be 0.
     """
     logits = logits.float()
     device = logits.device
-    if forbidden is not None and len(forbidden) and forbidding is not None and forbidding.any():
-        rows = torch.from_numpy(np.flatnonzero(forbidding)).to(device)
-        logits[rows[:, None], forbidden[None, :]] = float("-inf")
+    for penalty in penalties:
+        _penalise(logits[penalty.row], penalty)
+    if forbidden is not None and len(forbidden):
+        rows, token_ids = torch.from_numpy(forbidden).to(device).unbind(1)
+        logits[rows, token_ids] = float("-inf")
 
     greedy = temperature == 0
     argmax = logits.argmax(-1) if greedy.any() else None
@@ -90,8 +106,10 @@ def sample(
     if greedy.all():
         token_ids = argmax
     else:
-        truncated = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
-        if len(truncated):
+        if len(unlikely := np.flatnonzero(~greedy & (min_p > 0))):
+            rows = torch.from_numpy(unlikely).to(device)
+            probs[rows] = _drop_unlikely(probs[rows], min_p=min_p[unlikely])
+        if len(truncated := np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))):
             rows = torch.from_numpy(truncated).to(device)
             probs[rows] = _truncate(probs[rows], top_p=top_p[truncated], top_k=top_k[truncated])
         token_ids = inverse_cdf(probs, torch.from_numpy(uniform).to(device))
@@ -100,6 +118,26 @@ def sample(
     if not want_logprobs:
         return Sampled(token_ids, None)
     return Sampled(token_ids, probs.gather(-1, token_ids[:, None]).squeeze(-1).log_())
+
+
+def _penalise(logits_V: Tensor, penalty: Penalty) -> None:
+    """In place. Repetition as in CTRL (Keskar et al., 2019): l/r where l > 0, l·r elsewhere, for tokens read or said;
+    then l - frequency · count - presence for tokens said `count` > 0 times."""
+    device = logits_V.device
+    if penalty.repetition != 1:
+        seen = torch.from_numpy(np.union1d(penalty.prompt_ids, penalty.response_ids)).to(device)
+        values = logits_V[seen]
+        logits_V[seen] = torch.where(values > 0, values / penalty.repetition, values * penalty.repetition)
+    said, counts = np.unique(penalty.response_ids, return_counts=True)
+    cost = torch.from_numpy(penalty.frequency * counts + penalty.presence).to(logits_V)
+    logits_V[torch.from_numpy(said).to(device)] -= cost
+
+
+def _drop_unlikely(probs: Tensor, *, min_p: np.ndarray) -> Tensor:
+    """`probs` [B, V] without tokens below min_p · the largest of their row, renormalised."""
+    least = probs.amax(-1, keepdim=True) * torch.from_numpy(min_p).to(probs)[:, None]
+    probs = probs.masked_fill(probs < least, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:

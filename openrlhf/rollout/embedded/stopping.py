@@ -1,9 +1,11 @@
-"""When a generation has said enough: end-of-sequence ids, and stop strings found while the text grows."""
+"""When a generation has said enough, and what its text is: end-of-sequence ids, stop strings, growing text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from openrlhf.types import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 
@@ -19,36 +21,106 @@ def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     return tuple(sorted(int(i) for i in found))
 
 
-class StopStrings:
-    """Watches one generation's text for stop strings, a token at a time.
+def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """The text as it is: "cleaning up" would delete spaces that the policy wrote."""
+    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    Special tokens count as text, so that `<|im_end|>` can be a stop string. Decodes only a short tail per
-    token: of `_ids` the first `_read` are known as text already, and are decoded again only to see how the next ones
-    join them (a tokenizer may write a space, or the rest of a character, only when it sees the neighbour).
+
+class GrowingText:
+    """The text of a generation, a token at a time; what it has said it never takes back.
+
+    Decodes only a short tail per token: of `_ids` the first `_read` are known as text already, and are decoded again
+    only to see how the next ones join them (a tokenizer may write a space, or the rest of a character, only when it
+    sees the neighbour).
     """
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._read = 0
+        self.open = ""
+        """Text of the last tokens that the next one may still change."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that is certain now and was not before."""
+        self._ids.append(token_id)
+        known, whole = len(self._decode(self._ids[: self._read])), self._decode(self._ids)
+        certain = self._certain(whole)
+        end = known if certain == self._read else len(self._decode(self._ids[:certain]))
+        if end > known:
+            self._ids = self._ids[self._read :]
+            certain -= self._read
+        self._read = certain
+        self.open = whole[end:]
+        return whole[known:end]
+
+    def _certain(self, whole: str) -> int:
+        """How many of the ids have text that stays.
+
+        A character cut in the middle decodes to a replacement sign until its last byte has come. Text that really
+        holds the sign must not wait for ever: a character has at most four bytes, so of four tokens at least one
+        ends what came before.
+        """
+        if not whole.endswith(_REPLACEMENT):
+            return len(self._ids)
+        if len(self._ids) - self._read < 4:
+            return self._read
+        cuts = range(len(self._ids) - 1, self._read, -1)
+        return next(
+            (cut for cut in cuts if self._decode(self._ids[:cut]) + self._decode(self._ids[cut:]) == whole), self._read
+        )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class FoundStop(NamedTuple):
+    string: str
+    tail: str
+    """The text from its first character to the end: more than the string if the last token says more."""
+
+
+class StopStrings:
+    """Watches one generation's text for stop strings. Special tokens count as text: `<|im_end|>` can be one."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._text = GrowingText(tokenizer, skip_special_tokens=False)
         self._stops = stops
         self._keep = max(len(stop) for stop in stops) - 1
         self._tail = ""
-        self._ids: list[int] = []
-        self._read = 0
+        self.found: FoundStop | None = None
+        """The first one that ends in the text the last token added."""
 
     def feed(self, token_id: int) -> bool:
         """Whether a stop string ends in the text that this token adds."""
-        self._ids.append(token_id)
-        known = self._decode(self._ids[: self._read])
-        grown = self._decode(self._ids)[len(known) :]
-        text = self._tail + grown
-        found = any(stop in text[max(0, len(self._tail) - len(stop) + 1) :] for stop in self._stops)
-        # A character cut in the middle decodes to a replacement sign until its last byte has come. Text that
-        # really holds the sign must not wait for ever: no character has more than four bytes.
-        if not grown.endswith(_REPLACEMENT) or len(self._ids) - self._read >= 4:
-            self._tail = text[-self._keep :] if self._keep else ""
-            self._ids = self._ids[self._read :]
-            self._read = len(self._ids)
-        return found
+        known = self._tail
+        certain = known + self._text.feed(token_id)
+        text = certain + self._text.open
+        starts = ((text.find(stop, max(0, len(known) - len(stop) + 1)), stop) for stop in self._stops)
+        start, stop = min((found for found in starts if found[0] >= 0), default=(-1, ""))
+        self.found = FoundStop(stop, text[start:]) if stop else None
+        self._tail = certain[-self._keep :] if self._keep else ""
+        return self.found is not None
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    @property
+    def begun(self) -> int:
+        """How many of the last certain characters may turn out to begin a stop string."""
+        lengths = (n for stop in self._stops for n in range(1, len(stop)) if self._tail.endswith(stop[:n]))
+        return max(lengths, default=0)
+
+
+def finished_text(
+    tokenizer: Any, token_ids: Sequence[int], params: SamplingParams, *, by_token: bool, found: FoundStop | None
+) -> str:
+    """The text of a generation that ended with its last token (`by_token`), a stop string (`found`), or neither."""
+    if by_token and not params.include_stop_str_in_output:
+        token_ids = token_ids[:-1]
+    text = decode(tokenizer, token_ids, skip_special_tokens=params.skip_special_tokens)
+    if found is None:
+        return text
+    surplus = found.tail[len(found.string) :] if params.include_stop_str_in_output else found.tail
+    if params.skip_special_tokens:
+        for special in tokenizer.all_special_tokens:
+            surplus = surplus.replace(special, "")
+    return text.removesuffix(surplus)
