@@ -1,13 +1,17 @@
 """Users' code in a process of its own: a crash, an endless loop or a blocking call there touches nothing here.
 
-`HostProcess` starts the process, sends it calls and gives their answers to coroutines. When a call passes its
-deadline, or the process dies, the process is replaced and the other calls in it are run again, unnoticed by those
-who wait for them. Which call is to blame is found out, not guessed: if several could be, they are run again one
-at a time, and the one under which the process dies alone is it.
+`HostProcess` starts the process, sends it calls, answers what they ask, and gives their results to coroutines. When a
+call takes too long, or the process dies, the process is replaced and the other calls in it are run again, unnoticed by
+those who wait for them; answers that are being worked out for their former lives are cancelled.
+
+Only users' time counts: a call's clock stands still while it waits for an answer. And which call is to blame is found
+out, not guessed. When one is late here, the host is asked how long each call has really had (`host_clock.py`); those
+that exceed their time by that clock are it. A host that does not even answer is held by one of its calls, as it is when
+it died: those that were not waiting for an answer are run again one at a time, and the one that does it alone is it.
 
 Threads of one host, none of which ever waits for another's lock:
 
-    supervisor  owns all state; consumes events (submit, reply, exit, close) and deadlines
+    supervisor  owns all state; consumes events (submit, cancel, reply, answer, exit, close) and deadlines
     reader      replies of the process → events
     writer      requests → the process, whose pipe may be full while a call holds its interpreter lock
     waiter      the process's end → an event, after its last reply has been read
@@ -29,16 +33,39 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-from typing import IO, Any
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, NamedTuple, Protocol
 
-from openrlhf.agents.host_worker import Call, Done, Failed, Failure, Hello, Ping, Pong, Ready
+from openrlhf.agents.host_answers import Answers, Asked
+from openrlhf.agents.host_messages import (
+    Answered,
+    Ask,
+    Call,
+    Cancel,
+    Done,
+    Failed,
+    Failure,
+    Hello,
+    Part,
+    Ping,
+    Pinned,
+    Pong,
+    Ready,
+    Refused,
+    Said,
+    Slowest,
+    Unask,
+)
 
 logger = logging.getLogger(__name__)
 
-PING_SECONDS = 0.5
+LATE_SECONDS = 0.1
+"""How long after a deadline the host is asked about it, so that calls that hang together end together."""
+
+PING_SECONDS = 1.0
 """How long a host whose call is late has to show that its interpreter still runs."""
 
 # Before anything is imported: the protocol's pipes move to private descriptors, so that users' code (and programs it
@@ -79,7 +106,12 @@ class HostStartError(HostError):
 
 
 class HostTimeoutError(HostError):
-    """The call passed its deadline; the process was ended."""
+    """The call took too long between two asks; the process was ended."""
+
+    def __init__(self, message: str, function: str | None = None) -> None:
+        super().__init__(message)
+        self.function = function
+        """The users' function it was in, where that is known."""
 
 
 class HostCrashError(HostError):
@@ -98,6 +130,27 @@ class RemoteError(HostError):
         self.failure = failure
 
 
+class Reply(NamedTuple):
+    """What a call gave, and how long users' code took for it."""
+
+    value: Any
+    users_seconds: float
+    """In functions that the service ran with `run_user`."""
+    slowest: Slowest | None
+
+
+class Host(Protocol):
+    """Where a service lives: a process of its own (`HostProcess`) or this one (`LocalHost`)."""
+
+    async def start(self) -> None: ...
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any: ...
+
+    async def call_timed(self, method: str, *args: Any, timeout: float | None = None) -> Reply: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A call that has not been answered yet."""
@@ -105,8 +158,15 @@ class _Pending:
     id: int
     payload: bytes
     timeout: float | None
-    answer: Future[Any]
+    answer: Future[Reply]
+    loop: asyncio.AbstractEventLoop
+    context: Context
+    """Of whoever awaits it; what it asks is answered there."""
+    asks: dict[int, Asked] = field(default_factory=dict)
+    """Not answered yet; while there is one the deadline is infinite."""
     deadline: float = float("inf")
+    spared: bool = False
+    """Whether a process has died under it and others while it waited for an answer; the next time it is suspect."""
     suspect: bool = False
     """Whether a process has died under it and others; such a call runs alone."""
     deaths: int = 0
@@ -131,6 +191,11 @@ class _Submit:
 
 
 @dataclass(slots=True)
+class _Cancel:
+    call: _Pending
+
+
+@dataclass(slots=True)
 class _Start:
     answer: Future[None]
 
@@ -139,6 +204,13 @@ class _Start:
 class _Reply:
     process: _Process
     message: Any
+
+
+@dataclass(slots=True)
+class _Answer:
+    process: _Process
+    call: _Pending
+    message: Answered | Refused
 
 
 @dataclass(slots=True)
@@ -151,15 +223,7 @@ class _Close:
     grace: float
 
 
-_Event = _Submit | _Start | _Reply | _Exit | _Close
-
-
-@dataclass(slots=True)
-class _Probe:
-    """A late call, and by when the host must have shown that it is only this call that hangs."""
-
-    call: _Pending
-    deadline: float = field(default_factory=lambda: time.monotonic() + PING_SECONDS)
+_Event = _Submit | _Cancel | _Start | _Reply | _Answer | _Exit | _Close
 
 
 class HostProcess:
@@ -168,6 +232,10 @@ class HostProcess:
     `target` is `module:callable`; the process imports it and calls it with `args`, and `call` names methods of what
     it returns. Sync methods run in threads, coroutines on one event loop, at most `max_concurrency` calls at once;
     a call waits for its turn here, and its time counts from when it is sent. Arguments and results are pickled.
+
+    While a call runs, its code may `ask` (`host_worker.py`). `answer(name, *args)` is a coroutine function that gives
+    the answer, `answer_stream(name, *args)` an async generator of its parts. They run on the loop and in the context
+    of whoever awaits the call, and are cancelled when the answer is not wanted any more.
 
     May be used from any thread and from any number of event loops.
     """
@@ -180,15 +248,20 @@ class HostProcess:
         start_timeout: float = 120.0,
         max_concurrency: int = 16,
         max_crashes: int = 1,
+        answer: Callable[..., Awaitable[Any]] | None = None,
+        answer_stream: Callable[..., AsyncGenerator[Any, None]] | None = None,
     ) -> None:
         """`name` is for messages. A call under which the process dies `max_crashes` + 1 times is given up."""
         if max_concurrency < 1:
             raise ValueError(f"max_concurrency must be >= 1, got {max_concurrency}")
-        self._hello = pickle.dumps(list(sys.path)) + pickle.dumps(Hello(target, args))
+        self._import_path = pickle.dumps(list(sys.path))
+        self._hello = Hello(target, args)
+        pickle.dumps(self._hello)  # what cannot be sent is refused here, not in a thread
         self._name = name
         self._start_timeout = start_timeout
         self._max_concurrency = max_concurrency
         self._max_crashes = max_crashes
+        self._answers = Answers(answer, answer_stream)
         self._ids = itertools.count()
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -200,7 +273,11 @@ class HostProcess:
         self._waiting: deque[_Pending] = deque()
         self._suspects: deque[_Pending] = deque()
         self._running: dict[int, _Pending] = {}
-        self._probe: _Probe | None = None
+        self._soonest = float("inf")
+        """No deadline of a running call is earlier."""
+        self._ping_deadline: float | None = None
+        """By when the host must have answered a Ping."""
+        self._said: set[str] = set()
         _hosts.add(self)
 
     # ------------------------------------------------------------------------------------ for callers
@@ -212,11 +289,24 @@ class HostProcess:
         await asyncio.wrap_future(answer)
 
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """What `method` returns. Raises RemoteError, HostTimeoutError, HostCrashError or HostStartError."""
+        """What `method` returns. Raises RemoteError, HostTimeoutError, HostCrashError or HostStartError.
+
+        `timeout` bounds each stretch of its own time: from its start or the last answer to its next ask or its end.
+        """
+        return (await self.call_timed(method, *args, timeout=timeout)).value
+
+    async def call_timed(self, method: str, *args: Any, timeout: float | None = None) -> Reply:
+        """As `call`, with how long users' code took."""
         call_id = next(self._ids)
-        call = _Pending(call_id, pickle.dumps(Call(call_id, method, pickle.dumps(args))), timeout, Future())
+        payload = pickle.dumps(Call(call_id, method, pickle.dumps(args)))
+        call = _Pending(call_id, payload, timeout, Future(), asyncio.get_running_loop(), copy_context())
         self._post(_Submit(call))
-        return await asyncio.wrap_future(call.answer)
+        try:
+            return await asyncio.wrap_future(call.answer)
+        except asyncio.CancelledError:
+            with contextlib.suppress(HostClosedError):
+                self._post(_Cancel(call))
+            raise
 
     async def close(self, *, grace: float = 1.5) -> None:
         """End the process; after `grace` seconds by force. What is unanswered gets HostClosedError."""
@@ -268,6 +358,10 @@ class HostProcess:
             match event:
                 case _Submit(call):
                     self._waiting.append(call)
+                case _Cancel(call):
+                    self._on_cancel(call)
+                case _Answer(process, call, message) if process is self._process:
+                    self._on_answer(process, call, message)
                 case _Start():
                     self._starters.append(event)
                 case _Reply(process, message) if process is self._process:
@@ -281,13 +375,13 @@ class HostProcess:
             self._dispatch()
 
     def _seconds_to_deadline(self) -> float | None:
-        deadlines = [call.deadline for call in self._running.values()]
-        if self._process is not None and not self._process.ready:
-            deadlines.append(self._process.deadline)
-        if self._probe is not None:
-            # The late call's own deadline has passed; what counts now is the probe's.
-            deadlines = [self._probe.deadline]
-        soonest = min(deadlines, default=float("inf"))
+        process = self._process
+        if process is None or process.killed:
+            return None
+        if not process.ready:
+            soonest = process.deadline
+        else:
+            soonest = self._soonest + LATE_SECONDS if self._ping_deadline is None else self._ping_deadline
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
 
     def _dispatch(self) -> None:
@@ -300,18 +394,28 @@ class HostProcess:
         for starter in self._starters:
             _resolve(starter.answer, None)
         self._starters.clear()
-        alone = self._suspects or any(call.suspect for call in self._running.values())
-        limit = 1 if alone else self._max_concurrency
-        while len(self._running) < limit and (calls := self._suspects or self._waiting):
+        while self._may_send() and (calls := self._suspects or self._waiting):
             call = calls.popleft()
             if not call.answer.cancelled():
-                self._send(process, call)
+                self._running[call.id] = call
+                self._start_clock(call)
+                process.outbox.put(call.payload)
 
-    def _send(self, process: _Process, call: _Pending) -> None:
+    def _may_send(self) -> bool:
+        """A suspect runs alone."""
+        if self._suspects:
+            return not self._running
+        if len(self._running) == 1 and next(iter(self._running.values())).suspect:
+            return False
+        return len(self._running) < self._max_concurrency
+
+    def _start_clock(self, call: _Pending) -> None:
         if call.timeout is not None:
-            call.deadline = time.monotonic() + call.timeout
-        self._running[call.id] = call
-        process.outbox.put(call.payload)
+            self._set_deadline(call, time.monotonic() + call.timeout)
+
+    def _set_deadline(self, call: _Pending, deadline: float) -> None:
+        call.deadline = deadline
+        self._soonest = min(self._soonest, deadline)
 
     def _on_reply(self, process: _Process, message: Any) -> None:
         match message:
@@ -320,24 +424,70 @@ class HostProcess:
             case Failure():
                 process.outbox.put(None)  # it ends by itself, but exit handlers of users' code may hang
                 self._fail_start(HostStartError(f"{message.kind}: {message.text}", message))
-            case Done(call_id, value) if call_id in self._running:
-                self._answer(self._finish(call_id), value)
+            case Done(call_id) if call_id in self._running:
+                _resolve_with(self._finish(call_id).answer, message)
             case Failed(call_id, failure) if call_id in self._running:
                 _refuse(self._finish(call_id).answer, RemoteError(failure))
-            case Pong(call_id) if self._probe is not None and self._probe.call.id == call_id:
-                self._blame_late()
-
-    @staticmethod
-    def _answer(call: _Pending, value: bytes) -> None:
-        try:
-            _resolve(call.answer, pickle.loads(value))
-        except Exception as error:  # a class that exists over there only
-            _refuse(call.answer, HostError(f"its result cannot be read here: {error!r}"))
+            case Ask(call_id) if call_id in self._running:
+                self._on_ask(process, self._running[call_id], message)
+            case Unask(call_id, ask_id) if call_id in self._running:
+                self._settle(self._running[call_id], ask_id, cancel=True)
+            case Pong(spent, doing):
+                self._on_pong(process, spent, doing)
+            case Said(text) if text not in self._said:
+                self._said.add(text)
+                logger.warning("%s: %s", self._name, text)
+            case Pinned():
+                self._hello = replace(self._hello, pinned=True)
+                self._run_again(self._take_running())
+                self._end(process)
 
     def _finish(self, call_id: int) -> _Pending:
-        if self._probe is not None and self._probe.call.id == call_id:
-            self._probe = None
-        return self._running.pop(call_id)
+        call = self._running.pop(call_id)
+        _give_up_asks(call)
+        return call
+
+    def _on_cancel(self, call: _Pending) -> None:
+        """Nobody waits for it. It leaves when the host says so, and has its time to do so."""
+        if self._process is None or self._running.get(call.id) is not call:
+            return  # `_dispatch` passes it over
+        _give_up_asks(call)
+        self._start_clock(call)
+        self._process.outbox.put(pickle.dumps(Cancel(call.id)))
+
+    # ------------------------------------------------------------------------------------ asks
+
+    def _on_ask(self, process: _Process, call: _Pending, ask: Ask) -> None:
+        if call.answer.cancelled():
+            return
+
+        def send(message: Part | Answered | Refused) -> None:  # on the caller's loop
+            if isinstance(message, Part):
+                process.outbox.put(pickle.dumps(message))
+            else:
+                self._events.put(_Answer(process, call, message))
+
+        asked = Asked(ask, self._answers, loop=call.loop, context=call.context.copy(), send=send)
+        call.asks[ask.id] = asked
+        call.deadline = float("inf")
+        asked.start()
+
+    def _on_answer(self, process: _Process, call: _Pending, message: Answered | Refused) -> None:
+        if self._settle(call, message.ask, cancel=False):
+            process.outbox.put(pickle.dumps(message))
+
+    def _settle(self, call: _Pending, ask_id: int, *, cancel: bool) -> bool:
+        """Whether the ask was still open. The clock goes on after the last one."""
+        asked = call.asks.pop(ask_id, None)
+        if asked is None:
+            return False
+        if cancel:
+            asked.cancel()
+        if not call.asks:
+            self._start_clock(call)
+        return True
+
+    # ------------------------------------------------------------------------------------ time limits and deaths
 
     def _on_deadlines(self) -> None:
         now = time.monotonic()
@@ -349,63 +499,106 @@ class HostProcess:
                 self._kill(process)
                 self._fail_start(HostStartError(f"it was not ready after {self._start_timeout:g} s"))
             return
-        if self._probe is not None:
-            if now >= self._probe.deadline:
-                # Some call holds the interpreter, and the late one may just be its victim.
-                self._suspect(self._running.values())
-                self._replace(process)
-            return
-        late = next((call for call in self._running.values() if now >= call.deadline), None)
-        if late is None:
-            return
-        if len(self._running) == 1:
-            self._blame_late()
-        else:
-            self._probe = _Probe(late)
-            process.outbox.put(pickle.dumps(Ping(late.id)))
+        if self._ping_deadline is not None:
+            if now >= self._ping_deadline:
+                self._on_silence(process)
+        elif now >= self._soonest + LATE_SECONDS:
+            self._find_soonest()
+            if now >= self._soonest + LATE_SECONDS:
+                self._ping_deadline = now + PING_SECONDS
+                process.outbox.put(pickle.dumps(Ping()))
 
-    def _blame_late(self) -> None:
-        """The interpreter runs, so each late call hangs by itself. The others go back to where they waited."""
+    def _find_soonest(self) -> None:
+        self._soonest = min((call.deadline for call in self._running.values()), default=float("inf"))
+
+    def _on_pong(self, process: _Process, spent: dict[int, float], doing: dict[int, str]) -> None:
+        """The interpreter runs, so each call that has had more than its time hangs by itself. The others that are late
+        were kept waiting and get what they have left."""
+        self._ping_deadline = None
         now = time.monotonic()
-        late = [call for call in self._running.values() if now >= call.deadline]
-        for call in late:
-            del self._running[call.id]
-            _refuse(call.answer, HostTimeoutError(f"no answer after {call.timeout:g} s"))
-        self._waiting.extendleft(reversed(self._running.values()))
-        assert self._process is not None
-        self._replace(self._process)
+        hanging = []
+        for call in self._running.values():
+            if call.timeout is None or now < call.deadline:
+                continue
+            left = call.timeout - spent.get(call.id, 0.0)
+            if left <= 0:
+                hanging.append(call)
+            else:
+                call.deadline = now + left
+        self._find_soonest()
+        if hanging:
+            self._blame(process, hanging, doing)
 
-    def _replace(self, process: _Process) -> None:
+    def _on_silence(self, process: _Process) -> None:
+        """Some call holds the interpreter, and the late ones may just be its victims."""
+        if len(self._running) == 1:
+            self._blame(process, list(self._running.values()), {})
+        else:
+            calls = self._take_running()
+            self._suspect(calls)
+            self._replace(process, again=len(calls))
+
+    def _blame(self, process: _Process, calls: Iterable[_Pending], doing: dict[int, str]) -> None:
+        for call in calls:
+            function = doing.get(call.id)
+            what = "no answer after" if function is None else f"{function}() took longer than"
+            _refuse(self._finish(call.id).answer, HostTimeoutError(f"{what} {call.timeout:g} s", function))
+        others = self._take_running()
+        self._run_again(others)
+        self._replace(process, again=len(others))
+
+    def _replace(self, process: _Process, *, again: int) -> None:
         """End a process that hangs; `_dispatch` starts the next."""
-        logger.warning(
-            "%s: ended because a call took too long; other calls run again: %d", self._name, len(self._running)
-        )
-        self._probe = None
-        self._running.clear()
+        logger.warning("%s: ended because a call took too long; other calls run again: %d", self._name, again)
+        self._end(process)
+
+    def _end(self, process: _Process) -> None:
         self._kill(process)
         self._process = None
 
     def _on_exit(self, process: _Process) -> None:
         """The process died by itself."""
         self._process = None
-        self._probe = None
         how = _how_it_ended(process.popen.returncode)
         if not process.ready:
             self._fail_start(HostStartError(f"the process {how} while it loaded"))
             return
-        calls = list(self._running.values())
-        self._running.clear()
+        calls = self._take_running()
         if len(calls) == 1:
             calls[0].deaths += 1
             if calls[0].deaths > self._max_crashes:
+                _give_up_asks(calls[0])
                 _refuse(calls.pop().answer, HostCrashError(f"the process {how}"))
         logger.warning("%s: the process %s; calls run again: %d", self._name, how, len(calls))
         self._suspect(calls)
 
-    def _suspect(self, calls: Iterable[_Pending]) -> None:
+    def _take_running(self) -> list[_Pending]:
+        """They have no process any more."""
+        calls = list(self._running.values())
+        self._running.clear()
+        self._soonest = float("inf")
+        self._ping_deadline = None
+        return calls
+
+    def _suspect(self, calls: Sequence[_Pending]) -> None:
+        """One of them did it, most likely one that was not waiting for an answer. Who did wait is believed once."""
+        believed = [call for call in calls if call.asks and not call.spared]
+        if len(believed) == len(calls):
+            believed = []
         for call in calls:
-            call.suspect = True
-            self._suspects.append(call)
+            if call not in believed:
+                call.suspect = True
+                _give_up_asks(call)
+                self._suspects.append(call)
+        for call in believed:
+            call.spared = True
+        self._run_again(believed)
+
+    def _run_again(self, calls: Sequence[_Pending]) -> None:
+        """Back to where they waited, from scratch: their next life asks anew."""
+        for call in calls:
+            _give_up_asks(call)
+        self._waiting.extendleft(reversed(calls))
 
     def _fail_start(self, error: HostStartError) -> None:
         """Nobody waits for a service that cannot be made; a later call tries again."""
@@ -436,7 +629,7 @@ class HostProcess:
         process = _Process(popen, outbox, time.monotonic() + self._start_timeout)
         assert popen.stdin is not None
         assert popen.stdout is not None
-        outbox.put(self._hello)
+        outbox.put(self._import_path + pickle.dumps(self._hello))
         reader = threading.Thread(target=self._read, args=(process, popen.stdout), daemon=True)
         for thread in (
             reader,
@@ -469,6 +662,8 @@ class HostProcess:
         self._refuse_all([starter.answer for starter in self._starters], error)
         calls = (*self._running.values(), *self._suspects, *self._waiting)
         self._refuse_all([call.answer for call in calls], error)
+        for call in calls:
+            _give_up_asks(call)
         while True:  # what was posted just before the end
             try:
                 event = self._events.get_nowait()
@@ -501,6 +696,21 @@ def _write(requests: IO[bytes], outbox: queue.SimpleQueue[bytes | None]) -> None
         while (payload := outbox.get()) is not None:
             requests.write(payload)
             requests.flush()
+
+
+def _give_up_asks(call: _Pending) -> None:
+    for asked in call.asks.values():
+        asked.cancel()
+    call.asks.clear()
+
+
+def _resolve_with(answer: Future[Reply], done: Done) -> None:
+    try:
+        value = pickle.loads(done.value)
+    except Exception as error:  # a class that exists over there only
+        _refuse(answer, HostError(f"its result cannot be read here: {error!r}"))
+    else:
+        _resolve(answer, Reply(value, done.users_seconds, done.slowest))
 
 
 def _resolve(answer: Future[Any], value: Any) -> None:

@@ -1,0 +1,317 @@
+"""Calls that ask their parent while they run: many at once in one host process, some of them unruly."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from openrlhf.agents.host import HostCrashError, HostProcess, HostTimeoutError, RemoteError
+from openrlhf.agents.local_host import LocalHost
+
+TARGET = "host_services:Episodes"
+
+
+class Parent:
+    """What the other side answers with, and a record of what became of its answers."""
+
+    def __init__(self):
+        self.events = []
+
+    async def answer(self, name, *args):
+        match name:
+            case "add":
+                await asyncio.sleep(0.005)
+                return sum(args)
+            case "wait":
+                self.events.append("waiting")
+                try:
+                    await asyncio.sleep(*args or (600,))
+                except asyncio.CancelledError:
+                    self.events.append("cancelled")
+                    raise
+            case "raise":
+                raise LookupError(*args)
+
+    async def answer_stream(self, name, count):
+        try:
+            for number in range(count):
+                yield number
+                await asyncio.sleep(0.03)
+        finally:
+            self.events.append(f"closed {name} after {number + 1}")
+
+
+@contextlib.asynccontextmanager
+async def hosting(kind=HostProcess, **options):
+    parent = Parent()
+    host = kind(TARGET, name="test host", answer=parent.answer, answer_stream=parent.answer_stream, **options)
+    try:
+        await host.start()
+        yield host, parent
+    finally:
+        await host.close()
+
+
+def many(**options):
+    return hosting(max_concurrency=1024, **options)
+
+
+async def outcome(call):
+    """What it gave or the error, and how long it took."""
+    before = time.monotonic()
+    try:
+        result = await call
+    except Exception as error:
+        result = error
+    return result, time.monotonic() - before
+
+
+async def eventually(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert condition()
+
+
+@pytest.mark.parametrize("kind", [HostProcess, LocalHost])
+class TestBothKinds:
+    """The same calls give the same results in a process of their own and in this one."""
+
+    def test_answers_and_errors(self, kind):
+        """4 asks of (10 + turn): 4·10 + 0+1+2+3 = 46."""
+
+        async def main():
+            async with hosting(kind) as (host, _):
+                assert await host.call("sum_of_answers", 10, 4) == 46
+                assert await host.call("refused") == ("LookupError", "no room", "LookupError: no room")
+                assert await host.call("asks_of_threads_and_tasks") == [2, 11]
+                assert await host.call("plain", 1) == 2
+                with pytest.raises(RemoteError, match="SystemExit: 4"):
+                    await host.call("play", "exits")
+                with pytest.raises(RemoteError, match="AttributeError"):
+                    await host.call("no_such_method")
+
+        asyncio.run(main())
+
+    def test_parts_arrive_before_the_last_is_there(self, kind):
+        """10 parts, 0.03 s apart: they come over 0.27 s, not all at the end."""
+
+        async def main():
+            async with hosting(kind) as (host, parent):
+                parts = await host.call("stream", 10)
+                return parts, parent.events
+
+        parts, events = asyncio.run(main())
+        assert [part for part, _ in parts] == list(range(10))
+        assert parts[-1][1] - parts[0][1] > 0.2
+        assert events == ["closed count after 10"]
+
+    def test_leaving_a_stream_ends_it_in_the_parent(self, kind):
+        async def main():
+            async with hosting(kind) as (host, parent):
+                assert await host.call("first_of_stream") == 0
+                await eventually(lambda: parent.events)
+                assert int(parent.events[0].removeprefix("closed count after ")) < 10
+
+        asyncio.run(main())
+
+    def test_cancelling_a_call_cancels_it_there_and_its_asks_here(self, kind, tmp_path):
+        async def main():
+            async with hosting(kind) as (host, parent):
+                call = asyncio.create_task(host.call("wait_for_answer", str(tmp_path / "ended")))
+                await eventually(lambda: parent.events == ["waiting"])
+                call.cancel()
+                await eventually(lambda: parent.events == ["waiting", "cancelled"])
+                await eventually((tmp_path / "ended").exists)
+                assert await host.call("plain", 1) == 2
+
+        asyncio.run(main())
+
+    def test_asks_that_outlive_their_call_are_given_up(self, kind):
+        async def main():
+            async with hosting(kind) as (host, parent):
+                await host.call("leave_a_task")
+                await eventually(lambda: parent.events == ["waiting", "cancelled"])
+                assert "its call has ended" in await host.call("what_became_of_it")
+
+        asyncio.run(main())
+
+    def test_users_time_is_told_without_the_waits(self, kind):
+        """Two stretches of 0.1 s between waits of 0.6 s."""
+
+        async def main():
+            async with hosting(kind) as (host, _):
+                return await host.call_timed("stretches", 2)
+
+        reply = asyncio.run(main())
+        assert reply.value == "done"
+        assert 0.2 <= reply.users_seconds < 0.5
+        assert reply.slowest.function == "_pause"
+        assert 0.1 <= reply.slowest.seconds < 0.4
+
+    def test_plain_functions_of_a_call_share_a_thread_and_coroutines_the_loop(self, kind):
+        async def main():
+            async with hosting(kind) as (host, _):
+                return [await host.call("play", name) for name in ("in_a_thread", "on_the_loop")], await host.call(
+                    "database"
+                )
+
+        assert asyncio.run(main()) == ([(2, False), (2, True)], 2)
+
+    def test_a_line_is_said_once(self, kind, caplog):
+        async def main():
+            async with hosting(kind) as (host, _):
+                for _ in range(3):
+                    await host.call("speak", "mind the step")
+
+        asyncio.run(main())
+        assert [record.getMessage() for record in caplog.records] == ["test host: mind the step"]
+
+
+class TestManyCalls:
+    def test_three_hundred_at_once(self):
+        """Call i asks thrice for (i + turn): 3i + 3."""
+
+        async def main():
+            async with many() as (host, _):
+                before = time.monotonic()
+                sums = await asyncio.gather(*(host.call("sum_of_answers", i, 3, timeout=5.0) for i in range(300)))
+                return sums, time.monotonic() - before
+
+        sums, seconds = asyncio.run(main())
+        assert sums == [3 * i + 3 for i in range(300)]
+        assert seconds < 3.0
+
+    def test_coroutines_that_block_get_threads(self, caplog):
+        """64 calls that sleep 0.3 s, one after another on one loop: 19 s. The first is one too many."""
+
+        async def main():
+            async with many() as (host, _):
+                before = time.monotonic()
+                calls = [host.call("play", "blocks", timeout=2.0) for _ in range(64)]
+                return await asyncio.gather(*calls), time.monotonic() - before
+
+        answers, seconds = asyncio.run(main())
+        assert sorted(answers) == [(2, False)] * 63 + [(2, True)]
+        assert seconds < 3.0
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("test host: blocks() of ")
+        assert line.endswith(
+            "host_services.py blocks its event loop (time.sleep, requests?); it runs in threads from now on"
+        )
+
+    def test_computing_is_not_blocking(self, caplog):
+        async def main():
+            async with many() as (host, _):
+                await host.call("play", "computes")
+                return await host.call("play", "on_the_loop")
+
+        assert asyncio.run(main()) == (2, True)
+        assert not caplog.records
+
+    def test_blocking_in_a_task_of_the_function(self, caplog):
+        async def main():
+            async with many() as (host, _):
+                return [await host.call("gather", "blocks") for _ in range(2)]
+
+        assert asyncio.run(main()) == [True, False]
+        assert "inner() of " in caplog.text
+
+    def test_what_belongs_to_the_shared_loop_brings_calls_back_to_it(self, caplog):
+        """They block, so they get threads; there the file's semaphore fails, and they run again on the shared loop."""
+
+        async def main():
+            async with many() as (host, _):
+                return await asyncio.gather(*(host.call("play_twice", "blocks_and_shares") for _ in range(6)))
+
+        assert asyncio.run(main()) == [[True, True]] * 6
+        assert [text.split(" of ")[0] for text in caplog.messages] == ["test host: blocks_and_shares()"] * 2
+        assert "runs there from now on, and when it blocks, all wait" in caplog.messages[1]
+
+
+class TestTimeAndBlame:
+    def test_the_clock_stands_still_during_an_ask(self):
+        """Limit 0.5 s; users' stretches of 0.1 s between answers that take 0.6 s each."""
+
+        async def main():
+            async with many() as (host, _):
+                return await host.call("stretches", 2, timeout=0.5)
+
+        assert asyncio.run(main()) == "done"
+
+    @pytest.mark.parametrize(
+        ("culprit", "count"), [("blocks_for_ever", 12), ("awaits_for_ever", 12), ("holds_the_interpreter", 3)]
+    )
+    def test_only_the_call_that_hangs_is_blamed(self, culprit, count):
+        """The others hang too as long as it blocks their loop, and have no more time than it."""
+
+        async def main():
+            async with many() as (host, parent):
+                hanging = asyncio.create_task(outcome(host.call("play", culprit, timeout=1.0)))
+                waiting = asyncio.create_task(host.call("wait_for_answer", "/dev/null"))
+                others = [host.call("play", "slow", timeout=1.0) for _ in range(count)]
+                results = await asyncio.gather(*others)
+                error, seconds = await hanging
+                await eventually(lambda: parent.events.count("waiting") == 2)
+                return error, seconds, results, list(parent.events), waiting.cancel()
+
+        error, seconds, results, events, _ = asyncio.run(main())
+        assert results == [(2, "slow")] * count
+        assert isinstance(error, HostTimeoutError)
+        if culprit != "holds_the_interpreter":
+            assert str(error) == f"{culprit}() took longer than 1 s"
+            assert error.function == culprit
+            assert 1.0 < seconds < 2.5
+            # Its former life's ask was given up when the host was replaced.
+            assert events == ["waiting", "cancelled", "waiting"]
+
+    def test_late_because_of_another_is_not_late(self):
+        """One call may block for 1 s, the others for 0.4 s only; they wait for the loop and nothing is ended."""
+
+        async def main():
+            async with many() as (host, _):
+                pid = host.pid
+                blocking = asyncio.create_task(host.call("play", "blocks", 1.0, timeout=5.0))
+                await asyncio.sleep(0.1)
+                results = await asyncio.gather(*(host.call("play", "slow", timeout=0.4) for _ in range(5)))
+                await blocking
+                return results, pid == host.pid
+
+        assert asyncio.run(main()) == ([(2, "slow")] * 5, True)
+
+    def test_calls_that_wait_for_an_answer_when_the_process_dies_run_again_at_once(self, tmp_path):
+        """Nine calls wait 0.6 s twice each. Had they to run alone, one after another, it would take more than 10 s."""
+
+        async def main():
+            async with many() as (host, parent):
+                before = time.monotonic()
+                waiting = [asyncio.create_task(host.call("stretches", 2, timeout=1.0)) for _ in range(9)]
+                await eventually(lambda: parent.events.count("waiting") == 9)
+                assert await host.call("crash_once", str(tmp_path / "marker"), timeout=1.0) == "survived"
+                return await asyncio.gather(*waiting), time.monotonic() - before, parent.events
+
+        results, seconds, events = asyncio.run(main())
+        assert results == ["done"] * 9
+        assert seconds < 5.0
+        assert events.count("cancelled") == 9
+
+    def test_a_call_that_always_kills_the_process(self):
+        async def main():
+            async with many() as (host, _):
+                others = [host.call("play", "slow") for _ in range(3)]
+                return await asyncio.gather(outcome(host.call("crash_once", "/no/such/folder/x")), *others)
+
+        (error, _), *others = asyncio.run(main())
+        assert isinstance(error, RemoteError | HostCrashError)
+        assert others == [(2, "slow")] * 3
+
+    def test_closing_cancels_answers_under_way(self):
+        async def main():
+            async with many() as (host, parent):
+                call = asyncio.create_task(outcome(host.call("wait_for_answer", "/dev/null")))
+                await eventually(lambda: parent.events == ["waiting"])
+            await eventually(lambda: parent.events == ["waiting", "cancelled"])
+            return str((await call)[0])
+
+        assert asyncio.run(main()) == "test host was closed"

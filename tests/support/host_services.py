@@ -1,0 +1,159 @@
+"""Services for the tests of hosts: what a service of ours does around users' code, and users' code that misbehaves."""
+
+import asyncio
+import os
+import re
+import sqlite3
+import sys
+import threading
+import time
+
+from openrlhf.agents.host_worker import AskError, ask, ask_stream, run_user, say
+
+slots = asyncio.Semaphore(2)
+"""As a users' file may have it, to bound what all its episodes do at once. Belongs to the loop that first waits."""
+
+
+class Episodes:
+    """Each method is one kind of episode."""
+
+    def __init__(self):
+        self.loads = 0
+
+    async def sum_of_answers(self, number, asks):
+        total = 0
+        for turn in range(asks):
+            total += await ask("add", number, turn)
+        return total
+
+    async def refused(self):
+        try:
+            await ask("raise", "no room")
+        except AskError as error:
+            return error.failure.kind, error.failure.text, str(error)
+
+    async def asks_of_threads_and_tasks(self):
+        """A task and a thread with a loop of its own ask on behalf of the call that made them."""
+        in_a_thread = asyncio.to_thread(lambda: asyncio.run(_asked("add", 10, 1)))
+        return await asyncio.gather(asyncio.create_task(_asked("add", 1, 1)), in_a_thread)
+
+    async def stream(self, count):
+        """The parts, and when each came."""
+        return [(part, time.monotonic()) async for part in ask_stream("count", count)]
+
+    async def first_of_stream(self):
+        async for part in ask_stream("count", 1000):
+            return part
+        return None
+
+    async def wait_for_answer(self, path):
+        """Leaves a file when it is cancelled."""
+        try:
+            await ask("wait")
+        finally:
+            open(path, "w").close()
+
+    async def stretches(self, count):
+        for _ in range(count):
+            await run_user(_pause, 0.1)
+            await ask("wait", 0.6)
+        return "done"
+
+    async def play(self, function, *args):
+        """One turn: an answer, then a users' function by name."""
+        answer = await ask("add", 1, 1)
+        return answer, await run_user(globals()[function], *args)
+
+    async def play_twice(self, function):
+        return [await run_user(globals()[function]) for _ in range(2)]
+
+    async def gather(self, function):
+        """Users' code that hides in a task of its own."""
+
+        async def inner():
+            return await asyncio.wait_for(globals()[function](), 60)
+
+        return await run_user(inner)
+
+    async def database(self):
+        """A sqlite connection works in the thread that made it only."""
+        connection = await run_user(sqlite3.connect, ":memory:")
+        return await run_user(lambda: connection.execute("select 2").fetchone()[0])
+
+    async def speak(self, text):
+        say(text)
+
+    async def crash_once(self, marker):
+        await ask("add", 1, 1)
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            os._exit(3)
+        return "survived"
+
+    async def leave_a_task(self):
+        self.left = asyncio.create_task(_asked("wait"))
+        await asyncio.sleep(0.05)
+
+    async def what_became_of_it(self):
+        return repr((await asyncio.gather(self.left, return_exceptions=True))[0])
+
+    def plain(self, number):
+        return number + 1
+
+
+async def _asked(*args):
+    return await ask(*args)
+
+
+async def _pause(seconds):
+    await asyncio.sleep(seconds)
+
+
+def in_a_thread():
+    time.sleep(0.02)
+    return threading.current_thread() is threading.main_thread()
+
+
+async def on_the_loop():
+    await asyncio.sleep(0.02)
+    return threading.current_thread() is threading.main_thread()
+
+
+async def blocks(seconds=0.3):
+    time.sleep(seconds)
+    return threading.current_thread() is threading.main_thread()
+
+
+async def blocks_for_ever():
+    while True:
+        time.sleep(0.01)
+
+
+async def awaits_for_ever():
+    await asyncio.Event().wait()
+
+
+async def holds_the_interpreter():
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+async def slow():
+    await asyncio.sleep(0.2)
+    return "slow"
+
+
+async def blocks_and_shares():
+    time.sleep(0.12)
+    async with slots:
+        await asyncio.sleep(0.01)
+    return threading.current_thread() is threading.main_thread()
+
+
+async def computes():
+    until = time.thread_time() + 0.15
+    while time.thread_time() < until:
+        pass
+
+
+async def exits():
+    sys.exit(4)
