@@ -6,6 +6,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
+from openrlhf.agents.host_calls import run_user
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import Start, describe_episode, parse_reset, parse_step
 from openrlhf.agents.seeds import derive_seed
@@ -13,7 +14,6 @@ from openrlhf.agents.user_calls import (
     AgentResultError,
     check_instance_class,
     file_of,
-    finished,
     make_instance,
     place_of,
     users_code,
@@ -135,7 +135,7 @@ class Environment:
             self._instance = await make_instance(self._cls)
             if not hasattr(self._instance, "reset"):
                 return Start(prompt)
-            returned = await finished(self._instance.reset(states))
+            returned = await run_user(self._instance.reset, states)
         try:
             return parse_reset(returned)
         except BadValueError as error:
@@ -149,7 +149,7 @@ class Environment:
             "sampling_params": params.copy(),
         }
         with users_code(self._file):
-            returned = await finished(self._instance.step(states))
+            returned = await run_user(self._instance.step, states)
         try:
             return parse_step(returned)
         except BadValueError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode, Player
+from openrlhf.agents.host_calls import run_user
 from openrlhf.agents.legacy import MANY_STEPS, WIRES, wired
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.recording_engine import RecordingEngine
@@ -29,7 +30,6 @@ from openrlhf.agents.user_calls import (
     AgentResultError,
     CallPlan,
     accepts,
-    finished,
     place_of,
     plan_call,
     users_code,
@@ -112,7 +112,7 @@ class UserAgent:
             if isinstance(executor, MultiTurnAgentExecutor):
                 executor.turn_limit = max_steps
             with users_code(self._file):
-                returned = await finished(self._call.call(executor.execute, values))
+                returned = await run_user(self._call.bind(executor.execute, values))
         except AgentError as error:
             if recording.failure is not None and error.__cause__ is recording.failure:
                 raise recording.failure from None

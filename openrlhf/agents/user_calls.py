@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openrlhf.agents.host_calls import run_user
 from openrlhf.agents.user_file import UserFileError, describe_error
 
 
@@ -40,17 +42,13 @@ def users_code(file: Path) -> Iterator[None]:
         raise AgentError(describe_error(error, file=file)) from error
 
 
-async def finished(value: Any) -> Any:
-    """The value, or what it gives when awaited."""
-    return await value if inspect.isawaitable(value) else value
-
-
 async def make_instance(cls: Any) -> Any:
     """`cls()`, also when its `__init__` is a coroutine."""
     if not inspect.iscoroutinefunction(cls.__init__):
-        return cls()
+        # Where its coroutines will run: what it makes may belong to their event loop.
+        return await run_user(cls, thread=not inspect.iscoroutinefunction(getattr(cls, "step", None)))
     instance = cls.__new__(cls)
-    await instance.__init__()
+    await run_user(instance.__init__)
     return instance
 
 
@@ -86,7 +84,16 @@ class CallPlan:
         return name in self.by_position or name in self.by_name
 
     def call(self, function: Any, values: Mapping[str, Any]) -> Any:
-        return function(*(values[name] for name in self.by_position), **{name: values[name] for name in self.by_name})
+        return self.bind(function, values)()
+
+    def bind(self, function: Any, values: Mapping[str, Any]) -> Callable[[], Any]:
+        """`function` with its arguments, still known by its name."""
+        bound = functools.partial(
+            function,
+            *(values[name] for name in self.by_position),
+            **{name: values[name] for name in self.by_name},
+        )
+        return functools.update_wrapper(bound, function)
 
 
 def plan_call(function: Any, names: Sequence[str], *, fewest: int, bound: bool = True) -> CallPlan | None:

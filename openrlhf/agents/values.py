@@ -6,27 +6,13 @@ import math
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from openrlhf.types import SamplingParams
 
 MOST_CHARACTERS = 120
 """Of a value in a message."""
-
-NEUTRAL = {
-    "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
-    "ignore_eos": False,
-    "stop_token_ids": [],
-    "bad_words": [],
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "structured_outputs": None,
-}
-"""What of vLLM's parameters no engine of ours does, with the value that asks for nothing."""
 
 
 class BadValueError(ValueError):
@@ -126,13 +112,11 @@ def as_sampling_params(value: Any, *, what: str) -> SamplingParams:
         raise BadValueError(
             f"{what} must be sampling parameters (those that were given, or a changed copy), got {shown(value)}"
         )
-    for name, neutral in NEUTRAL.items():
-        asked = getattr(value, name, neutral)
-        if asked is not None and asked != neutral and asked not in ([], ()):
-            raise BadValueError(f"{what}.{name} = {shown(asked)} is not supported; leave it at {neutral}")
-    given = {name: getattr(value, name) for name in _CONVERTERS if hasattr(value, name)}
+    given = {field.name: getattr(value, field.name) for field in fields(SamplingParams) if hasattr(value, field.name)}
     try:
-        return SamplingParams(**{name: _CONVERTERS[name](item, f"{what}.{name}") for name, item in given.items()})
+        for name in given.keys() & _CONVERTERS.keys():
+            given[name] = _CONVERTERS[name](given[name], f"{what}.{name}")
+        return SamplingParams(**given)
     except BadValueError:
         raise
     except (TypeError, ValueError) as error:
@@ -169,8 +153,8 @@ def _whole_or_none(value: Any, what: str) -> int | None:
     return None if value is None else _whole(value, what)
 
 
-def _texts(value: Any, what: str) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value or ())
+def _texts(value: Any, what: str) -> list[str]:
+    texts = [value] if isinstance(value, str) else list(value or ())
     for text in texts:
         if not isinstance(text, str):
             raise BadValueError(f"{what} must be text or a list of texts, got {shown(value)}")
@@ -183,6 +167,10 @@ _CONVERTERS: dict[str, Callable[[Any, str], Any]] = {
     "top_k": lambda value, what: _whole(value, what) or -1,  # vLLM writes "no limit" as 0 or -1
     "max_tokens": _whole_or_none,
     "min_tokens": _whole,
+    "min_p": _float,
+    "repetition_penalty": _float,
+    "presence_penalty": _float,
+    "frequency_penalty": _float,
     "stop": _texts,
     "seed": _whole_or_none,
     "logprobs": lambda value, _: value is not None and value is not False,  # vLLM's 0 asks for the sampled token's

@@ -55,7 +55,7 @@ def clip_is_not_used(config: RLConfig) -> Iterator[str]:
 
 def agent_replaces_remote_reward(config: RLConfig) -> Iterator[str]:
     if config.train.agent_func_path and config.reward.remote_url:
-        yield "--reward.remote_url is not used: the agent of --train.agent_func_path gives the rewards"
+        yield "--reward.remote_url judges only episodes to which the agent of --train.agent_func_path gives no reward"
 
 
 def engines_stay_awake(config: RLConfig) -> Iterator[str]:

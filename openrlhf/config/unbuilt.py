@@ -49,18 +49,6 @@ RL: tuple[Unbuilt, ...] = (
         "a reward model that waits in CPU memory",
         "leave it out",
     ),
-    Unbuilt(
-        "--train.agent_func_path",
-        lambda c: c.train.agent_func_path is not None,
-        "agents",
-        "give --reward.remote_url a .py file with reward_func",
-    ),
-    Unbuilt(
-        "--rollout.agent_hosts",
-        lambda c: c.rollout.agent_hosts is not None,
-        "a chosen number of host processes",
-        "leave it out: reward files get one host",
-    ),
     Unbuilt("--train.async_enable", lambda c: c.train.async_enable, "asynchronous training", "leave it out"),
     Unbuilt(
         "--train.partial_rollout_enable",

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
-from openrlhf.agents.base import Player
+from openrlhf.agents.episodes import EpisodeError, Episodes
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.rewards.base import RewardError, RewardRequest, RewardSource
-from openrlhf.rollout.base import Engine
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
 HOPELESS_AFTER = 3
-"""Reward calls that may fail before the first success; then the reward is taken to be broken, not unlucky."""
+"""Reward calls, or prompts' worth of episodes, that may fail before the first success; then the reward or the agent is
+taken to be broken, not unlucky."""
+ATTEMPTS = 3
+"""How often an episode is played that fails in a way that may pass."""
+BACK_OFF_SECONDS = 0.5
+"""Before the second attempt; twice as long before each further one."""
 
 
 class RolloutError(Exception):
@@ -24,26 +28,16 @@ class RolloutError(Exception):
 
 
 class EpisodeRunner:
-    """Turns a prompt into a judged group. Failures become data; only a hopeless reward ends the run."""
+    """Turns a prompt into a judged group. Failures become data; only a hopeless reward or agent ends the run."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        executor: Player,
-        reward: RewardSource,
-        tokenizer: Any,
-        max_length: int,
-        seed: int,
-    ) -> None:
-        self._engine = engine
-        self._executor = executor
+    def __init__(self, *, episodes: Episodes, reward: RewardSource | None, seed: int) -> None:
+        """`reward` judges the episodes that bring no reward of their own; None: there are none."""
+        self._episodes = episodes
         self._reward = reward
-        self._tokenizer = tokenizer
-        self._max_length = max_length
         self._seed = seed
-        self._judged = 0
-        self._unjudged = 0
+        self._said: Counter[str] = Counter()
+        self._played = self._unplayed = 0
+        self._judged = self._unjudged = 0
 
     async def play_all(
         self, prompts: Sequence[Prompt], *, n: int, sampling_params: SamplingParams, purpose: str = "train"
@@ -65,44 +59,79 @@ class EpisodeRunner:
         trajectories = await asyncio.gather(
             *(self._episode(prompt, i, sampling_params.copy(seed=seed)) for i, seed in enumerate(seeds))
         )
+        if all(t.failed for t in trajectories):
+            self._note_unplayed(trajectories[0].error)
+        else:
+            self._played += 1
         return await self._judge(Group(prompt=prompt, trajectories=tuple(trajectories)))
 
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
-        episode = await self._executor.play(
-            prompt.text,
-            prompt.label,
-            sampling_params,
-            self._max_length,
-            self._tokenizer,
-            self._engine,
-            images=prompt.images or None,
-        )
+        key = SampleKey(prompt.ordinal, sample)
+        for attempt in range(ATTEMPTS):
+            try:
+                episode = await self._episodes.play(prompt, sampling_params)
+                break
+            except EpisodeError as error:
+                if error.retry and attempt + 1 < ATTEMPTS:
+                    await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
+                    continue
+                where = prompt.where or f"prompt {prompt.ordinal}"
+                self._warn(f"an episode of {where} failed", str(error))
+                return Trajectory(key=key, segments=(), outcome=Outcome.FAILED, error=f"{where}: {error}")
+        if episode.unexplained:
+            self._warn(
+                "some tokens that an agent returned as its actions were not sampled by the engine",
+                "they are trained on all the same; return what llm_engine.generate gave",
+            )
         return Trajectory(
-            key=SampleKey(prompt.ordinal, sample),
+            key=key,
             segments=episode.segments,
             outcome=Outcome.TRUNCATED if episode.truncated else Outcome.FINISHED,
             text=episode.text,
             reward=episode.reward,
-            score=episode.score,
+            score=episode.reward if episode.score is None else episode.score,
             extra_logs=episode.extra_logs,
         )
 
     async def _judge(self, group: Group) -> Group:
+        """The group with a reward for every episode that brought none of its own."""
+        if all(t.failed or t.reward is not None for t in group.trajectories):
+            return group
+        open_ = [t for t in group.trajectories if not t.failed and t.reward is None]
+        question = Group(prompt=group.prompt, trajectories=tuple(open_))
+        judged: dict[SampleKey, Trajectory] = {}
         try:
-            rewards = await self._reward.score(RewardRequest.of(group))
+            if self._reward is None:
+                raise RewardError(
+                    f"{group.prompt.where}: the agent gave this episode no reward, and nobody else judges it: return "
+                    "one, or give --reward.remote_url"
+                )
+            rewards = await self._reward.score(RewardRequest.of(question))
         except RewardError as error:
-            self._note_failure(error)
-            failed = tuple(t.as_failed(str(error)) for t in group.trajectories)
-            return Group(prompt=group.prompt, trajectories=failed)
-        self._judged += 1
-        judged = (
-            t.with_reward(r.reward, score=r.score, extra_logs=r.extra_logs)
-            for t, r in zip(group.trajectories, rewards, strict=True)
-        )
-        return Group(prompt=group.prompt, trajectories=tuple(judged))
+            self._note_unjudged(error)
+            judged = {t.key: t.as_failed(str(error)) for t in open_}
+        else:
+            self._judged += 1
+            for t, r in zip(open_, rewards, strict=True):
+                logs = {**t.extra_logs, **r.extra_logs}
+                judged[t.key] = t.with_reward(r.reward, score=r.score, extra_logs=logs)
+        return Group(prompt=group.prompt, trajectories=tuple(judged.get(t.key, t) for t in group.trajectories))
 
-    def _note_failure(self, error: RewardError) -> None:
+    def _note_unplayed(self, error: str) -> None:
+        self._unplayed += 1
+        if self._played == 0 and self._unplayed >= HOPELESS_AFTER:
+            raise RolloutError(f"all episodes of the first {self._unplayed} prompts failed: {error}")
+
+    def _note_unjudged(self, error: RewardError) -> None:
         self._unjudged += 1
-        logger.warning("reward failed: %s", error)
+        self._warn("reward failed", str(error))
         if self._judged == 0 and self._unjudged >= HOPELESS_AFTER:
             raise RolloutError(f"the first {self._unjudged} reward calls all failed: {error}") from error
+
+    def _warn(self, what: str, why: str) -> None:
+        """The first few of a kind, then fewer and fewer: a run that goes on must not drown in what it survived."""
+        kind = what.split(" of ")[0]
+        self._said[kind] += 1
+        count = self._said[kind]
+        if count <= 3 or count in (10, 100, 1000, 10_000):
+            logger.warning("%s: %s%s", what, why, f" (and {count - 1} before)" if count > 3 else "")

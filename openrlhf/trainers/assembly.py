@@ -11,10 +11,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from openrlhf.agents.episode_worker import EpisodeSettings
+from openrlhf.agents.episodes import AgentEpisodes, AgentFileError, Episodes, OwnEpisodes, hosts_for
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.config.roots import RLConfig
@@ -43,7 +45,7 @@ from openrlhf.weight_sync.in_process import InProcessWeightSync
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (DataError, RewardError, ModelLoadError, RolloutError)
+USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError)
 """Errors whose text is all a user needs: no traceback."""
 
 
@@ -103,19 +105,15 @@ def train(config: RLConfig) -> RunResult:
     )
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
-    with asyncio.Runner() as loop, _started(_reward(config, tokenizer, device), loop) as reward:
+    with asyncio.Runner() as loop, contextlib.ExitStack() as held:
+        source = _reward(config, tokenizer, device)
+        reward = source and held.enter_context(_started(source, loop))
         models = load_models(config, device)
         engine = EmbeddedEngine(
             models.policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed
         )
-        runner = EpisodeRunner(
-            engine=engine,
-            executor=SingleTurnAgentExecutor(),
-            reward=reward,
-            tokenizer=tokenizer,
-            max_length=config.data.max_len,
-            seed=config.train.seed,
-        )
+        episodes = held.enter_context(_started(_episodes(config, engine, tokenizer), loop))
+        runner = EpisodeRunner(episodes=episodes, reward=reward, seed=config.train.seed)
         schedule = Schedule(
             rounds=math.ceil(len(prompts) / config.rollout.batch_size),
             eval_every=config.eval.period,
@@ -199,8 +197,11 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
     )
 
 
-def _reward(config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSource:
-    if config.reward_source != "model":
+def _reward(config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSource | None:
+    """Who judges episodes that bring no reward of their own; None: an agent gives them all."""
+    if not config.reward.urls and not config.reward.model_paths:
+        return None
+    if config.reward.urls:
         return FunctionFileReward(config.reward.urls[0], timeout=config.reward.timeout)
     flag, (path,) = "--reward.model_name_or_path", config.reward.model_paths
     with reading_model(path, flag=flag):
@@ -232,18 +233,51 @@ def _reward(config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSou
     )
 
 
+def _episodes(config: RLConfig, engine: EmbeddedEngine, tokenizer: Any) -> Episodes:
+    """Where episodes are played: a user's agent in its hosts, else our own single turn right here."""
+    if not config.train.agent_func_path:
+        return OwnEpisodes(
+            SingleTurnAgentExecutor(), engine=engine, tokenizer=tokenizer, max_length=config.data.max_len
+        )
+    settings = EpisodeSettings(
+        agent_file=config.train.agent_func_path,
+        tokenizer=config.actor.model_name_or_path,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.actor.trust_remote_code,
+        max_length=config.data.max_len,
+        max_steps=config.max_steps,
+        max_model_len=engine.max_model_len,
+    )
+    at_once = config.generate_batch_size * config.samples_per_prompt
+    return AgentEpisodes(
+        settings,
+        engine=engine,
+        hosts=hosts_for(at_once, wanted=config.rollout.agent_hosts),
+        step_timeout=config.rollout.step_timeout,
+    )
+
+
+class _Service(Protocol):
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+_S = TypeVar("_S", bound=_Service)
+
+
 @contextlib.contextmanager
-def _started(reward: RewardSource, loop: asyncio.Runner) -> Iterator[RewardSource]:
+def _started(service: _S, loop: asyncio.Runner) -> Iterator[_S]:
     ticking = loop.get_loop().create_task(_tick(), name="tick")
     try:
-        loop.run(reward.start())
-        yield reward
+        loop.run(service.start())
+        yield service
     except KeyboardInterrupt:
         interrupts.end_at_once_on_the_next(last=kill_every_host)
         raise
     finally:
         ticking.cancel()
-        loop.run(_close(reward))
+        loop.run(_close(service))
 
 
 async def _tick() -> None:
@@ -253,13 +287,13 @@ async def _tick() -> None:
         await asyncio.sleep(0.5)
 
 
-async def _close(reward: RewardSource) -> None:
+async def _close(service: _Service) -> None:
     """First what is still under way, which would otherwise see its rewards fail one by one."""
     unfinished = asyncio.all_tasks() - {asyncio.current_task()}
     for task in unfinished:
         task.cancel()
     await asyncio.gather(*unfinished, return_exceptions=True)
-    await reward.close()
+    await service.close()
 
 
 def _score_filter(config: RLConfig) -> ScoreFilter | None:

@@ -151,7 +151,7 @@ NOTED = [
     ("kl_settings_are_not_used", "train_ppo_ray", ["--use_kl_loss", "--init_kl_coef", "0"], "--algo.kl.use_loss is not used"),
     ("clip_is_not_used", "train_ppo_ray", ["--policy_loss_type", "sapo", "--eps_clip_low_high", "0.2", "0.3"], "--actor.eps_clip_low_high is not used"),
     ("normalisation_is_not_used", "train_ppo_ray", ["--normalize_reward", "--remote_rm_url", "r.py"], "--reward.normalize_enable is not used"),
-    ("agent_replaces_remote_reward", "train_ppo_ray", ["--agent_func_path", "a.py", "--remote_rm_url", "r.py"], "--reward.remote_url is not used"),
+    ("agent_replaces_remote_reward", "train_ppo_ray", ["--agent_func_path", "a.py", "--remote_rm_url", "r.py"], "--reward.remote_url judges only"),
     ("engines_stay_awake", "train_ppo_ray", ["--vllm_enable_sleep"], "--vllm.enable_sleep is not used"),
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),

@@ -17,8 +17,6 @@ ASKS = {
     "--reward.remote_url": None,
     "--reward.model_name_or_path": None,
     "--reward.offload": None,
-    "--train.agent_func_path": "--agent_func_path a.py",
-    "--rollout.agent_hosts": "--rollout.agent_hosts 0",
     "--train.async_enable": "--async_train",
     "--train.partial_rollout_enable": "--partial_rollout --async_train",
     "--train.launcher ray": "--train.launcher ray",

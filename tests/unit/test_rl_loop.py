@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from openrlhf.agents.episodes import OwnEpisodes
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.observability.loggers import NullLogger
 from openrlhf.observability.metrics import Metrics
@@ -83,14 +84,8 @@ def loop():
 
 
 def make_runner(engine, reward, *, max_length: int = 64) -> EpisodeRunner:
-    return EpisodeRunner(
-        engine=engine,
-        executor=SingleTurnAgentExecutor(),
-        reward=reward,
-        tokenizer=CharTokenizer(),
-        max_length=max_length,
-        seed=0,
-    )
+    episodes = OwnEpisodes(SingleTurnAgentExecutor(), engine=engine, tokenizer=CharTokenizer(), max_length=max_length)
+    return EpisodeRunner(episodes=episodes, reward=reward, seed=0)
 
 
 def make_collector(loop, texts, reward, *, batch_size=2, engine=None) -> SyncCollector:

@@ -1,0 +1,75 @@
+"""The inside of an agent host: the user's file, loaded once, and episodes of its `AgentExecutor`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple
+
+from openrlhf.agents.base import Episode
+from openrlhf.agents.host_calls import ask, ask_stream
+from openrlhf.agents.user_agent import load_agent
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.types import Generation, SamplingParams
+
+
+class EpisodeSettings(NamedTuple):
+    """What every episode of a host has in common."""
+
+    agent_file: str
+    tokenizer: str
+    """Where it is loaded from: it is too large to travel with every prompt."""
+    use_fast: bool
+    trust_remote_code: bool
+    max_length: int
+    max_steps: int | None
+    max_model_len: int
+
+
+class EpisodeService:
+    """Plays episodes of one user's file, many at once."""
+
+    def __init__(self, settings: EpisodeSettings) -> None:
+        self._settings = settings
+        self._player = load_agent(settings.agent_file)
+        self._tokenizer = load_tokenizer(
+            settings.tokenizer, use_fast=settings.use_fast, trust_remote_code=settings.trust_remote_code
+        )
+        self._engine = AskingEngine(settings.max_model_len)
+
+    async def play(
+        self, prompt: str, label: Any, sampling_params: SamplingParams, images: Sequence[Any] | None, version: int
+    ) -> Episode:
+        """One episode. `version` is that of the weights as it begins."""
+        self._engine.version = max(self._engine.version, version)
+        return await self._player.play(
+            prompt,
+            label,
+            sampling_params,
+            self._settings.max_length,
+            self._tokenizer,
+            self._engine,
+            images,
+            max_steps=self._settings.max_steps,
+        )
+
+
+class AskingEngine:
+    """The engine as a host sees it: every request is asked of the process that has it."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.version = 0
+        """The latest that an answer has shown."""
+
+    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+        generation: Generation = await ask("generate", list(token_ids), sampling_params)
+        self._note(generation)
+        return generation
+
+    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+        async for part in ask_stream("stream", list(token_ids), sampling_params):
+            self._note(part)
+            yield part
+
+    def _note(self, generation: Generation) -> None:
+        self.version = max(self.version, *generation.versions, 0)

@@ -1,0 +1,218 @@
+"""Where episodes are played: in this process (our own single turn), or in host processes (users' agents)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from openrlhf.agents.base import Episode, Player
+from openrlhf.agents.episode_worker import EpisodeSettings
+from openrlhf.agents.host import (
+    Host,
+    HostCrashError,
+    HostError,
+    HostProcess,
+    HostStartError,
+    HostTimeoutError,
+    RemoteError,
+    Reply,
+)
+from openrlhf.agents.local_host import LocalHost
+from openrlhf.types import Generation, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.base import Engine
+
+logger = logging.getLogger(__name__)
+
+EPISODES_PER_HOST = 128
+"""Above this many at once, another host process takes its share."""
+SLOW_SECONDS = 5.0
+"""A call of users' code that takes longer is named in the log, each time the record is broken."""
+
+
+class EpisodeError(Exception):
+    """An episode failed. The text names the user's file and line, and is all that people need."""
+
+    def __init__(self, message: str, *, retry: bool) -> None:
+        super().__init__(message)
+        self.retry = retry
+        """Whether another attempt may succeed."""
+
+
+class AgentFileError(Exception):
+    """The agent's file cannot be used at all."""
+
+
+class Episodes(Protocol):
+    """Plays episodes, many at once."""
+
+    async def start(self) -> None:
+        """Load what is needed. Raises AgentFileError when it cannot ever work."""
+        ...
+
+    async def play(self, prompt: Prompt, sampling_params: SamplingParams) -> Episode:
+        """One episode of the prompt. Raises EpisodeError; what else it raises is not the episode's fault."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class OwnEpisodes:
+    """Our own executor, which runs no users' code, right here."""
+
+    def __init__(self, player: Player, *, engine: Engine, tokenizer: Any, max_length: int) -> None:
+        self._player = player
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+
+    async def start(self) -> None:
+        pass
+
+    async def play(self, prompt: Prompt, sampling_params: SamplingParams) -> Episode:
+        return await self._player.play(
+            prompt.text,
+            prompt.label,
+            sampling_params,
+            self._max_length,
+            self._tokenizer,
+            self._engine,
+            prompt.images or None,
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+class AgentEpisodes:
+    """A user's agent, in host processes that load its file once each. A host asks the engine that is here.
+
+    A call of `reset`, `step` or `execute` that takes longer than `step_timeout` seconds of its own time ends its host;
+    that episode has failed, the host's others begin again. `hosts` 0 plays in this process, for a debugger.
+    """
+
+    def __init__(
+        self,
+        settings: EpisodeSettings,
+        *,
+        engine: Engine,
+        hosts: int,
+        step_timeout: float,
+        start_timeout: float = 180.0,
+    ) -> None:
+        self._file = Path(settings.agent_file).expanduser().resolve()
+        self._engine = engine
+        self._step_timeout = step_timeout
+        self._slowest = SLOW_SECONDS
+        service = "openrlhf.agents.episode_worker:EpisodeService"
+        asked: dict[str, Any] = {"answer": self._answer, "answer_stream": self._answer_stream}
+        self._hosts: list[Host] = (
+            [
+                HostProcess(
+                    service,
+                    settings,
+                    name=f"agent {self._file.name} (host {index + 1} of {hosts})",
+                    start_timeout=start_timeout,
+                    max_concurrency=1024,
+                    **asked,
+                )
+                for index in range(hosts)
+            ]
+            if hosts
+            else [LocalHost(service, settings, name=f"agent {self._file.name}", **asked)]
+        )
+        self._playing = [0] * len(self._hosts)
+
+    async def start(self) -> None:
+        if not self._file.is_file():
+            raise AgentFileError(f"--train.agent_func_path: there is no file {self._file}")
+        try:
+            await asyncio.gather(*(host.start() for host in self._hosts))
+        except HostStartError as error:
+            raise self._not_loaded(error) from error
+
+    async def play(self, prompt: Prompt, sampling_params: SamplingParams) -> Episode:
+        index = min(range(len(self._hosts)), key=self._playing.__getitem__)
+        self._playing[index] += 1
+        try:
+            reply = await self._hosts[index].call_timed(
+                "play",
+                prompt.text,
+                prompt.label,
+                sampling_params,
+                list(prompt.images) or None,
+                self._engine.version,
+                timeout=self._step_timeout,
+            )
+        except HostStartError as error:
+            raise self._not_loaded(error) from error
+        except HostError as error:
+            raise self._failed(error) from error
+        finally:
+            self._playing[index] -= 1
+        self._note_slow(reply, prompt)
+        episode: Episode = reply.value
+        return episode
+
+    async def close(self) -> None:
+        await asyncio.gather(*(host.close() for host in self._hosts))
+
+    async def _answer(self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+        assert name == "generate", name
+        return await self._engine.generate(token_ids, sampling_params)
+
+    async def _answer_stream(
+        self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams
+    ) -> AsyncGenerator[Generation, None]:
+        assert name == "stream", name
+        async for part in self._engine.stream(token_ids, sampling_params):
+            yield part
+
+    def _failed(self, error: HostError) -> Exception:
+        match error:
+            case RemoteError(failure=failure) if failure.kind == "AgentError":
+                return EpisodeError(failure.text, retry=True)
+            case RemoteError(failure=failure) if failure.kind in ("AgentResultError", "UserFileError"):
+                return EpisodeError(failure.text, retry=False)
+            case RemoteError(failure=failure) if failure.kind == "AskError":
+                # What the engine refuses because of what it was asked is the agent's doing; anything else is not.
+                if failure.text.startswith(("ValueError", "TypeError")):
+                    return EpisodeError(f"{self._file}: the engine was asked wrongly: {failure.text}", retry=False)
+                return RuntimeError(f"the engine failed: {failure.text}")
+            case RemoteError(failure=failure):
+                return RuntimeError(f"an agent host failed: {failure.kind}: {failure.text}\n{failure.traceback}")
+            case HostTimeoutError():
+                return EpisodeError(
+                    f"{self._file}: {error} (--rollout.step_timeout {self._step_timeout:g})", retry=False
+                )
+            case HostCrashError():
+                return EpisodeError(f"{self._file}: {error} while it played this episode", retry=False)
+        return EpisodeError(f"{self._file}: {error}", retry=False)
+
+    def _not_loaded(self, error: HostStartError) -> AgentFileError:
+        if error.failure is not None and error.failure.kind == "UserFileError":
+            return AgentFileError(f"--train.agent_func_path: {error.failure.text}")
+        return AgentFileError(f"--train.agent_func_path: {self._file} could not be loaded: {error}")
+
+    def _note_slow(self, reply: Reply, prompt: Prompt) -> None:
+        if reply.slowest is not None and reply.slowest.seconds > self._slowest:
+            self._slowest = reply.slowest.seconds
+            logger.warning(
+                "%s: %s took %.1f s for %s, the longest so far",
+                self._file,
+                reply.slowest.name,
+                reply.slowest.seconds,
+                prompt.where or f"prompt {prompt.ordinal}",
+            )
+
+
+def hosts_for(episodes: int, *, wanted: int | None) -> int:
+    """How many host processes play so many episodes at once: as wanted, else one per 128, no more than cores."""
+    if wanted is not None:
+        return wanted
+    return max(1, min(-(-episodes // EPISODES_PER_HOST), os.cpu_count() or 1))
