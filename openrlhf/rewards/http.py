@@ -19,6 +19,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit, urlunsplit
@@ -63,6 +64,33 @@ class AttemptError(Exception):
         """Whether it speaks against the server rather than the request."""
 
 
+@dataclass(slots=True)
+class _Effort:
+    """What has been done for one prompt so far."""
+
+    left: float
+    """Seconds."""
+    attempts: int = 0
+    unlucky: int = 0
+    """Attempts that only luck would have helped."""
+    rounds: int = 0
+    """How often all servers have been asked."""
+    asked: set[Server] = field(default_factory=set)
+    """In this round."""
+    refused: set[Server] = field(default_factory=set)
+    """By whom."""
+
+    def note(self, server: Server, failure: AttemptError) -> None:
+        self.attempts += 1
+        self.asked.add(server)
+        self.unlucky += failure.remedy is Remedy.LUCK
+        if failure.remedy is Remedy.ANOTHER_SERVER:
+            self.refused.add(server)
+
+    def hopeless(self, servers: int) -> bool:
+        return self.unlucky >= MOST_FAILURES or len(self.refused) >= min(2, servers)
+
+
 class HttpReward:
     """Judges each prompt group with one request to one of several servers that give the same answers.
 
@@ -75,7 +103,9 @@ class HttpReward:
     ) -> None:
         """`api_key` goes to every server as a bearer token; at most `max_concurrency` requests at once to each."""
         self._timeout = timeout
-        self._api_key = api_key
+        self._api_key = "".join(
+            (api_key or "").split()
+        )  # a token has no spaces, but files of tokens end in a line break
         self._pool = ServerPool([endpoint(url) for url in urls], max_concurrency=max_concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._random = random.Random()  # pauses are no part of what a seed fixes
@@ -109,45 +139,43 @@ class HttpReward:
 
     async def _values(self, request: RewardRequest) -> RewardValues:
         body, count = _encode(request), len(request.queries)
-        left = self._timeout
-        attempts = failures = pauses = 0
-        asked: set[Server] = set()
-        refused: set[Server] = set()
-        last: AttemptError | None = None
+        effort = _Effort(left=self._timeout)
         while True:
             try:
-                async with self._pool.turn(count, patience=left, not_first=asked, never=refused) as turn:
-                    left -= turn.waited
-                    attempts += 1
-                    others = self._pool.rested(except_for=asked | refused | {turn.server})
+                async with self._pool.turn(
+                    count, patience=effort.left, not_first=effort.asked, never=effort.refused
+                ) as turn:
+                    effort.left -= turn.waited
                     before = time.monotonic()
                     try:
-                        return await self._attempt(turn.server, body, count, seconds=left / 2 if others else left)
+                        return await self._attempt(turn.server, body, count, seconds=self._share(turn.server, effort))
                     except AttemptError as error:
-                        last = error
-                    finally:
-                        left -= time.monotonic() - before
+                        failure = error
             except NoServerError:
-                raise self._all_down(request, last) from None
-            asked.add(turn.server)
-            failures += last.remedy is Remedy.LUCK
-            if last.remedy is Remedy.ANOTHER_SERVER:
-                refused.add(turn.server)
-            pause = 0.0
-            if not self._pool.rested(except_for=asked) and last.retry_after is None:
-                pause = min(FIRST_PAUSE * 2**pauses, LONGEST_PAUSE) * self._random.uniform(0.5, 1.5)
-                pauses += 1
-            if len(asked) == len(self._pool.servers):
-                asked = {turn.server}
-            hopeless = len(refused) >= min(2, len(self._pool.servers)) or failures >= MOST_FAILURES
-            if hopeless or left <= pause:
-                spent = self._timeout - left
+                raise self._all_down(request) from None
+            effort.left -= time.monotonic() - before
+            effort.note(turn.server, failure)
+            pause = self._pause(turn.server, failure, effort)
+            if effort.hopeless(len(self._pool.servers)) or effort.left <= pause:
+                times = "1 attempt" if effort.attempts == 1 else f"{effort.attempts} attempts"
                 raise RewardError(
-                    f"{request.name}: {last} (given up after {attempts} attempt{'s' if attempts > 1 else ''} in "
-                    f"{spent:.1f} s; --reward.timeout {self._timeout:g})"
-                ) from last
+                    f"{request.name}: {failure} (given up after {times} in {self._timeout - effort.left:.1f} s; "
+                    f"--reward.timeout {self._timeout:g})"
+                ) from failure
             await asyncio.sleep(pause)
-            left -= pause
+            effort.left -= pause
+
+    def _share(self, server: Server, effort: _Effort) -> float:
+        """Seconds for an attempt at `server`: half of what is left while there is another one to ask."""
+        return effort.left / 2 if self._pool.rested(except_for=effort.asked | {server}) else effort.left
+
+    def _pause(self, server: Server, failure: AttemptError, effort: _Effort) -> float:
+        """Seconds before the next attempt, after one at `server`: none if another server can be asked."""
+        if self._pool.rested(except_for=effort.asked) or failure.retry_after is not None:
+            return 0.0
+        effort.asked = {server}  # a new round: the others come first
+        effort.rounds += 1
+        return min(FIRST_PAUSE * 2 ** (effort.rounds - 1), LONGEST_PAUSE) * self._random.uniform(0.5, 1.5)
 
     async def _attempt(self, server: Server, body: bytes, count: int, *, seconds: float) -> RewardValues:
         """One request. Keeps the pool informed. Raises AttemptError."""
@@ -218,7 +246,7 @@ class HttpReward:
         if self._session is None:
             headers = {"Content-Type": "application/json"}
             if self._api_key:
-                headers["Authorization"] = f"Bearer {self._api_key.strip()}"
+                headers["Authorization"] = f"Bearer {self._api_key}"
             self._session = aiohttp.ClientSession(
                 headers=headers,
                 # How many requests go out at once is the pool's business, how long they take the attempt's.
@@ -230,13 +258,13 @@ class HttpReward:
     def _shown(self, raw: bytes) -> str:
         text = " ".join(raw.decode(errors="replace").split())
         if self._api_key:
-            text = text.replace(self._api_key.strip(), "<redacted>")
+            text = text.replace(self._api_key, "<redacted>")
         return text[:SHOWN_CHARACTERS] or "(nothing)"
 
-    def _all_down(self, request: RewardRequest, last: AttemptError | None) -> RewardError:
+    def _all_down(self, request: RewardRequest) -> RewardError:
         servers = self._pool.servers
         which = f"all {len(servers)} reward servers are" if len(servers) > 1 else "the reward server is"
-        reasons = "; ".join(dict.fromkeys(server.reason for server in servers if server.reason)) or str(last)
+        reasons = "; ".join(server.reason for server in servers if server.reason)
         return RewardError(f"{request.name}: {which} down or busy: {reasons} (--reward.timeout {self._timeout:g})")
 
 

@@ -152,3 +152,42 @@ def test_nobody_waits_forever_behind_a_server_on_probation():
                     pass
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, 0.5),
+        ("", 0.5),
+        ("7", 7.0),
+        ("0", 0.0),
+        ("-3", 0.0),
+        ("nan", 0.0),
+        ("3600", 30.0),
+        ("soon", 0.5),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("Wed, 21 Oct 2115 07:28:00 GMT", 30.0),
+        ("Wed, 21 Oct 2115 07:28:00", 0.5),
+    ],
+)
+def test_how_long_a_busy_server_is_left_alone(header, seconds):
+    """A date in the past is now, one without a zone is none, and nobody waits for hours."""
+    from openrlhf.rewards.http import _retry_after
+
+    assert _retry_after(header) == seconds
+
+
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [
+        ("http://h", "http://h/get_reward"),
+        ("http://h:5000/", "http://h:5000/get_reward"),
+        ("https://h/reward", "https://h/reward"),
+        ("http://h/a/?x=1", "http://h/a/?x=1"),
+        ("http://h?x=1", "http://h/get_reward?x=1"),
+    ],
+)
+def test_a_url_without_a_path_gets_one(url, asked):
+    from openrlhf.rewards.http import endpoint
+
+    assert endpoint(url) == asked
