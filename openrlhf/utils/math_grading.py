@@ -228,7 +228,7 @@ class _Process:
             raise RuntimeError(f"the process that grades answers could not be started: {error}") from error
         if problem is not None:
             self.end()
-            raise ImportError(f"grade_answer needs math-verify ({problem}): pip install 'math-verify[antlr4_13_2]'")
+            raise ImportError(f"grade_answer needs math-verify ({problem}): pip install math-verify")
 
     def ask(self, question: object, *, within: float) -> object:
         assert self._popen.stdin is not None
