@@ -205,7 +205,7 @@ class AgentEpisodes:
             logger.warning(
                 "%s: %s took %.1f s for %s, the longest so far",
                 self._file,
-                reply.slowest.name,
+                reply.slowest.function,
                 reply.slowest.seconds,
                 prompt.where or f"prompt {prompt.ordinal}",
             )

@@ -94,7 +94,7 @@ class RecordingEngine:
         """
         logprobs: list[float] | None = []
         versions: list[int] = []
-        reason = FinishReason.STOP
+        reason: FinishReason | None = FinishReason.STOP
         at = start
         while at < end:
             here = token_ids[at:end]

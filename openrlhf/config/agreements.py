@@ -86,17 +86,18 @@ def vision_has_no_critic(config: RLConfig) -> Iterator[str]:
         )
 
 
-def one_kind_of_reward(config: RLConfig) -> Iterator[str]:
-    urls = config.reward.urls
-    if len(urls) > 1 and any(url.endswith(".py") for url in urls):
-        yield "--reward.remote_url takes several URLs or one .py file: call the others from your reward_func"
-
-
 def reward_weights_match(config: RLConfig) -> Iterator[str]:
-    weights = config.reward.weights
-    count = len(config.reward.urls or config.reward.model_paths)
-    if weights is not None and count and len(weights) != count:
-        yield f"--reward.weights has {len(weights)} values for {count} rewards: give one for each"
+    reward = config.reward
+    if reward.weights is None:
+        return
+    count = len(reward.sources)
+    if count and len(reward.weights) != count:
+        where = "--reward.remote_url" if reward.urls else "--reward.model_name_or_path"
+        yield f"--reward.weights has {len(reward.weights)} values for the {count} of {where}: give one for each"
+    if not any(reward.weights):
+        yield "--reward.weights: with all weights 0 there is nothing to learn"
+    if any(abs(weight) == float("inf") for weight in reward.weights):
+        yield "--reward.weights: must be finite"
 
 
 def async_modes_agree(config: RLConfig) -> Iterator[str]:
@@ -178,5 +179,5 @@ def _groups(config: RLConfig) -> dict[str, bool]:
         "actor": True,
         "critic": config.uses_critic,
         "ref": config.uses_reference,
-        "reward": config.reward_source == "model",
+        "reward": config.uses_reward_model,
     }

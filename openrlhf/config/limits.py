@@ -3,8 +3,9 @@
 import difflib
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
-from openrlhf.config.models import split_commas
+from openrlhf.config.models import is_python_file, split_commas
 from openrlhf.config.optimizer import MEASURING_SCHEDULES, SCHEDULES
 from openrlhf.config.roots import RLConfig
 from openrlhf.config.schema import value_at
@@ -180,6 +181,22 @@ def reward_clip_is_ordered(config: RLConfig) -> Iterator[str]:
     low, high = config.reward.clip_range
     if low >= high:
         yield f"--reward.clip_range {low} {high}: the first must be less than the second"
+
+
+def reward_addresses_are_usable(config: RLConfig) -> Iterator[str]:
+    for name in config.reward.urls:
+        if is_python_file(name):
+            continue
+        try:
+            url = urlsplit(name)
+            usable = url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port > 0)
+        except ValueError:  # a port that is no number
+            usable = False
+            url = urlsplit("")
+        if url.username is not None or url.password is not None:
+            yield "--reward.remote_url: a URL is stored and shown, so put no password in it: use --reward.api_key"
+        elif not usable:
+            yield f"--reward.remote_url {name} is neither a .py file nor a URL such as http://host:5000/get_reward"
 
 
 def correction_thresholds_are_ordered(config: RLConfig) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The models of a run: actor, critic, reference, reward (RL) and the one model of SFT, RM and DPO."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config.fields import Flag
@@ -115,6 +115,14 @@ class DPORefSection:
     offload: Annotated[bool, Flag("keep the reference model's weights in CPU memory", flat="ref_offload")] = False
 
 
+class RewardEntry(NamedTuple):
+    """One source of rewards."""
+
+    kind: Literal["function", "http", "model"]
+    names: tuple[str, ...]
+    """The file, the model, or the URLs of servers that give the same answers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedRewardSection:
     model_name_or_path: Annotated[
@@ -128,8 +136,12 @@ class ServedRewardSection:
 @dataclass(frozen=True, kw_only=True)
 class RewardSection(GroupSection, ServedRewardSection):
     remote_url: Annotated[
-        str | None, Flag("reward server URLs (comma list), or one .py file with reward_func", flat="remote_rm_url")
+        str | None,
+        Flag("reward server URLs, .py files with reward_func, or both, separated by commas", flat="remote_rm_url"),
     ] = None
+    api_key: Annotated[str | None, Flag("reward servers get it as a bearer token", secret=True)] = field(
+        default=None, repr=False
+    )
     clip_range: Annotated[
         tuple[float, float],
         Flag(
@@ -152,10 +164,27 @@ class RewardSection(GroupSection, ServedRewardSection):
     offload: Annotated[
         bool, Flag("keep the reward model's weights in CPU memory", flat="reward_offload ref_reward_offload")
     ] = False
-    timeout: Annotated[float, Flag("seconds a reward call may take")] = 180.0
-    weights: Annotated[tuple[float, ...] | None, Flag("weights of several rewards, in their order; unset: all 1")] = (
-        None
-    )
+    timeout: Annotated[float, Flag("seconds a reward call may take, attempts at reward servers together")] = 180.0
+    weights: Annotated[
+        tuple[float, ...] | None,
+        Flag("one per entry of reward.remote_url, then of reward.model_name_or_path; unset: all 1"),
+    ] = None
+
+    @property
+    def sources(self) -> tuple[RewardEntry, ...]:
+        """What judges, in the order of `weights`; the reward is the weighted sum.
+
+        Without weights every file is a source, and all URLs together are one: replicas that share the work; reward
+        models judge only where there is neither. With weights each entry is a source of its own, reward models too if
+        there are weights for them.
+        """
+        remote = tuple(RewardEntry("function" if is_python_file(url) else "http", (url,)) for url in self.urls)
+        models = tuple(RewardEntry("model", (path,)) for path in self.model_paths)
+        if self.weights is not None:
+            return remote + models if len(self.weights) == len(remote) + len(models) else remote or models
+        files = tuple(entry for entry in remote if entry.kind == "function")
+        servers = tuple(entry.names[0] for entry in remote if entry.kind == "http")
+        return (*files, RewardEntry("http", servers)) if servers else files or models
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -192,6 +221,10 @@ class DPOModelSection(TrainedModelSection):
     ipo_enable: Annotated[bool, Flag("IPO loss instead of DPO", flat="ipo")] = False
     label_smoothing: Annotated[float, Flag("share of labels taken as flipped (cDPO)", flat="label_smoothing")] = 0.0
     nll_loss_coef: Annotated[float, Flag("weight of the chosen answers' own NLL", flat="nll_loss_coef")] = 0.0
+
+
+def is_python_file(name: str) -> bool:
+    return name.endswith(".py") and "://" not in name
 
 
 def split_commas(text: str | None) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def data_is_named(config: Any) -> Iterator[str]:
 def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
     if config.reward_source is None:
         yield (
-            "no reward: give --reward.remote_url (a .py file with reward_func, or URLs), --train.agent_func_path or "
+            "no reward: give --reward.remote_url (.py files with reward_func, or URLs), --train.agent_func_path or "
             "--reward.model_name_or_path"
         )
     if config.reward_source in (None, "model"):

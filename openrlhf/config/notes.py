@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from openrlhf.config.roots import RLConfig
 
@@ -41,7 +42,7 @@ def kl_settings_are_not_used(config: RLConfig) -> Iterator[str]:
 
 
 def normalisation_is_not_used(config: RLConfig) -> Iterator[str]:
-    if config.reward.normalize_enable and config.reward_source != "model":
+    if config.reward.normalize_enable and not config.uses_reward_model:
         yield (
             "--reward.normalize_enable is not used: mean and std come with a reward model "
             "(--reward.model_name_or_path), and the rewards of this run do not"
@@ -56,6 +57,18 @@ def clip_is_not_used(config: RLConfig) -> Iterator[str]:
 def agent_replaces_remote_reward(config: RLConfig) -> Iterator[str]:
     if config.train.agent_func_path and config.reward.remote_url:
         yield "--reward.remote_url judges only episodes to which the agent of --train.agent_func_path gives no reward"
+
+
+def reward_servers_have_a_path(config: RLConfig) -> Iterator[str]:
+    for source in config.reward.sources:
+        for url in source.names if source.kind == "http" else ():
+            if not urlsplit(url).path.strip("/"):
+                yield f"--reward.remote_url {url} names no path: {url.rstrip('/')}/get_reward is asked"
+
+
+def reward_key_is_not_used(config: RLConfig) -> Iterator[str]:
+    if config.reward.api_key and not any(source.kind == "http" for source in config.reward.sources):
+        yield "--reward.api_key is not used: no reward server is asked (--reward.remote_url)"
 
 
 def engines_stay_awake(config: RLConfig) -> Iterator[str]:

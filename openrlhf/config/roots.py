@@ -135,12 +135,14 @@ class RLConfig(TrainerSection):
 
     @property
     def reward_source(self) -> RewardSource | None:
-        """Where rewards come from; an agent wins over a URL or file, that over a reward model. None: nowhere."""
+        """Where rewards come from, the first of several places; an agent wins over the others. None: nowhere."""
         if self.train.agent_func_path:
             return "agent"
-        if self.reward.urls:
-            return "function" if self.reward.urls[0].endswith(".py") else "http"
-        return "model" if self.reward.model_paths else None
+        return self.reward.sources[0].kind if self.reward.sources else None
+
+    @property
+    def uses_reward_model(self) -> bool:
+        return self.reward_source != "agent" and any(source.kind == "model" for source in self.reward.sources)
 
     @property
     def critic_path(self) -> str | None:

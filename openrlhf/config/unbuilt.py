@@ -30,22 +30,9 @@ def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
 RL: tuple[Unbuilt, ...] = (
     Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt("--reward.weights", lambda c: c.reward.weights is not None, "several rewards", "weigh in your reward_func"),
-    Unbuilt(
-        "--reward.remote_url",
-        lambda c: c.reward_source == "http",
-        "reward servers",
-        "name a .py file with reward_func",
-    ),
-    Unbuilt(
-        "--reward.model_name_or_path",
-        lambda c: c.reward_source == "model" and len(c.reward.model_paths) > 1,
-        "several reward models",
-        "name one, or combine them in a reward_func file (--reward.remote_url)",
-    ),
     Unbuilt(
         "--reward.offload",
-        lambda c: c.reward_source == "model" and c.reward.offload,
+        lambda c: c.uses_reward_model and c.reward.offload,
         "a reward model that waits in CPU memory",
         "leave it out",
     ),

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from openrlhf.rewards.values import RewardValues
 from openrlhf.types import Group
 
 
@@ -53,6 +54,15 @@ class Reward:
     score: float | None = None
     """Success in [0, 1] for filtering and evaluation; None: the reward."""
     extra_logs: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def each(values: RewardValues) -> list[Reward]:
+        """Sample by sample, what a function or server returned for all of them."""
+        scores = values.scores or [None] * len(values.rewards)
+        return [
+            Reward(reward=reward, score=score, extra_logs={name: logs[i] for name, logs in values.extra_logs.items()})
+            for i, (reward, score) in enumerate(zip(values.rewards, scores, strict=True))
+        ]
 
 
 class RewardError(Exception):

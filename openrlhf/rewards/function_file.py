@@ -64,15 +64,7 @@ class FunctionFileReward:
                 self._path,
                 len(request.queries),
             )
-        scores = values.scores or [None] * len(values.rewards)
-        return [
-            Reward(
-                reward=reward,
-                score=score,
-                extra_logs={name: numbers[index] for name, numbers in values.extra_logs.items()},
-            )
-            for index, (reward, score) in enumerate(zip(values.rewards, scores, strict=True))
-        ]
+        return Reward.each(values)
 
     async def close(self) -> None:
         await self._host.close()

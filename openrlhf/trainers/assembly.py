@@ -22,22 +22,21 @@ from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import DataError, load_records
-from openrlhf.models.loading import ModelLoadError, load_tokenizer, load_value_model, silence_progress_bars
+from openrlhf.models.loading import ModelLoadError, load_tokenizer, silence_progress_bars
 from openrlhf.observability.loggers import JsonlLogger
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
-from openrlhf.rewards.base import RewardError, RewardSource
-from openrlhf.rewards.function_file import FunctionFileReward
-from openrlhf.rewards.model import RewardModelSource
+from openrlhf.rewards.base import RewardError
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
-from openrlhf.trainers.local_models import LocalTraining, load_models, model_dtype
-from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
+from openrlhf.trainers.local_models import LocalTraining, load_models
+from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
+from openrlhf.trainers.reward_sources import build_reward
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts
@@ -106,7 +105,7 @@ def train(config: RLConfig) -> RunResult:
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
     with asyncio.Runner() as loop, contextlib.ExitStack() as held:
-        source = _reward(config, tokenizer, device)
+        source = build_reward(config, tokenizer, device)
         reward = source and held.enter_context(_started(source, loop))
         models = load_models(config, device)
         engine = EmbeddedEngine(
@@ -194,42 +193,6 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
         input_template=config.data.prompt_template,
         max_prompt_tokens=room,
         flag=flag,
-    )
-
-
-def _reward(config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSource | None:
-    """Who judges episodes that bring no reward of their own; None: an agent gives them all."""
-    if not config.reward.urls and not config.reward.model_paths:
-        return None
-    if config.reward.urls:
-        return FunctionFileReward(config.reward.urls[0], timeout=config.reward.timeout)
-    flag, (path,) = "--reward.model_name_or_path", config.reward.model_paths
-    with reading_model(path, flag=flag):
-        own_tokenizer = load_tokenizer(
-            path,
-            use_fast=not config.data.disable_fast_tokenizer,
-            trust_remote_code=config.actor.trust_remote_code,
-            flag=flag,
-        )
-        model = load_value_model(
-            path,
-            dtype=model_dtype(config.ds.param_dtype, device),
-            device=device,
-            head_prefix=config.ds.value_head_prefix,
-            fresh_head=False,
-            normalise=config.reward.normalize_enable,
-            trust_remote_code=config.actor.trust_remote_code,
-            attn_implementation=config.ds.attn_implementation,
-            flag=flag,
-        )
-    warn_of_positions(model.model.config, max_len=config.data.max_len)
-    return RewardModelSource(
-        model.eval().requires_grad_(False),
-        own_tokenizer,
-        policy_tokenizer=tokenizer,
-        max_length=config.data.max_len,
-        max_batch_tokens=config.scoring_tokens_per_gpu,
-        name=path,
     )
 
 

@@ -50,6 +50,25 @@ def test_two_rounds_with_the_scores_that_transformers_gives(run, reward_model, n
     assert (ran.run_dir / "model" / "config.json").is_file()
 
 
+def test_a_file_and_two_models_together(cli, reward_model, tmp_path):
+    """Weights 1, 2 and 3, the file's reward 5: 5 + (2 + 3) times what the model gives, which is there twice."""
+    path = tmp_path / "five.py"
+    path.write_text("def reward_func(queries): return {'rewards': [5.0] * len(queries), 'scores': 1}")
+    ran = cli(
+        *["--reward.weights", "1", "2", "3"],
+        reward__remote_url=path,
+        reward__model_name_or_path=f"{reward_model},{reward_model}",
+    )
+    assert ran.rc == 0, ran.err
+    rollouts = list(read_json_lines(ran.run_dir / "rollouts.jsonl"))
+    own = scores_of(reward_model, [r["prompt"] + r["response"] for r in rollouts])
+    assert [r["reward"] for r in rollouts] == pytest.approx([5 + 5 * score for score in own], rel=1e-4)
+    assert {r["score"] for r in rollouts} == {1.0}
+    step = ran.metrics[0]
+    assert step["reward_five"] == 5.0
+    assert step["reward_model"] == step["reward_model_2"]
+
+
 def refused(ran, *parts):
     assert ran.rc == 1, ran.err
     assert len(ran.errors) == 1, ran.err

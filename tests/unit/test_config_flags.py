@@ -41,6 +41,7 @@ ADDED = {
     ("rollout.step_timeout", "float", 600.0): ("train_ppo_ray",),
     ("reward.timeout", "float", 180.0): ("train_ppo_ray",),
     ("reward.weights", "float x*", None): ("train_ppo_ray",),
+    ("reward.api_key", "str", None): ("train_ppo_ray",),
     ("algo.loss_agg", "str token/sequence/constant", None): ("train_ppo_ray",),
     ("eval.at_start", "switch", False): ("train_ppo_ray",),
     ("data.trust_remote_code", "switch", False): TRAINERS,
@@ -60,6 +61,7 @@ SAMPLES = {
     "data.dataset_probs": ["1.0"],
     "data.prompt_probs": ["1.0"],
     "data.input_template": ["Q: {}"],
+    "reward.remote_url": ["http://h/get_reward"],
 }
 # What else must be said for the flag to make sense.
 COMPANIONS = {

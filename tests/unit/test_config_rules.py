@@ -52,8 +52,15 @@ CASES = [
     ("overlong_buffer_fits", "train_ppo_ray", "--overlong_buffer_len 65 --max_new_tokens 64", ["--reward.overlong_buffer_len 65", "--rollout.max_new_tokens 64"], "--overlong_buffer_len 64 --max_new_tokens 64"),
     ("overlong_buffer_fits", "train_ppo_ray", "--overlong_buffer_len 65 --max_len 64", ["--data.max_len 64"], ""),
     ("vision_has_no_critic", "train_ppo_ray", "--max_images_per_prompt 1", ["--data.max_images_per_prompt", "--algo.advantage.estimator"], "--max_images_per_prompt 1 --advantage_estimator rloo"),
-    ("one_kind_of_reward", "train_ppo_ray", "--remote_rm_url a.py,http://b", ["--reward.remote_url"], "--remote_rm_url http://a,http://b"),
-    ("reward_weights_match", "train_ppo_ray", "--remote_rm_url http://a,http://b --reward.weights 1", ["--reward.weights has 1 values for 2"], "--remote_rm_url http://a,http://b --reward.weights 1 2"),
+    ("reward_weights_match", "train_ppo_ray", "--remote_rm_url http://a,http://b --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.remote_url"], "--remote_rm_url http://a,http://b --reward.weights 1 2"),
+    ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2 3", ["--reward.weights has 3 values for the 1"], "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2"),
+    ("reward_weights_match", "train_ppo_ray", "--reward_pretrain r,s --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.model_name_or_path"], "--reward_pretrain r,s --reward.weights 1 2"),
+    ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py,b.py --reward.weights 0 0", ["--reward.weights: with all weights 0"], "--remote_rm_url a.py,b.py --reward.weights 1 0"),
+    ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py,b.py --reward.weights 1 inf", ["--reward.weights: must be finite"], "--remote_rm_url a.py,b.py --reward.weights 1 -1"),
+    ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url localhost:5000", ["--reward.remote_url localhost:5000 is neither"], "--remote_rm_url http://localhost:5000"),
+    ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url a.py,ftp://h/x", ["--reward.remote_url ftp://h/x is neither"], "--remote_rm_url a.py,https://h/x"),
+    ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url http://h:port", ["--reward.remote_url http://h:port is neither"], "--remote_rm_url http://h:1/reward.py"),
+    ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url http://me:pw@h/x", ["--reward.remote_url: a URL is stored", "--reward.api_key"], "--remote_rm_url http://h/x --reward.api_key pw"),
     ("async_modes_agree", "train_ppo_ray", "--partial_rollout", ["--train.partial_rollout_enable", "--train.async_enable"], "--partial_rollout --async_train"),
     ("async_modes_agree", "train_ppo_ray", "--async_train --vllm_enable_sleep", ["--vllm.enable_sleep", "--train.async_enable"], "--async_train"),
     ("groups_have_workers", "train_ppo_ray", "--critic_num_nodes 0", ["--critic.num_nodes 0", "--train.colocate_all"], "--critic_num_nodes 0 --advantage_estimator rloo"),
@@ -152,6 +159,8 @@ NOTED = [
     ("clip_is_not_used", "train_ppo_ray", ["--policy_loss_type", "sapo", "--eps_clip_low_high", "0.2", "0.3"], "--actor.eps_clip_low_high is not used"),
     ("normalisation_is_not_used", "train_ppo_ray", ["--normalize_reward", "--remote_rm_url", "r.py"], "--reward.normalize_enable is not used"),
     ("agent_replaces_remote_reward", "train_ppo_ray", ["--agent_func_path", "a.py", "--remote_rm_url", "r.py"], "--reward.remote_url judges only"),
+    ("reward_servers_have_a_path", "train_ppo_ray", ["--remote_rm_url", "http://a/x,http://b:5000/"], "--reward.remote_url http://b:5000/ names no path: http://b:5000/get_reward is asked"),
+    ("reward_key_is_not_used", "train_ppo_ray", ["--reward.api_key", "k", "--remote_rm_url", "r.py"], "--reward.api_key is not used"),
     ("engines_stay_awake", "train_ppo_ray", ["--vllm_enable_sleep"], "--vllm.enable_sleep is not used"),
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
@@ -219,6 +228,38 @@ def test_derived_values():
 def test_reward_source_and_the_critics_start(text, source, critic):
     config = parse("train_ppo_ray", text.split())
     assert (config.reward_source, config.critic_path) == (source, critic)
+
+
+@pytest.mark.parametrize(
+    ("text", "sources"),
+    [
+        ("", []),
+        ("--remote_rm_url a.py", [("function", ("a.py",))]),
+        ("--remote_rm_url http://a,http://b", [("http", ("http://a", "http://b"))]),
+        ("--remote_rm_url http://a,x.py,http://b", [("function", ("x.py",)), ("http", ("http://a", "http://b"))]),
+        ("--remote_rm_url http://a,http://b --reward.weights 1 2", [("http", ("http://a",)), ("http", ("http://b",))]),
+        ("--remote_rm_url http://a,x.py --reward.weights 1 2", [("http", ("http://a",)), ("function", ("x.py",))]),
+        ("--remote_rm_url x.py --reward_pretrain r", [("function", ("x.py",))]),
+        ("--remote_rm_url x.py --reward_pretrain r --reward.weights 2", [("function", ("x.py",))]),
+        ("--remote_rm_url x.py --reward_pretrain r --reward.weights 2 1", [("function", ("x.py",)), ("model", ("r",))]),
+        ("--reward_pretrain r,s", [("model", ("r",)), ("model", ("s",))]),
+    ],
+)
+def test_sources_of_rewards(text, sources):
+    config = parse("train_ppo_ray", text.split())
+    assert list(config.reward.sources) == sources
+    assert config.uses_reward_model == any(kind == "model" for kind, _ in sources)
+    assert config.reward_source == (sources[0][0] if sources else None)
+
+
+def test_the_key_of_reward_servers_is_never_shown(capsys):
+    argv = ["--remote_rm_url", "http://h", "--reward.api_key", "SECRET"]
+    config = parse("train_ppo_ray", argv)
+    assert config.reward.api_key == "SECRET"
+    assert "SECRET" not in repr(config)
+    with pytest.raises(SystemExit):
+        parse("train_ppo_ray", [*argv, "--print_config"])
+    assert "SECRET" not in capsys.readouterr().out
 
 
 def test_engines_sleep_only_where_they_share_devices():

@@ -13,9 +13,6 @@ BASE = BUILT.format(estimator="group_norm").split()
 ASKS = {
     "--actor.aux_loss_coef": "--aux_loss_coef 0.1",
     "--ds.param_dtype fp16": "--param_dtype fp16",
-    "--reward.weights": "--reward.weights 2",
-    "--reward.remote_url": None,
-    "--reward.model_name_or_path": None,
     "--reward.offload": None,
     "--train.async_enable": "--async_train",
     "--train.partial_rollout_enable": "--partial_rollout --async_train",
@@ -67,8 +64,6 @@ def test_each_entry_parses_prints_and_is_refused_by_name(entry, capsys):
 @pytest.mark.parametrize(
     ("reward", "flags"),
     [
-        ("--remote_rm_url http://h", "--reward.remote_url"),
-        ("--reward_pretrain r,s", "--reward.model_name_or_path"),
         ("--reward_pretrain r --reward_offload", "--reward.offload"),
     ],
 )
@@ -131,9 +126,21 @@ def test_what_is_built_is_let_through(estimator, text):
     refuse_unbuilt(config)
 
 
-@pytest.mark.parametrize("text", ["", "--normalize_reward", "--value_head_prefix value_head"])
-def test_one_reward_model_is_let_through(text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--reward_pretrain r",
+        "--reward_pretrain r --normalize_reward",
+        "--reward_pretrain r --value_head_prefix value_head",
+        "--reward_pretrain r,s",
+        "--remote_rm_url http://h/get_reward",
+        "--remote_rm_url http://h,http://i --reward.api_key SECRET",
+        "--remote_rm_url a.py,http://h/get_reward --reward.weights 0.7 0.3",
+        "--remote_rm_url a.py,b.py --reward_pretrain r --reward.weights 1 1 1",
+    ],
+)
+def test_rewards_are_let_through(text):
     argv = [word for word in BASE if word not in ("--remote_rm_url", "r.py")]
-    config = parse("train_ppo_ray", [*argv, "--reward_pretrain", "r", *text.split()])
+    config = parse("train_ppo_ray", [*argv, *text.split()])
     require_runnable(config)
     refuse_unbuilt(config)

@@ -90,6 +90,7 @@ def test_the_mismatched_engine_reports_what_it_samples_from_and_evaluates_clean(
         "uniform": (np.arange(64) + 0.5) / 64 + 1e-6 * np.arange(64),
         "top_p": np.ones(64, dtype=np.float32),
         "top_k": np.full(64, -1),
+        "min_p": np.zeros(64, dtype=np.float32),
     }
     training, evaluation = np.ones(64, dtype=np.float32), np.full(64, 0.6, dtype=np.float32)
     noisy = NoisySampler(1.0)

@@ -1,0 +1,65 @@
+"""Several rewards at once: their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from openrlhf.rewards.base import Reward, RewardRequest, RewardSource
+
+T = TypeVar("T")
+
+
+class CombinedReward:
+    """reward = Σ_i w_i · r_i; score = the mean of the sources' scores, weighted by |w_i|, over those that give scores.
+
+    The sources judge at the same time. A prompt that one of them cannot judge is not judged. Each source's own reward
+    is logged as `reward_<name>`; what it logs itself keeps its name, unless an earlier source has the same.
+    """
+
+    def __init__(self, sources: Mapping[str, RewardSource], weights: Sequence[float]) -> None:
+        """`sources`: by name, in the order of `weights`."""
+        if len(sources) != len(weights):
+            raise ValueError(f"{len(weights)} weights for {len(sources)} sources")
+        self._names = tuple(sources)
+        self._sources = tuple(sources.values())
+        self._weights = tuple(weights)
+
+    async def start(self) -> None:
+        await _all(source.start() for source in self._sources)
+
+    async def score(self, request: RewardRequest) -> Sequence[Reward]:
+        judged = await _all(source.score(request) for source in self._sources)
+        return [self._combine(rewards) for rewards in zip(*judged, strict=True)]
+
+    async def close(self) -> None:
+        closed = await asyncio.gather(*(source.close() for source in self._sources), return_exceptions=True)
+        for error in closed:
+            if isinstance(error, BaseException):
+                raise error
+
+    def _combine(self, rewards: Sequence[Reward]) -> Reward:
+        """One sample's, from those of each source."""
+        parts = list(zip(self._names, self._weights, rewards, strict=True))
+        scored = [(abs(weight), part.score) for _, weight, part in parts if part.score is not None and weight]
+        logs: dict[str, float] = {}
+        for name, _, part in parts:
+            for key, value in part.extra_logs.items():
+                logs[f"{key}_{name}" if key in logs else key] = value
+        logs |= {f"reward_{name}": part.reward for name, _, part in parts}
+        return Reward(
+            reward=sum(weight * part.reward for _, weight, part in parts),
+            score=sum(w * s for w, s in scored) / sum(w for w, _ in scored) if scored else None,
+            extra_logs=logs,
+        )
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; the first error ends the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]

@@ -1,0 +1,309 @@
+"""Rewards from HTTP servers, one or several that give the same answers.
+
+POST {"query": […], "prompts": […], "labels": […]} is answered with {"rewards": […], "scores": […], "extra_logs": {name:
+[…]}}, of which only the rewards are needed. What becomes of an attempt that gave no rewards:
+
+    nobody there, 429, 502, 503, 504      it may be back soon: again, until the time is up
+    other 5xx, no answer, a useless one   perhaps these samples are to blame: again, `MOST_FAILURES` times in all
+    other statuses                        asked wrongly: one other server may see it differently, then no more
+
+A new attempt goes to another server at once; when all have been asked, after a pause that doubles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+
+from openrlhf.rewards.base import Reward, RewardError, RewardRequest
+from openrlhf.rewards.servers import DOWN_AFTER, NoServerError, Server, ServerPool
+from openrlhf.rewards.values import RewardValueError, RewardValues, parse_rewards
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PATH = "/get_reward"
+MOST_FAILURES = 5
+CONNECT_SECONDS = 10.0
+REACH_SECONDS = 5.0
+"""For the look at each server before the first step."""
+IDLE_SECONDS = 4.0
+"""Connections are closed before the servers do (uvicorn: after 5), which would fail the request that is just sent."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+LONGEST_RETRY_AFTER = 30.0
+SHOWN_CHARACTERS = 200
+
+
+class Remedy(enum.Enum):
+    """What may help after a failed attempt."""
+
+    TIME = enum.auto()
+    LUCK = enum.auto()
+    ANOTHER_SERVER = enum.auto()
+
+
+class AttemptError(Exception):
+    """One attempt gave no rewards. The text names the server."""
+
+    def __init__(self, text: str, remedy: Remedy, *, retry_after: float | None = None, blame: bool = True) -> None:
+        super().__init__(text)
+        self.remedy = remedy
+        self.retry_after = retry_after
+        """Seconds for which the server asked to be left alone."""
+        self.blame = blame
+        """Whether it speaks against the server rather than the request."""
+
+
+@dataclass(slots=True)
+class _Effort:
+    """What has been done for one prompt so far."""
+
+    left: float
+    """Seconds."""
+    attempts: int = 0
+    unlucky: int = 0
+    """Attempts that only luck would have helped."""
+    rounds: int = 0
+    """How often all servers have been asked."""
+    asked: set[Server] = field(default_factory=set)
+    """In this round."""
+    refused: set[Server] = field(default_factory=set)
+    """By whom."""
+
+    def note(self, server: Server, failure: AttemptError) -> None:
+        self.attempts += 1
+        self.asked.add(server)
+        self.unlucky += failure.remedy is Remedy.LUCK
+        if failure.remedy is Remedy.ANOTHER_SERVER:
+            self.refused.add(server)
+
+    def hopeless(self, servers: int) -> bool:
+        return self.unlucky >= MOST_FAILURES or len(self.refused) >= min(2, servers)
+
+
+class HttpReward:
+    """Judges each prompt group with one request to one of several servers that give the same answers.
+
+    A group may take `timeout` seconds from when it is first sent, all attempts and pauses together; while another
+    server is left to ask, an attempt gets half of what remains. Belongs to one event loop.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, timeout: float, api_key: str | None = None, max_concurrency: int = 32
+    ) -> None:
+        """`api_key` goes to every server as a bearer token; at most `max_concurrency` requests at once to each."""
+        self._timeout = timeout
+        self._api_key = "".join(
+            (api_key or "").split()
+        )  # a token has no spaces, but files of tokens end in a line break
+        self._pool = ServerPool([endpoint(url) for url in urls], max_concurrency=max_concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self._random = random.Random()  # pauses are no part of what a seed fixes
+        self._said_repeated = False
+
+    async def start(self) -> None:
+        """Raises RewardError when no server can be reached."""
+        servers = self._pool.servers
+        problems = await asyncio.gather(*(self._look_at(server) for server in servers))
+        if all(problems):
+            raise RewardError(f"--reward.remote_url: no reward server can be reached: {'; '.join(map(str, problems))}")
+        for server, problem in zip(servers, problems, strict=True):
+            if problem:
+                self._pool.failed(server, problem, times=DOWN_AFTER)
+
+    async def score(self, request: RewardRequest) -> Sequence[Reward]:
+        values = await self._values(request)
+        if values.repeated and not self._said_repeated:
+            self._said_repeated = True
+            logger.warning(
+                "a reward server answered with one number for %d samples, so each gets it; it is asked once per "
+                "prompt, with all samples of the prompt",
+                len(request.queries),
+            )
+        return Reward.each(values)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _values(self, request: RewardRequest) -> RewardValues:
+        body, count = _encode(request), len(request.queries)
+        effort = _Effort(left=self._timeout)
+        while True:
+            try:
+                async with self._pool.turn(
+                    count, patience=effort.left, not_first=effort.asked, never=effort.refused
+                ) as turn:
+                    effort.left -= turn.waited
+                    before = time.monotonic()
+                    try:
+                        return await self._attempt(turn.server, body, count, seconds=self._share(turn.server, effort))
+                    except AttemptError as error:
+                        failure = error
+            except NoServerError:
+                raise self._all_down(request) from None
+            effort.left -= time.monotonic() - before
+            effort.note(turn.server, failure)
+            pause = self._pause(turn.server, failure, effort)
+            if effort.hopeless(len(self._pool.servers)) or effort.left <= pause:
+                times = "1 attempt" if effort.attempts == 1 else f"{effort.attempts} attempts"
+                raise RewardError(
+                    f"{request.name}: {failure} (given up after {times} in {self._timeout - effort.left:.1f} s; "
+                    f"--reward.timeout {self._timeout:g})"
+                ) from failure
+            await asyncio.sleep(pause)
+            effort.left -= pause
+
+    def _share(self, server: Server, effort: _Effort) -> float:
+        """Seconds for an attempt at `server`: half of what is left while there is another one to ask."""
+        return effort.left / 2 if self._pool.rested(except_for=effort.asked | {server}) else effort.left
+
+    def _pause(self, server: Server, failure: AttemptError, effort: _Effort) -> float:
+        """Seconds before the next attempt, after one at `server`: none if another server can be asked."""
+        if self._pool.rested(except_for=effort.asked) or failure.retry_after is not None:
+            return 0.0
+        effort.asked = {server}  # a new round: the others come first
+        effort.rounds += 1
+        return min(FIRST_PAUSE * 2 ** (effort.rounds - 1), LONGEST_PAUSE) * self._random.uniform(0.5, 1.5)
+
+    async def _attempt(self, server: Server, body: bytes, count: int, *, seconds: float) -> RewardValues:
+        """One request. Keeps the pool informed. Raises AttemptError."""
+        try:
+            async with asyncio.timeout(seconds):
+                values = await self._post(server.url, body, count)
+        except AttemptError as error:
+            failure = error
+        except aiohttp.ConnectionTimeoutError:
+            failure = AttemptError(f"{server.url}: no connection in {CONNECT_SECONDS:g} s", Remedy.TIME)
+        except TimeoutError:
+            failure = AttemptError(f"{server.url} did not answer in {seconds:.3g} s", Remedy.LUCK)
+        except (aiohttp.ClientError, OSError) as error:
+            failure = AttemptError(f"{server.url}: {_described(error)}", Remedy.TIME)
+        else:
+            self._pool.worked(server)
+            return values
+        if failure.retry_after is not None:
+            self._pool.rest(server, failure.retry_after, str(failure))
+        elif failure.blame:
+            self._pool.failed(server, str(failure))
+        raise failure
+
+    async def _post(self, url: str, body: bytes, count: int) -> RewardValues:
+        # A redirect would carry the key to another host, and turn POST into GET.
+        async with self._client().post(url, data=body, allow_redirects=False) as response:
+            raw = await response.read()
+        status = response.status
+        shown = self._shown(raw)
+        if not 200 <= status < 300:
+            text = f"{url} answered {status} {response.reason}: {shown}"
+            if 300 <= status < 400:
+                text = f"{url} answered {status}: it leads to {response.headers.get('Location', 'nowhere')}; name that"
+            wish = response.headers.get("Retry-After")
+            if status == 429 or (status == 503 and wish):
+                raise AttemptError(text, Remedy.TIME, retry_after=_retry_after(wish))
+            if status in (502, 503, 504):
+                raise AttemptError(text, Remedy.TIME)
+            if status >= 500 or status == 408:
+                raise AttemptError(text, Remedy.LUCK)
+            raise AttemptError(text, Remedy.ANOTHER_SERVER, blame=status in (401, 403, 404, 405) or status < 400)
+        try:
+            return parse_rewards(json.loads(raw), count=count)
+        except RewardValueError as error:
+            raise AttemptError(f"{url}: what it answered cannot be used: {error}", Remedy.LUCK) from None
+        except (ValueError, RecursionError):
+            raise AttemptError(f"{url} answered something that is not JSON: {shown}", Remedy.LUCK) from None
+
+    async def _look_at(self, server: Server) -> str | None:
+        """Why the server cannot be reached. Any answer will do, even that there is no /health."""
+        parts = urlsplit(server.url)
+        try:
+            async with (
+                asyncio.timeout(REACH_SECONDS),
+                self._client().get(urlunsplit((parts.scheme, parts.netloc, "/health", "", "")), allow_redirects=False),
+            ):
+                return None
+        except TimeoutError:
+            # Somebody who accepts connections and is busy: the first request will tell.
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            if await _accepts_connections(parts.hostname, port):
+                return None
+            return f"{server.url}: no connection in {REACH_SECONDS:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"{server.url}: {_described(error)}"
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"Content-Type": "application/json"}
+            if self._api_key:
+                headers["Authorization"] = f"Bearer {self._api_key}"
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                # How many requests go out at once is the pool's business, how long they take the attempt's.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            )
+        return self._session
+
+    def _shown(self, raw: bytes) -> str:
+        text = " ".join(raw.decode(errors="replace").split())
+        if self._api_key:
+            text = text.replace(self._api_key, "<redacted>")
+        return text[:SHOWN_CHARACTERS] or "(nothing)"
+
+    def _all_down(self, request: RewardRequest) -> RewardError:
+        servers = self._pool.servers
+        which = f"all {len(servers)} reward servers are" if len(servers) > 1 else "the reward server is"
+        reasons = "; ".join(server.reason for server in servers if server.reason)
+        return RewardError(f"{request.name}: {which} down or busy: {reasons} (--reward.timeout {self._timeout:g})")
+
+
+def endpoint(url: str) -> str:
+    """The address that is asked: the URL as given, with `/get_reward` where it has no path."""
+    parts = urlsplit(url)
+    return url if parts.path.strip("/") else urlunsplit(parts._replace(path=DEFAULT_PATH))
+
+
+def _encode(request: RewardRequest) -> bytes:
+    lists = {"query": request.queries, "prompts": request.prompts, "labels": request.labels}
+    try:
+        return json.dumps(lists, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{request.name}: its label cannot be sent to a reward server as JSON: {error}") from error
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds, from the header's two forms; a pause of our own where it is missing or makes no sense."""
+    try:
+        seconds = float(value or FIRST_PAUSE)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(value or "") - datetime.now(UTC)).total_seconds()
+        except (TypeError, ValueError):
+            seconds = FIRST_PAUSE
+    return min(max(0.0, seconds), LONGEST_RETRY_AFTER)
+
+
+async def _accepts_connections(host: str | None, port: int) -> bool:
+    try:
+        async with asyncio.timeout(1.0):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:  # TimeoutError is one
+        return False
+    writer.close()
+    return True
+
+
+def _described(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

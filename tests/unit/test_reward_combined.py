@@ -1,0 +1,111 @@
+"""Several rewards as one: weighted by hand."""
+
+import asyncio
+
+import pytest
+
+from openrlhf.config.models import RewardEntry
+from openrlhf.rewards.base import Reward, RewardError, RewardRequest
+from openrlhf.rewards.combined import CombinedReward
+from openrlhf.trainers.reward_sources import source_names
+
+REQUEST = RewardRequest(queries=("qa", "qb"), prompts=("q", "q"), labels=("", ""), name="prompt 3")
+
+
+class Source:
+    """Gives what it was made with, or raises it; writes down what happens to it."""
+
+    def __init__(self, *rewards, seconds=0.0, error=None):
+        self.rewards = [r if isinstance(r, Reward) else Reward(reward=r) for r in rewards]
+        self.seconds = seconds
+        self.error = error
+        self.events = []
+
+    async def start(self):
+        self.events.append("start")
+
+    async def score(self, request):
+        self.events.append("score")
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.events.append("cancelled")
+            raise
+        if self.error:
+            raise self.error
+        return self.rewards
+
+    async def close(self):
+        self.events.append("close")
+        if self.error:
+            raise self.error
+
+
+def combine(*sources, weights, names="abc"):
+    combined = CombinedReward(dict(zip(names, sources, strict=False)), weights)
+    return asyncio.run(combined.score(REQUEST))
+
+
+def test_rewards_are_a_weighted_sum():
+    """Sample 1: 0.7·1 + 0.3·4 = 1.9; sample 2: 0.7·2 + 0.3·(−2) = 0.8."""
+    judged = combine(Source(1, 2), Source(4, -2), weights=[0.7, 0.3])
+    assert [r.reward for r in judged] == pytest.approx([1.9, 0.8])
+    assert [r.extra_logs for r in judged] == [{"reward_a": 1, "reward_b": 4}, {"reward_a": 2, "reward_b": -2}]
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights", "score"),
+    [
+        ((1.0, 0.0), (3.0, 1.0), 0.75),
+        ((1.0, None), (3.0, 1.0), 1.0),
+        ((None, None), (3.0, 1.0), None),
+        ((1.0, 0.5), (1.0, -1.0), 0.75),
+        ((1.0, 0.5), (0.0, 1.0), 0.5),
+        ((1.0, None), (0.0, 1.0), None),
+    ],
+)
+def test_scores_are_a_mean_and_stay_between_0_and_1(scores, weights, score):
+    """(3·1 + 1·0) / 4 = 0.75. A source without scores has no say, nor has one without weight."""
+    sources = [Source(Reward(reward=0, score=s), Reward(reward=0, score=s)) for s in scores]
+    assert [r.score for r in combine(*sources, weights=weights)] == [score, score]
+
+
+def test_logs_keep_their_names_unless_they_are_taken():
+    one = Reward(reward=1, extra_logs={"length": 5, "format": 1})
+    two = Reward(reward=2, extra_logs={"length": 6})
+    judged = combine(Source(one, one), Source(two, two), weights=[1, 1])
+    assert judged[0].extra_logs == {"length": 5, "format": 1, "length_b": 6, "reward_a": 1, "reward_b": 2}
+
+
+def test_one_that_fails_fails_the_group_and_ends_the_others():
+    slow = Source(1, 1, seconds=60)
+    with pytest.raises(RewardError, match="boom"):
+        combine(slow, Source(error=RewardError("boom")), weights=[1, 1])
+    assert slow.events == ["score", "cancelled"]
+
+
+def test_they_judge_at_the_same_time():
+    async def main():
+        combined = CombinedReward({"a": Source(1, 1, seconds=0.2), "b": Source(1, 1, seconds=0.2)}, [1, 1])
+        await asyncio.wait_for(combined.score(REQUEST), 0.35)
+
+    asyncio.run(main())
+
+
+def test_start_and_close_reach_all():
+    sources = [Source(error=RewardError("boom")), Source(1, 1)]
+    combined = CombinedReward({"a": sources[0], "b": sources[1]}, [1, 1])
+    asyncio.run(combined.start())
+    with pytest.raises(RewardError, match="boom"):
+        asyncio.run(combined.close())
+    assert [source.events for source in sources] == [["start", "close"]] * 2
+
+
+def test_names_in_metrics():
+    entries = (
+        RewardEntry("function", ("rewards/math.py",)),
+        RewardEntry("function", ("other/math.py",)),
+        RewardEntry("http", ("http://host:5000/get_reward", "http://other:5000/get_reward")),
+        RewardEntry("model", ("org/reward-model",)),
+    )
+    assert source_names(entries) == ["math", "math_2", "host_5000", "reward-model"]
