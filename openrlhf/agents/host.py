@@ -411,11 +411,8 @@ class HostProcess:
 
     def _start_clock(self, call: _Pending) -> None:
         if call.timeout is not None:
-            self._set_deadline(call, time.monotonic() + call.timeout)
-
-    def _set_deadline(self, call: _Pending, deadline: float) -> None:
-        call.deadline = deadline
-        self._soonest = min(self._soonest, deadline)
+            call.deadline = time.monotonic() + call.timeout
+            self._soonest = min(self._soonest, call.deadline)
 
     def _on_reply(self, process: _Process, message: Any) -> None:
         match message:
@@ -451,14 +448,16 @@ class HostProcess:
         """Nobody waits for it. It leaves when the host says so, and has its time to do so."""
         if self._process is None or self._running.get(call.id) is not call:
             return  # `_dispatch` passes it over
-        _give_up_asks(call)
-        self._start_clock(call)
+        for asked in call.asks.values():
+            asked.cancel()
         self._process.outbox.put(pickle.dumps(Cancel(call.id)))
 
     # ------------------------------------------------------------------------------------ asks
 
     def _on_ask(self, process: _Process, call: _Pending, ask: Ask) -> None:
         if call.answer.cancelled():
+            refusal = Refused(ask.id, Failure("CancelledError", "nobody waits for its call", ""))
+            process.outbox.put(pickle.dumps(refusal))
             return
 
         def send(message: Part | Answered | Refused) -> None:  # on the caller's loop
@@ -582,16 +581,16 @@ class HostProcess:
 
     def _suspect(self, calls: Sequence[_Pending]) -> None:
         """One of them did it, most likely one that was not waiting for an answer. Who did wait is believed once."""
-        believed = [call for call in calls if call.asks and not call.spared]
-        if len(believed) == len(calls):
-            believed = []
+        everybody_waited = all(call.asks for call in calls)
+        believed = []
         for call in calls:
-            if call not in believed:
+            if call.asks and not call.spared and not everybody_waited:
+                call.spared = True
+                believed.append(call)
+            else:
                 call.suspect = True
                 _give_up_asks(call)
                 self._suspects.append(call)
-        for call in believed:
-            call.spared = True
         self._run_again(believed)
 
     def _run_again(self, calls: Sequence[_Pending]) -> None:

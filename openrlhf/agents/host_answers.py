@@ -10,9 +10,9 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.agents.host_messages import Answered, Ask, Part, Refused, describe
+from openrlhf.agents.host_messages import Answered, Ask, Failure, Part, Refused, describe
 
-_under_way: set[asyncio.Task[None]] = set()
+_under_way: set[asyncio.Task[Answered | Refused]] = set()
 """An event loop does not keep its tasks alive by itself."""
 
 
@@ -25,7 +25,10 @@ class Answers:
 
 
 class Asked:
-    """One ask that is being answered. `start` and `cancel` may be called from any thread, in this order."""
+    """One ask that is being answered. `start` and `cancel` may be called from any thread, in this order.
+
+    `send` gets the parts, if any, and one last word, on the loop; after `cancel` too.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Asked:
         self._loop = loop
         self._context = context
         self._send = send
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Answered | Refused] | None = None
 
     def start(self) -> None:
         self._on_loop(self._start)
@@ -56,23 +59,30 @@ class Asked:
     def _start(self) -> None:
         self._task = self._loop.create_task(self._run(), context=self._context)
         _under_way.add(self._task)
-        self._task.add_done_callback(_under_way.discard)
+        self._task.add_done_callback(self._end)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self) -> None:
+    async def _run(self) -> Answered | Refused:
         ask = self._ask
         try:
             args = pickle.loads(ask.args)
             value = await (self._stream(args) if ask.stream else self._answer(args))
-            self._send(Answered(ask.id, pickle.dumps(value)))
-        except asyncio.CancelledError as error:
-            self._send(Refused(ask.id, describe(error)))
-            raise
+            return Answered(ask.id, pickle.dumps(value))
         except Exception as error:
-            self._send(Refused(ask.id, describe(error)))
+            return Refused(ask.id, describe(error))
+
+    def _end(self, task: asyncio.Task[Answered | Refused]) -> None:
+        """Whatever became of the task, the ask gets a last word."""
+        _under_way.discard(task)
+        if task.cancelled():
+            self._send(Refused(self._ask.id, Failure("CancelledError", "the answer was cancelled", "")))
+        elif (error := task.exception()) is not None:
+            self._send(Refused(self._ask.id, describe(error)))
+        else:
+            self._send(task.result())
 
     async def _answer(self, args: tuple[Any, ...]) -> Any:
         if self._answers.answer is None:

@@ -97,10 +97,7 @@ async def run_user(function: Callable[..., Any], *args: Any, thread: bool | None
     """
     call = _call.get()
     if call is None:
-        returned, error = await _outcome(function, args)
-        if error is not None:
-            raise error
-        return returned
+        return _result(await _outcome(function, args))
     return await call.run_user(function, args, own=not _is_async(function) if thread is None else thread)
 
 
@@ -148,8 +145,10 @@ class _Call:
         self.message = call
         self.clock = CallClock(runner.watch)
         self.asks: set[int] = set()
-        self.task: asyncio.Task[None] | Future[Any] | None = None
+        self.task: asyncio.Task[_Outcome] | Future[Any] | None = None
         """What can be cancelled."""
+        self.waiter: asyncio.Task[None] | None = None
+        """What replies when it has ended."""
         self.cancelled = False
         self.ended = False
         self.users_seconds = 0.0
@@ -186,31 +185,25 @@ class _Call:
             # have shown that the function blocks.
             placed = self._place(function, args, own=own)
             if asyncio.get_running_loop() is self._runner.loop:
-                returned, error = await self._runner.loop.create_task(placed, context=context)
-            else:
-                returned, error = await asyncio.wrap_future(
-                    context.run(asyncio.run_coroutine_threadsafe, placed, self._runner.loop)
-                )
+                return _result(await self._runner.loop.create_task(placed, context=context))
+            submitted = context.run(asyncio.run_coroutine_threadsafe, placed, self._runner.loop)
+            return _result(await asyncio.wrap_future(submitted))
         finally:
             self.functions.remove(name)
             seconds = self.clock.without_waits() - began
             self.users_seconds += seconds
             if self.slowest is None or seconds > self.slowest.seconds:
                 self.slowest = Slowest(name, seconds)
-        if error is not None:
-            raise error
-        return returned
 
     async def _place(self, function: Callable[..., Any], args: tuple[Any, ...], *, own: bool) -> _Outcome:
         lane = self._lane_for(own=own)
         if lane is None:
             return await _outcome(function, args)
-        try:
-            return await asyncio.wrap_future(lane.submit(_outcome(function, args)))
-        except (RuntimeError, ValueError) as error:
-            if not own and any(text in str(error) for text in WRONG_LOOP):
-                self.misplaced = function
-            raise
+        outcome: _Outcome = await asyncio.wrap_future(lane.submit(_outcome(function, args)))
+        error = outcome[1]
+        if not own and isinstance(error, RuntimeError | ValueError) and any(text in str(error) for text in WRONG_LOOP):
+            self.misplaced = function
+        return outcome
 
     def _lane_for(self, *, own: bool) -> Lane | None:
         """None: the shared loop. A call that was in a thread first stays there."""
@@ -221,16 +214,15 @@ class _Call:
             self.shared = True
             return None
         if self._lane is None:
-            self._lane = Lane(f"call-{self.message.id}")
+            self._lane = self._runner.take_lane()
         return self._lane
 
-    def end(self) -> Future[None] | None:
-        """Done when users' code of the call has ended. None: it has."""
+    async def end(self) -> None:
+        """Until users' code of the call has ended, however long that takes."""
         self.ended = True
-        if self._lane is None:
-            return None
-        self._lane.close()
-        return self._lane.ended
+        if self._lane is not None:
+            await asyncio.wrap_future(self._lane.clear())
+            self._runner.give_lane(self._lane)
 
 
 class Place(enum.Enum):
@@ -241,7 +233,7 @@ class Place(enum.Enum):
     PINNED = enum.auto()
 
 
-_Outcome = tuple[Any, SystemExit | None]
+_Outcome = tuple[Any, Exception | SystemExit | None]
 
 _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
@@ -254,14 +246,22 @@ def _current(what: str) -> _Call:
 
 
 async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> _Outcome:
-    """SystemExit is returned: a task that raised it would end its loop."""
+    """What it returned or raised. A task that raised SystemExit would end its loop, and a TimeoutError on its way from
+    another thread would lose its traceback."""
     try:
         returned = function(*args)
         if inspect.isawaitable(returned):
             returned = await returned
-    except SystemExit as error:
+    except (Exception, SystemExit) as error:
         return None, error
     return returned, None
+
+
+def _result(outcome: _Outcome) -> Any:
+    returned, error = outcome
+    if error is not None:
+        raise error
+    return returned
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -303,6 +303,15 @@ class CallRunner:
         self._calls: dict[int, _Call] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._ask_ids = itertools.count()
+        self._closed = False
+        self._idle_lanes: list[Lane] = []
+
+    def close(self) -> None:
+        """Threads of lanes end as soon as nothing runs in them. On the loop."""
+        self._closed = True
+        for lane in self._idle_lanes:
+            lane.close()
+        self._idle_lanes.clear()
 
     def handle(self, message: Any) -> None:
         match message:
@@ -334,23 +343,19 @@ class CallRunner:
     def _start(self, call: _Call) -> None:
         context = copy_context()
         context.run(_bind, call)
-        call.task = self.loop.create_task(self._run(call), context=context)
+        task = self.loop.create_task(_outcome(self._invoke, (call,)), context=context)
+        call.task = task
+        call.waiter = self.loop.create_task(self._wait_for(call, task), context=context)
 
-    async def _run(self, call: _Call) -> None:
+    async def _wait_for(self, call: _Call, task: asyncio.Task[_Outcome]) -> None:
+        """Not part of the task, which may be cancelled at any time, even before it has begun."""
+        reply: Done | Failed
         try:
-            reply = self._done(call, await self._invoke(call))
+            reply = self._done(call, _result(await task))
         except BaseException as error:  # sys.exit() in a call fails the call, not the host
-            await self._end(call)
-            self._reply(call, Failed(call.message.id, describe(error)))
-            if isinstance(error, KeyboardInterrupt):
-                raise
-        else:
-            await self._end(call)
-            self._reply(call, reply)
-
-    async def _end(self, call: _Call) -> None:
-        if (ended := call.end()) is not None:
-            await asyncio.wrap_future(ended)
+            reply = Failed(call.message.id, describe(error))
+        await call.end()
+        self._reply(call, reply)
 
     def _run_in_thread(self, call: _Call) -> None:
         _bind(call)
@@ -363,8 +368,7 @@ class CallRunner:
             reply = self._done(call, returned)
         except BaseException as error:
             reply = Failed(call.message.id, describe(error))
-        if (ended := call.end()) is not None:
-            ended.result()
+        asyncio.run_coroutine_threadsafe(call.end(), self.loop).result()
         self._reply(call, reply)
 
     def _invoke(self, call: _Call) -> Any:
@@ -404,6 +408,16 @@ class CallRunner:
         )
 
     # -------------------------------------------------------------------------------- where users' code runs
+
+    def take_lane(self) -> Lane:
+        """On the loop, as `give_lane`."""
+        return self._idle_lanes.pop() if self._idle_lanes else Lane("users-code")
+
+    def give_lane(self, lane: Lane) -> None:
+        if self._closed:
+            lane.close()
+        else:
+            self._idle_lanes.append(lane)
 
     def _on_block(self, function: Callable[..., Any]) -> None:
         if self.place is Place.SHARED:

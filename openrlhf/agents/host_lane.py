@@ -12,11 +12,12 @@ from typing import Any
 
 class Lane:
     """What is submitted may block. Plain functions of a call all meet the same thread, as sqlite connections, browsers
-    and simulators ask for; its coroutines the same loop, which runs on between them."""
+    and simulators ask for; its coroutines the same loop, which runs on between them.
+
+    Costs a few milliseconds to make, so that calls hand theirs on.
+    """
 
     def __init__(self, name: str) -> None:
-        self.ended: Future[None] = Future()
-        """Done when the thread has left users' code."""
         self._closing = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -25,8 +26,12 @@ class Lane:
         """Runs it in a copy of the present context. Cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def clear(self) -> Future[None]:
+        """Done when the thread has left the code of its call, and tasks which that left behind have ended too."""
+        return self.submit(_cancel_others())
+
     def close(self) -> None:
-        """Ends when what runs now has ended, which takes as long as it takes."""
+        """End the thread, when it can."""
         self._closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -35,11 +40,11 @@ class Lane:
         while not self._closing:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task: it ends the task, not the lane
                 self._loop.run_forever()
-        with contextlib.suppress(BaseException):
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
-        self.ended.set_result(None)
+
+
+async def _cancel_others() -> None:
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

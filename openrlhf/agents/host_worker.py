@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from openrlhf.agents.host_calls import AskError, CallRunner, ask, ask_stream, make_service, run_user, say
@@ -28,6 +29,9 @@ __all__ = ["AskError", "ask", "ask_stream", "run_user", "say", "serve"]
 
 EXIT_SECONDS = 1.0
 """How long exit handlers of users' code may take."""
+
+MOST_THREADS = 256
+"""In which `asyncio.to_thread` runs things."""
 
 MOST_FILES = 65536
 """File descriptors a host may have open where the system lets it: each event loop needs three."""
@@ -53,16 +57,19 @@ class _Host:
 
     def run(self, hello: Hello) -> None:
         threading.Thread(target=self._read, name="host-requests", daemon=True).start()
+        loop = self._runner.loop
+        # asyncio.to_thread of users' code waits for no other call's.
+        loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS))
+        asyncio.set_event_loop(loop)
         try:
             self._runner.service = make_service(hello.target, hello.args)
         except BaseException as error:  # SystemExit too: a file that calls sys.exit() has not loaded
             self._reply(describe(error))
             end()
         self._reply(Ready())
-        asyncio.set_event_loop(self._runner.loop)
         while not self._closing:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a user's task: it ends the task, not the host
-                self._runner.loop.run_forever()
+                loop.run_forever()
         end()
 
     def _read(self) -> None:

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class LocalHost:
-    """As `HostProcess`, but users' code runs here: coroutines on the event loop that made the first call, plain
-    functions in threads.
+    """As `HostProcess`, but users' code runs here: coroutines on the event loop that started it, which is also the only
+    one that may call it; plain functions in threads.
 
     No time limit ends anything, a step that blocks the loop blocks the engine too, and a crash is the end of the run.
     What crosses is pickled all the same, so that what works here works there.
@@ -80,13 +80,15 @@ class LocalHost:
             raise
 
     async def close(self) -> None:
-        """What is unanswered gets HostClosedError."""
+        """Cancel what runs. What is unanswered gets HostClosedError."""
         self._closed = True
         for call_id, (answer, _) in self._pending.items():
             if not answer.done():
                 answer.set_exception(HostClosedError(f"{self._name} was closed"))
             if self._runner is not None:
                 self._runner.handle(Cancel(call_id))
+        if self._runner is not None:
+            self._runner.close()
 
     def _made(self) -> CallRunner:
         if self._closed:
@@ -117,7 +119,7 @@ class LocalHost:
                 answer, _ = self._pending.pop(call_id)
                 if not answer.done():
                     answer.set_exception(RemoteError(failure))
-            case Ask(call_id, ask_id):
+            case Ask(call_id):
                 self._on_ask(message, self._pending[call_id][1])
             case Unask(_, ask_id):
                 if asked := self._asks.pop(ask_id, None):
@@ -127,7 +129,8 @@ class LocalHost:
                 logger.warning("%s: %s", self._name, text)
 
     def _on_ask(self, ask: Ask, context: Context) -> None:
-        runner = self._made()
+        assert self._runner is not None
+        runner = self._runner
 
         def send(message: Part | Answered | Refused) -> None:
             if not isinstance(message, Part):

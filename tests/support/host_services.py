@@ -17,9 +17,6 @@ slots = asyncio.Semaphore(2)
 class Episodes:
     """Each method is one kind of episode."""
 
-    def __init__(self):
-        self.loads = 0
-
     async def sum_of_answers(self, number, asks):
         total = 0
         for turn in range(asks):
@@ -67,6 +64,16 @@ class Episodes:
     async def play_twice(self, function):
         return [await run_user(globals()[function]) for _ in range(2)]
 
+    async def construct(self, thread):
+        """Whether something with coroutine methods is made where those run."""
+        return await run_user(in_a_thread, thread=thread)
+
+    async def move_in_the_middle(self):
+        """What the episode makes on its loop it uses on its loop, also when an earlier step has shown that it blocks."""
+        answer = await run_user(_future)
+        await run_user(blocks, 0.15)
+        return await run_user(_resolve, answer)
+
     async def gather(self, function):
         """Users' code that hides in a task of its own."""
 
@@ -107,6 +114,15 @@ async def _asked(*args):
 
 async def _pause(seconds):
     await asyncio.sleep(seconds)
+
+
+async def _future():
+    return asyncio.get_running_loop().create_future()
+
+
+async def _resolve(answer):
+    asyncio.get_running_loop().call_later(0.01, answer.set_result, "resolved")
+    return await answer
 
 
 def in_a_thread():
@@ -153,6 +169,14 @@ async def computes():
     until = time.thread_time() + 0.15
     while time.thread_time() < until:
         pass
+
+
+async def dies():
+    os._exit(3)
+
+
+def times_out():
+    raise TimeoutError("too slow")
 
 
 async def exits():
