@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,9 @@ class EpisodeService:
 class AskingEngine:
     """The engine as a host sees it: every request is asked of the process that has it."""
 
+    any_loop = True
+    """It may be asked from any thread and event loop, in the context of the episode."""
+
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self.version = 0
@@ -67,9 +71,10 @@ class AskingEngine:
         return generation
 
     async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        async for part in ask_stream("stream", list(token_ids), sampling_params):
-            self._note(part)
-            yield part
+        async with contextlib.aclosing(ask_stream("stream", list(token_ids), sampling_params)) as parts:
+            async for part in parts:
+                self._note(part)
+                yield part
 
     def _note(self, generation: Generation) -> None:
         self.version = max(self.version, *generation.versions, 0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.seeds import derive_seed
@@ -14,6 +17,8 @@ from openrlhf.types import FinishReason, Generation, SamplingParams, Segment
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine
+
+T = TypeVar("T")
 
 
 class EngineCall(NamedTuple):
@@ -29,13 +34,21 @@ class EngineCall(NamedTuple):
 
 
 class RecordingEngine:
-    """Given to users' executors as `llm_engine`. One per episode, so that its calls are the episode's."""
+    """Given to users' executors as `llm_engine`. One per episode, so that its calls are the episode's.
+
+    It may be asked from any thread and event loop, a user's own server say: it asks on the episode's behalf.
+    """
+
+    any_loop = True
 
     def __init__(self, engine: Engine, *, sampling_params: SamplingParams, max_length: int) -> None:
         self._engine = engine
         self._episode = sampling_params
         self._max_length = max_length
         self._asked = 0
+        self._context = copy_context()
+        self._loop = None if getattr(engine, "any_loop", False) else _running_loop()
+        """Where the engine must be asked; None: anywhere."""
         self._by_length: dict[int, list[EngineCall]] = defaultdict(list)
         self.calls: list[EngineCall] = []
         """In the order in which they were answered."""
@@ -56,6 +69,35 @@ class RecordingEngine:
         Each call of an episode has randomness of its own: a `seed` that is None or the episode's is made one for this
         call, so that asking the same thing twice gives two samples. Log-probs come whenever the run wants them.
         """
+        prompt_ids, params = self._question(prompt_token_ids, sampling_params, multi_modal_data)
+        with self._noting_failure():
+            generation = await self._on_behalf(self._engine.generate(prompt_ids, params))
+        self.record(EngineCall(prompt_ids, generation))
+        return generation
+
+    async def stream(
+        self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None
+    ) -> AsyncGenerator[Generation]:
+        """`generate` in parts. An answer that is given up before its end is no part of the episode."""
+        prompt_ids, params = self._question(prompt_token_ids, sampling_params, multi_modal_data)
+        parts: list[Generation] = []
+        asked = self._engine.stream(prompt_ids, params)
+        try:
+            while True:
+                with self._noting_failure():
+                    part = await self._on_behalf(_next(asked))
+                if part is None:
+                    break
+                parts.append(part)
+                if part.finish_reason is not None:  # before it is handed out: nobody need ask for more
+                    self.record(EngineCall(prompt_ids, joined(parts)))
+                yield part
+        finally:
+            await self._on_behalf(_close(asked))
+
+    def _question(
+        self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any
+    ) -> tuple[list[int], SamplingParams]:
         prompt_ids = as_token_ids(prompt_token_ids, what="prompt_token_ids")
         params = as_sampling_params(sampling_params, what="sampling_params")
         if multi_modal_data:
@@ -72,13 +114,23 @@ class RecordingEngine:
         self._asked += 1
         params.max_tokens = min(params.max_tokens or room, room)
         params.logprobs = params.logprobs or self._episode.logprobs
+        return prompt_ids, params
+
+    async def _on_behalf(self, asking: Coroutine[Any, Any, T]) -> T:
+        """Its result, run in the episode's context and where the engine can be asked."""
+        here = asyncio.get_running_loop()
+        context = self._context.copy()
+        if self._loop is None or self._loop is here:
+            return await here.create_task(asking, context=context)
+        return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, asking, self._loop))
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
         try:
-            generation = await self._engine.generate(prompt_ids, params)
+            yield
         except Exception as error:
             self.failure = error
             raise
-        self.record(EngineCall(prompt_ids, generation))
-        return generation
 
     def record(self, call: EngineCall) -> None:
         """Remember a call as it is now: users' code may go on writing to the lists it was given."""
@@ -118,25 +170,59 @@ class RecordingEngine:
         return Generation(token_ids=token_ids[start:end], logprobs=logprobs, versions=versions, finish_reason=reason)
 
 
-def segments_from_calls(calls: Sequence[EngineCall], *, reward: float | None = None) -> tuple[Segment, ...]:
-    """The token histories behind an episode's calls, in order; the reward stands once, on the very last action token.
+def joined(parts: Sequence[Generation]) -> Generation:
+    """The generation that was streamed in these parts."""
+    logprobs: list[float] | None = []
+    for part in parts:
+        if part.token_ids:
+            logprobs = None if logprobs is None or part.logprobs is None else logprobs + part.logprobs
+    return Generation(
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=logprobs,
+        versions=[version for part in parts for version in part.versions],
+        finish_reason=parts[-1].finish_reason,
+        stop_reason=parts[-1].stop_reason,
+        text="".join(part.text for part in parts),
+    )
 
-    A call whose prompt begins with all that the call before it read and wrote goes on with that segment: what is new in
-    the prompt is an observation. Any other call begins a segment: the client has rewritten its history.
+
+def segments_from_calls(calls: Sequence[EngineCall], *, reward: float | None = None) -> tuple[Segment, ...]:
+    """The token histories behind an episode's calls, each where its last call was; the reward stands once, on the very
+    last action token.
+
+    A call whose prompt begins with all that a segment has so far goes on with it (the longest such): what is new in the
+    prompt is an observation. Any other call begins a segment: the client has rewritten its history, or keeps several.
 
         a b → C,  a b C d → E,  a d → F    gives    a b C d E    and    a d F    (sampled tokens in capitals)
+        a → B,    x → Y,    a B c → D      gives    x Y          and    a B c D
     """
     recorders: list[TokenRecorder] = []
-    history: list[int] = []
     for call in calls:
         if not call.generation.token_ids:
             continue
-        if recorders and call.prompt_ids[: len(history)] == history:
-            recorders[-1].append_observation(call.prompt_ids[len(history) :])
+        open_ = [r for r in recorders if call.prompt_ids[: len(r)] == r.token_ids]
+        recorder = max(open_, key=len, default=None)
+        if recorder is None:
+            recorder = TokenRecorder(call.prompt_ids)
         else:
-            recorders.append(TokenRecorder(call.prompt_ids))
-        recorders[-1].append_action(call.generation)
-        history = call.token_ids
+            recorders.remove(recorder)
+            recorder.append_observation(call.prompt_ids[len(recorder) :])
+        recorder.append_action(call.generation)
+        recorders.append(recorder)
     if recorders and reward is not None:
         recorders[-1].reward_turn(reward)
     return tuple(recorder.segment() for recorder in recorders)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    with contextlib.suppress(RuntimeError):
+        return asyncio.get_running_loop()
+    return None
+
+
+async def _next(parts: AsyncGenerator[T]) -> T | None:
+    return await anext(parts, None)
+
+
+async def _close(parts: AsyncGenerator[Any]) -> None:
+    await parts.aclose()

@@ -99,6 +99,20 @@ def test_a_rewritten_history_begins_a_segment_and_the_reward_stands_once():
     assert segments[1].turn_rewards[-1] == 1.0
 
 
+def test_conversations_that_take_turns_are_a_segment_each():
+    """Two helpers of one program; the one that was answered last comes last, with the reward."""
+    segments = segments_from_calls(
+        [call("ab", "C"), call("xy", "Z"), call("abCd", "E"), call("xyZw", "V"), call("abCdEf", "G")], reward=1.0
+    )
+    assert shown(segments) == ["xyZwV", "abCdEfG"]
+    assert segments[1].turn_rewards.tolist() == [0.0] * 6 + [1.0]
+
+
+def test_of_histories_that_begin_alike_the_longest_goes_on():
+    segments = segments_from_calls([call("a", "B"), call("aB", "C"), call("a", "B"), call("aBCd", "E")])
+    assert shown(segments) == ["aB", "aBCdE"]
+
+
 def test_the_same_question_again_is_a_segment_of_its_own():
     assert shown(segments_from_calls([call("ab", "C"), call("ab", "D")])) == ["abC", "abD"]
 
@@ -119,8 +133,8 @@ def test_answers_without_tokens_leave_no_trace():
     )
 )
 def test_every_sampled_token_is_an_action_once_after_the_tokens_it_was_sampled_after(steps):
-    """Random clients that either go on or begin anew. The action tokens of all segments are the answers, in order; and
-    before each of them stands its prompt."""
+    """Random clients that either go on or begin anew. Every answer is an action once, of the segment whose tokens before
+    it are its prompt; the last answer ends the last segment, and the reward stands there."""
     calls, history = [], []
     for turn, (goes_on, observation, answer) in enumerate(steps):
         prompt = (history if goes_on else [9]) + observation or [9]
@@ -134,12 +148,16 @@ def test_every_sampled_token_is_an_action_once_after_the_tokens_it_was_sampled_a
         )
         history = calls[-1].token_ids
     segments = segments_from_calls(calls, reward=1.0)
-    sampled = [t for s in segments for t in s.token_ids[s.action_mask].tolist()]
-    assert sampled == [t for one in calls for t in one.generation.token_ids]
+    turns = []
     for segment in segments:
-        for turn in set(segment.versions.tolist()) - {-1}:
-            first = segment.versions.tolist().index(turn)
+        versions = segment.versions.tolist()
+        for turn in sorted(set(versions) - {-1}):
+            first = versions.index(turn)
             assert segment.token_ids[:first].tolist() == calls[turn].prompt_ids
+            assert segment.token_ids[segment.versions == turn].tolist() == calls[turn].generation.token_ids
+            turns.append(turn)
+    assert sorted(turns) == list(range(len(calls)))
+    assert turns[-1] == len(calls) - 1
     assert sum(segment.turn_rewards.sum().item() for segment in segments) == 1.0
     assert segments[-1].turn_rewards[-1] == 1.0
 
