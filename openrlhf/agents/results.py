@@ -36,6 +36,15 @@ class Start(NamedTuple):
     images: tuple[Any, ...] = ()
 
 
+class Judgement(NamedTuple):
+    """What users' code thinks of an episode."""
+
+    reward: float | None
+    """None: somebody else judges it."""
+    score: float | None
+    extra_logs: dict[str, float]
+
+
 def parse_reset(returned: Any) -> Start:
     """From {"observation": text}. Raises BadValueError."""
     found = _dict(returned, of="reset", expected='{"observation": text}')
@@ -85,9 +94,9 @@ def parse_episode(
     """
     expected = '{"observation_tokens": ids, "action_ranges": [(start, end), …], "reward": number or None, …}'
     found = _dict(returned, of="execute", expected=expected)
-    _require(found, "reward", of="execute", expected=expected, remedy="; None if somebody else judges the episode")
-    reward = None if found["reward"] is None else as_number(found["reward"], what="execute's 'reward'")
-    scores, truncated, kept = found.get("scores"), found.get("truncated"), found.get("images")
+    judged = _judgement(found, of="execute", expected=expected)
+    reward = judged.reward
+    truncated, kept = found.get("truncated"), found.get("images")
     given = [key for key in ("observation_tokens", "action_ranges") if found.get(key) is not None]
     if len(given) == 2:
         tokens = _tokens_given(found, reward=reward, engine=engine, max_length=max_length)
@@ -102,11 +111,17 @@ def parse_episode(
         truncated=tokens.cut
         or (tokens.truncated if truncated is None else as_flag(truncated, what="execute's 'truncated'")),
         reward=reward,
-        score=reward if scores is None else as_number(scores, what="execute's 'scores'"),
-        extra_logs=as_logs(found.get("extra_logs"), what="execute's 'extra_logs'"),
+        score=judged.score,
+        extra_logs=judged.extra_logs,
         images=tuple(images or ()) if kept is None else as_images(kept, what="execute's 'images'"),
         unexplained=tokens.unexplained,
     )
+
+
+def parse_judgement(returned: Any, *, of: str) -> Judgement:
+    """From {"reward", "scores", "extra_logs"}, which the function `of` returned. Raises BadValueError."""
+    expected = '{"reward": number or None, "scores": number, "extra_logs": {name: number}}'
+    return _judgement(_dict(returned, of=of, expected=expected), of=of, expected=expected)
 
 
 def describe_episode(episode: Episode, *, prompt: str, label: Any) -> dict[str, Any]:
@@ -127,6 +142,17 @@ def describe_episode(episode: Episode, *, prompt: str, label: Any) -> dict[str, 
         "truncated": episode.truncated,
         "images": list(episode.images),
     }
+
+
+def _judgement(found: Mapping[Any, Any], *, of: str, expected: str) -> Judgement:
+    _require(found, "reward", of=of, expected=expected, remedy="; None if somebody else judges the episode")
+    reward = None if found["reward"] is None else as_number(found["reward"], what=f"{of}'s 'reward'")
+    scores = found.get("scores")
+    return Judgement(
+        reward=reward,
+        score=reward if scores is None else as_number(scores, what=f"{of}'s 'scores'"),
+        extra_logs=as_logs(found.get("extra_logs"), what=f"{of}'s 'extra_logs'"),
+    )
 
 
 class _Tokens(NamedTuple):
@@ -192,12 +218,17 @@ def _tokens_of_calls(found: Mapping[Any, Any], *, reward: float | None, engine: 
     segments = segments_from_calls(engine.calls, reward=reward)
     if not segments:
         raise BadValueError("execute returned no 'observation_tokens' and never called llm_engine.generate")
-    last = segments[-1]
     return _Tokens(
         segments=segments,
-        answer_ids=last.token_ids[int(last.action_mask.int().argmax()) :].tolist(),
+        answer_ids=after_prompt(segments[-1]),
         truncated=engine.calls[-1].generation.finish_reason is FinishReason.LENGTH,
     )
+
+
+def after_prompt(segment: Segment) -> list[int]:
+    """Its tokens from the first action on."""
+    ids: list[int] = segment.token_ids[int(segment.action_mask.int().argmax()) :].tolist()
+    return ids
 
 
 def _ranges(value: Any, *, num_tokens: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """A user's `AgentExecutor` class, in any of the shapes that documents show, as something that plays episodes.
 
                       made                                       plays
-MultiTurnAgentExecutor, SingleTurnAgentExecutor
+MultiTurnAgentExecutor, SingleTurnAgentExecutor, OpenAIServerAgentExecutor
                       once, without arguments                    our own `play`
 execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)
                       once, without arguments                    returns the documented dict
@@ -22,6 +22,7 @@ from openrlhf.agents.base import AgentExecutorBase, Episode, Player
 from openrlhf.agents.host_calls import run_user
 from openrlhf.agents.legacy import MANY_STEPS, WIRES, wired
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
 from openrlhf.agents.recording_engine import RecordingEngine
 from openrlhf.agents.results import parse_episode
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
@@ -190,7 +191,7 @@ def _lacks_execute(cls: type) -> bool:
 
 def _plays(cls: type) -> bool:
     """Whether its `execute` is our own."""
-    ours = (SingleTurnAgentExecutor.execute, MultiTurnAgentExecutor.execute)
+    ours = (SingleTurnAgentExecutor.execute, MultiTurnAgentExecutor.execute, OpenAIServerAgentExecutor.execute)
     return getattr(cls, "execute", None) in ours
 
 

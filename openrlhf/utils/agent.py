@@ -2,6 +2,13 @@
 
 from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 
-__all__ = ["AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor", "SingleTurnAgentExecutor"]
+__all__ = [
+    "AgentExecutorBase",
+    "AgentInstanceBase",
+    "MultiTurnAgentExecutor",
+    "OpenAIServerAgentExecutor",
+    "SingleTurnAgentExecutor",
+]

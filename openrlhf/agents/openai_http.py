@@ -1,0 +1,272 @@
+"""The HTTP side of the OpenAI-compatible server: one per process, for all its episodes.
+
+    GET  /health
+    GET  /v1/models
+    POST /tokenize              {"prompt": text} or {"messages": […]} → {"count", "max_model_len", "tokens"}
+    POST /v1/chat/completions
+
+Each is also there under `/session/<id>`, which says whose request it is; otherwise the header `X-Session-Id` does, or
+the field `session_id` of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from openrlhf.agents.openai_protocol import (
+    MODEL,
+    ApiError,
+    ChatRequest,
+    chat_completion,
+    chunk,
+    parse_chat_request,
+    token_ids,
+    usage,
+    write_calls,
+    write_logprobs,
+)
+from openrlhf.agents.openai_session import ChatSession, Delta, Turn
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 32 << 20
+"""Of a request."""
+MOST_SESSIONS = 4096
+HOST = "127.0.0.1"
+NO_RETRY = {"X-Should-Retry": "false"}
+"""To clients: asking again gives the same."""
+
+
+class AgentServer:
+    """Listens on a free port of this machine only, from when it is made until it is forgotten.
+
+    In a thread with an event loop of its own: an agent that blocks the loop it runs on, with a client that is not
+    async, is answered all the same.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, ChatSession] = {}
+        self._loop = asyncio.new_event_loop()
+        # Bound right here, so that requests wait from now on, even if the thread is late.
+        listening = socket.create_server((HOST, 0), backlog=1024)
+        self.port: int = listening.getsockname()[1]
+        app = _App(self._sessions).app()
+        threading.Thread(target=_serve, args=(self._loop, app, listening), name="openai-server", daemon=True).start()
+        weakref.finalize(self, _stop, self._loop)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def open(self, session: ChatSession) -> None:
+        if len(self._sessions) >= MOST_SESSIONS:
+            raise RuntimeError(f"more than {MOST_SESSIONS} episodes at once on one server")
+        self._sessions[session.id] = session
+
+    async def close(self, session: ChatSession) -> None:
+        """Requests under way are given up; later ones find no session."""
+        self._sessions.pop(session.id, None)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_give_up(session), self._loop))
+
+
+def _serve(loop: asyncio.AbstractEventLoop, app: web.Application, listening: socket.socket) -> None:
+    asyncio.set_event_loop(loop)
+    # A client that goes away cancels its request.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    loop.run_until_complete(runner.setup())
+    loop.run_until_complete(web.SockSite(runner, listening).start())
+    loop.run_forever()
+    loop.run_until_complete(runner.cleanup())
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):  # closed already
+        loop.call_soon_threadsafe(loop.stop)
+
+
+async def _give_up(session: ChatSession) -> None:
+    tasks = list(session.tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _App:
+    """The routes. All on the server's loop."""
+
+    def __init__(self, sessions: dict[str, ChatSession]) -> None:
+        self._sessions = sessions
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_errors_as_objects])
+        for prefix in ("", "/session/{session}"):
+            app.router.add_get(f"{prefix}/health", self._health)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/tokenize", self._tokenize)
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await _read(request)
+        # All sessions have the same tokenizer.
+        session = self._session(request, body, otherwise=next(iter(self._sessions.values()), None))
+        if "messages" in body:
+            ids = session.prompt(parse_chat_request(body)).token_ids
+        elif isinstance(body.get("prompt"), str):
+            special = body.get("add_special_tokens", True)
+            ids = session.tokenizer(body["prompt"], add_special_tokens=bool(special))["input_ids"]
+        else:
+            raise ApiError("give prompt (text) or messages")
+        return web.json_response({"count": len(ids), "max_model_len": session.max_length, "tokens": ids})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await _read(request)
+        session = self._session(request, body)
+        chat = parse_chat_request(body)
+        task = asyncio.current_task()
+        assert task is not None
+        session.tasks.add(task)
+        try:
+            turn = session.begin(chat)
+            if chat.stream:
+                return await _Stream(request, session, chat, turn).send()
+            return web.json_response(_whole(session, chat, turn, await turn.whole()))
+        finally:
+            session.tasks.discard(task)
+
+    def _session(
+        self, request: web.Request, body: dict[str, Any], *, otherwise: ChatSession | None = None
+    ) -> ChatSession:
+        """`otherwise` serves when the request names none."""
+        name = request.match_info.get("session") or request.headers.get("X-Session-Id") or body.get("session_id")
+        if name is None and otherwise is not None:
+            return otherwise
+        if not isinstance(name, str):
+            raise ApiError(
+                "the request names no session: use the episode's base URL, /session/<id>/v1, or the field session_id"
+            )
+        session = self._sessions.get(name)
+        if session is None:
+            raise ApiError(f"there is no session {name}, or it has ended", status=404, code="session_not_found")
+        return session
+
+
+def _whole(session: ChatSession, chat: ChatRequest, turn: Turn, answer: Delta) -> dict[str, Any]:
+    assert answer.reply is not None
+    assert answer.finish_reason is not None
+    return chat_completion(
+        id=session.next_id(),
+        model=chat.model,
+        content=answer.reply.content,
+        tool_calls=answer.reply.tool_calls,
+        finish_reason=answer.finish_reason,
+        prompt_ids=turn.prompt.token_ids,
+        completion_ids=turn.written,
+        logprobs=_logprobs(session, chat, answer),
+    )
+
+
+def _logprobs(session: ChatSession, chat: ChatRequest, answer: Delta) -> dict[str, Any] | None:
+    if not chat.logprobs or answer.part.logprobs is None:
+        return None
+    return write_logprobs(session.tokenizer, answer.part.token_ids, answer.part.logprobs)
+
+
+class _Stream:
+    """One answer as server-sent events."""
+
+    def __init__(self, request: web.Request, session: ChatSession, chat: ChatRequest, turn: Turn) -> None:
+        self._request = request
+        self._session = session
+        self._chat = chat
+        self._turn = turn
+        self._id = session.next_id()
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+    async def send(self) -> web.StreamResponse:
+        await self._response.prepare(self._request)
+        try:
+            await self._chunk({"role": "assistant", "content": ""})
+            async with contextlib.aclosing(self._turn.parts()) as parts:
+                async for part in parts:
+                    await self._part(part)
+            if self._chat.include_usage:
+                await self._chunk(None, usage=usage(self._turn.prompt.token_ids, self._turn.written))
+            await self._event("[DONE]")
+        except ConnectionError:
+            pass  # the client has gone; what it asked for is given up
+        except Exception as error:
+            with contextlib.suppress(ConnectionError):
+                await self._event(json.dumps(_failure(error).body))
+        return self._response
+
+    async def _part(self, part: Delta) -> None:
+        logprobs = _logprobs(self._session, self._chat, part)
+        if part.content or (logprobs and part.reply is None):
+            await self._chunk({"content": part.content}, logprobs=logprobs)
+            logprobs = None
+        if part.reply is None:
+            return
+        for index, call in enumerate(write_calls(part.reply.tool_calls, id=self._id)):
+            await self._chunk({"tool_calls": [{"index": index, **call}]})
+        await self._chunk(
+            {},
+            finish_reason=part.finish_reason,
+            logprobs=logprobs,
+            token_ids=token_ids(self._turn.prompt.token_ids, self._turn.written),
+        )
+
+    async def _chunk(self, delta: dict[str, Any] | None, **others: Any) -> None:
+        await self._event(json.dumps(chunk(id=self._id, model=self._chat.model, delta=delta, **others)))
+
+    async def _event(self, data: str) -> None:
+        await self._response.write(f"data: {data}\n\n".encode())
+
+
+async def _read(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.text())
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the request is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError("the request must be a JSON object")
+    return body
+
+
+@web.middleware
+async def _errors_as_objects(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        refused = error
+    except web.HTTPException as error:  # no such path, too large
+        refused = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+    except Exception as error:
+        refused = _failure(error)
+    return web.json_response(refused.body, status=refused.status, headers=NO_RETRY)
+
+
+def _failure(error: Exception) -> ApiError:
+    """What went wrong here and not in the request. The episode is told too, by the engine's record or this log."""
+    logger.debug("a request failed", exc_info=error)
+    return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")

@@ -1,0 +1,178 @@
+"""One episode's conversations with the policy: requests in, answers out, every token accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, NamedTuple
+
+from openrlhf.agents.chat_history import ChatHistory, ChatPrompt, TemplateError
+from openrlhf.agents.openai_protocol import ApiError, ChatRequest
+from openrlhf.agents.recording_engine import RecordingEngine
+from openrlhf.agents.seeds import derive_seed
+from openrlhf.agents.tool_calls import GrowingReply, Reply
+from openrlhf.types import FinishReason, Generation, SamplingParams
+
+
+class Delta(NamedTuple):
+    """What is new in an answer that is being written."""
+
+    content: str
+    part: Generation
+    reply: Reply | None
+    """All of it, with the last part."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """In OpenAI's words."""
+        if self.reply is None:
+            return None
+        if self.part.finish_reason is not FinishReason.STOP:
+            return "length"
+        return "tool_calls" if self.reply.tool_calls else "stop"
+
+
+class Turn:
+    """One request that can be answered."""
+
+    def __init__(self, session: ChatSession, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams) -> None:
+        self._session = session
+        self._request = request
+        self._params = params
+        self.prompt = prompt
+        self.written: list[int] = []
+        """Tokens so far."""
+
+    async def whole(self) -> Delta:
+        """The answer in one piece."""
+        with self._session.answering():
+            generation = await self._session.engine.generate(self.prompt.token_ids, self._params)
+            growing = GrowingReply(tools=self._request.calls_tools)
+            return self._end(generation, growing, before=growing.feed(generation.text))
+
+    async def parts(self) -> AsyncGenerator[Delta]:
+        """The answer as it is written. Closing the iterator gives it up."""
+        growing = GrowingReply(tools=self._request.calls_tools)
+        with self._session.answering():
+            stream = self._session.engine.stream(self.prompt.token_ids, self._params)
+            async with contextlib.aclosing(stream) as parts:
+                async for part in parts:
+                    content = growing.feed(part.text)
+                    if part.finish_reason is not None:
+                        yield self._end(part, growing, before=content)
+                    else:
+                        self.written += part.token_ids
+                        yield Delta(content, part, None)
+
+    def _end(self, last: Generation, growing: GrowingReply, *, before: str) -> Delta:
+        self.written += last.token_ids
+        rest, reply = growing.finish()
+        self._session.history.remember(self.prompt, self.written, reply)
+        return Delta(before + rest, last, reply)
+
+
+class ChatSession:
+    """What the server knows of one episode."""
+
+    def __init__(
+        self,
+        engine: RecordingEngine,
+        tokenizer: Any,
+        *,
+        sampling_params: SamplingParams,
+        max_length: int,
+        max_turns: int | None = None,
+        client_sampling: bool = True,
+    ) -> None:
+        """
+        Args:
+            engine: the episode's own, which remembers the calls.
+            sampling_params: the run's. Requests may ask for fewer tokens, never for more.
+            max_length: most tokens of a prompt and its answer.
+            max_turns: most answers.
+            client_sampling: whether requests may choose how answers are sampled.
+        """
+        self.id = secrets.token_urlsafe(12)
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.history = ChatHistory(tokenizer)
+        self.tasks: set[asyncio.Task[Any]] = set()
+        """Requests under way, on the server's loop."""
+        self.foreign_sampling: dict[str, Any] = {}
+        """What requests have asked for that is not the run's."""
+        self.refused_for_length = False
+        """Whether the last request met a limit before it was answered."""
+        self._params = sampling_params
+        self._max_turns = max_turns
+        self._client_sampling = client_sampling
+        self._under_way = 0
+        self._requests = 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit cut an answer short, or refused the last request."""
+        reasons = (call.generation.finish_reason for call in self.engine.calls)
+        return self.refused_for_length or any(reason is FinishReason.LENGTH for reason in reasons)
+
+    def next_id(self) -> str:
+        self._requests += 1
+        return f"chatcmpl-{self.id}-{self._requests}"
+
+    def begin(self, request: ChatRequest) -> Turn:
+        """Whatever can be wrong with a request is found here. Raises ApiError."""
+        self.refused_for_length = False
+        if self._max_turns is not None and len(self.engine.calls) + self._under_way >= self._max_turns:
+            self.refused_for_length = True
+            raise ApiError(f"the limit of {self._max_turns} turns is met (--max_steps)", code="turn_limit_exceeded")
+        prompt = self.prompt(request)
+        if len(prompt.token_ids) >= self.max_length:
+            self.refused_for_length = True
+            raise ApiError(
+                f"This model's maximum context length is {self.max_length} tokens. However, your messages resulted in "
+                f"{len(prompt.token_ids)} tokens. Please reduce the length of the messages.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return Turn(self, request, prompt, self._sampling(request))
+
+    def prompt(self, request: ChatRequest) -> ChatPrompt:
+        """What the engine would read. Raises ApiError."""
+        try:
+            return self.history.prompt(request.conversation)
+        except TemplateError as error:
+            raise ApiError(str(error), param="messages") from error
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    def _sampling(self, request: ChatRequest) -> SamplingParams:
+        run = self._params
+        foreign = {name: value for name, value in request.sampling.items() if value != getattr(run, name)}
+        self.foreign_sampling |= foreign
+        changes: dict[str, Any] = dict(foreign) if self._client_sampling else {}
+        if request.max_tokens is not None:
+            changes["max_tokens"] = min(request.max_tokens, run.max_tokens or request.max_tokens)
+        if request.stop:
+            changes["stop"] = request.stop
+        if request.seed is not None and self._client_sampling:
+            # The samples of a prompt must differ, whatever seed the program has written into it.
+            changes["seed"] = request.seed if run.seed is None else derive_seed(run.seed, "client", request.seed)
+        try:
+            return run.copy(
+                **changes,
+                # Calls may be spelled with special tokens.
+                skip_special_tokens=not request.calls_tools,
+                include_stop_str_in_output=False,
+                detokenize=True,
+                logprobs=request.logprobs or run.logprobs,
+            )
+        except ValueError as error:
+            raise ApiError(str(error)) from error

@@ -1,0 +1,573 @@
+"""The real `openai` client against the server: what it is told, what is recorded, what happens when things go wrong."""
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import json
+import socket
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from chat_model import CALCULATOR, Speaker, chat_model, chat_tokenizer, learn_by_heart
+
+from openrlhf.agents.openai_http import MOST_BYTES
+from openrlhf.agents.user_calls import AgentError, AgentResultError
+from openrlhf.models.policy import Policy
+from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.types import PackedTokens, SamplingParams
+from openrlhf.utils.agent import OpenAIServerAgentExecutor
+
+TOKENIZER = chat_tokenizer()
+EXAMPLE = Path(__file__).parents[2] / "examples" / "python" / "agent_func_openai_server_executor.py"
+HI = [{"role": "user", "content": "hi"}]
+CALL = 'I add.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+3"}}\n</tool_call>'
+
+
+class Program(OpenAIServerAgentExecutor):
+    """An agent made of one coroutine function of a client, whose result is kept."""
+
+    def __init__(self, body, **settings):
+        super().__init__()
+        self.body = body
+        self.result = None
+        vars(self).update(settings)
+
+    async def run_agent(self, prompt, label, base_url):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            self.result = await self.body(client)
+        return {"reward": 1.0}
+
+
+def play(program, engine, *, max_length=500, max_steps=None, **params):
+    """The episode, and what the program found."""
+    if not isinstance(program, OpenAIServerAgentExecutor):
+        program = Program(program)
+    params = SamplingParams(**{"seed": 7} | params)
+
+    async def main():
+        return await program.play("hi", "5", params, max_length, TOKENIZER, engine, max_steps=max_steps)
+
+    return asyncio.run(main()), getattr(program, "result", None)
+
+
+def create(client, messages=HI, **fields):
+    return client.chat.completions.create(model="any", messages=messages, **fields)
+
+
+class TestReplies:
+    def test_a_reply_is_openais_with_the_tokens_behind_it(self):
+        engine = Speaker(TOKENIZER, "the answer")
+        episode, reply = play(lambda client: create(client, logprobs=True), engine)
+        choice = reply.choices[0]
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+            "assistant",
+            "the answer",
+            "stop",
+        )
+        asked = engine.asked[0][0]
+        written = [*engine.spell("the answer"), TOKENIZER.eos_token_id]
+        assert reply.token_ids == {"prompt_token_ids": asked, "completion_token_ids": written}
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(asked), len(written))
+        assert reply.model == "any"
+        assert [item.token for item in choice.logprobs.content] == [*"the answer", "<|im_end|>"]
+        assert [item.logprob for item in choice.logprobs.content] == [-i / 100 for i in range(11)]
+        assert choice.logprobs.content[0].bytes == [ord("t")]
+        (segment,) = episode.segments
+        assert segment.token_ids.tolist() == asked + written
+        assert segment.turn_rewards.tolist() == [0.0] * (len(segment) - 1) + [1.0]
+        assert episode.text == "hithe answer<|im_end|>"
+        assert not episode.truncated
+
+    def test_a_stream_comes_while_it_is_sampled(self):
+        """Two chunks with content are there before the last token, and what they say is what was said."""
+        engine = Speaker(TOKENIZER, "the answer is 12", seconds_per_token=0.01)
+
+        async def body(client):
+            chunks, sampled = [], []
+            async for chunk in await create(client, stream=True, stream_options={"include_usage": True}, logprobs=True):
+                chunks.append(chunk)
+                sampled.append(engine.sampled)
+            return chunks, sampled
+
+        episode, (chunks, sampled) = play(body, engine)
+        written = [*engine.spell("the answer is 12"), TOKENIZER.eos_token_id]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        with_content = [i for i, chunk in enumerate(chunks) if chunk.choices and chunk.choices[0].delta.content]
+        assert sampled[with_content[1]] < len(written)
+        assert "".join(chunks[i].choices[0].delta.content for i in with_content) == "the answer is 12"
+        *_, last, usage = chunks
+        assert last.choices[0].finish_reason == "stop"
+        assert last.token_ids["completion_token_ids"] == written
+        assert usage.choices == []
+        assert usage.usage.completion_tokens == len(written)
+        logprobs = [c.choices[0].logprobs.content for c in chunks if c.choices and c.choices[0].logprobs]
+        assert [item.logprob for items in logprobs for item in items] == [-i / 100 for i in range(len(written))]
+        assert episode.segments[0].token_ids.tolist()[-len(written) :] == written
+
+    def test_calls_of_tools(self):
+        async def body(client):
+            return await create(client, tools=[CALCULATOR])
+
+        _, reply = play(body, Speaker(TOKENIZER, CALL))
+        choice = reply.choices[0]
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I add."
+        assert (call.type, call.function.name) == ("function", "calculator")
+        assert json.loads(call.function.arguments) == {"expression": "2+3"}
+
+    @pytest.mark.parametrize("fields", [{}, {"tools": [CALCULATOR], "tool_choice": "none"}])
+    def test_nothing_is_a_call_where_no_tools_are(self, fields):
+        _, reply = play(lambda client: create(client, **fields), Speaker(TOKENIZER, CALL))
+        assert reply.choices[0].message.tool_calls is None
+        assert "calculator" in reply.choices[0].message.content
+        assert reply.choices[0].finish_reason == "stop"
+
+    def test_streamed_calls_come_at_the_end(self):
+        async def body(client):
+            return [chunk.choices[0] async for chunk in await create(client, tools=[CALCULATOR], stream=True)]
+
+        _, choices = play(body, Speaker(TOKENIZER, CALL))
+        assert "".join(choice.delta.content or "" for choice in choices) == "I add."
+        (call,) = (call for choice in choices for call in choice.delta.tool_calls or ())
+        assert (call.index, call.function.name) == (0, "calculator")
+        assert choices[-1].finish_reason == "tool_calls"
+
+    def test_models_and_tokens(self):
+        async def body(client):
+            models = [model.id async for model in await client.models.list()]
+            root = str(client.base_url).split("/session")[0]
+            tokens = await client.post(f"{root}/tokenize", body={"prompt": "hi"}, cast_to=object)
+            chat = await client.post(f"{root}/tokenize", body={"messages": HI}, cast_to=object)
+            health = await client.get(f"{root}/health", cast_to=object)
+            await create(client)
+            return models, tokens, chat, health
+
+        engine = Speaker(TOKENIZER, "yes")
+        _, (models, tokens, chat, health) = play(body, engine)
+        assert models == ["policy"]
+        assert tokens["tokens"] == TOKENIZER("hi")["input_ids"]
+        assert (chat["tokens"], chat["count"]) == (engine.asked[0][0], len(engine.asked[0][0]))
+        assert health["status"] == "ok"
+
+
+class TestSampling:
+    def asked(self, *, settings=None, params=None, **fields):
+        engine = Speaker(TOKENIZER, "yes")
+        episode, _ = play(Program(lambda client: create(client, **fields), **settings or {}), engine, **params or {})
+        return engine.asked[0][1], episode
+
+    def test_requests_choose(self):
+        params, _ = self.asked(temperature=0.5, top_p=0.9, stop="\n", max_tokens=2, presence_penalty=0.1)
+        assert (params.temperature, params.top_p, params.presence_penalty) == (0.5, 0.9, 0.1)
+        assert (params.stop, params.max_tokens) == (["\n"], 2)
+
+    def test_what_they_do_not_choose_is_the_runs(self):
+        params, _ = self.asked(params={"temperature": 0.7, "top_k": 5, "max_tokens": 50})
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.7, 5, 50)
+
+    def test_the_runs_limit_holds(self):
+        params, episode = self.asked(params={"max_tokens": 2}, max_completion_tokens=100)
+        assert params.max_tokens == 2
+        assert episode.truncated
+
+    def test_an_executor_may_keep_the_runs_sampling(self):
+        params, _ = self.asked(settings={"client_sampling": False}, temperature=0, seed=3, max_tokens=2)
+        assert (params.temperature, params.max_tokens) == (1.0, 2)
+
+    def test_a_programs_own_seed_differs_between_episodes_and_repeats_within_one(self):
+        def seeds(episode_seed):
+            async def body(client):
+                for seed in (1, 1, 2):
+                    await create(client, seed=seed)
+
+            engine = Speaker(TOKENIZER, "yes")
+            play(body, engine, seed=episode_seed)
+            return [params.seed for _, params in engine.asked]
+
+        first, second = seeds(7), seeds(8)
+        assert first[0] == first[1] != first[2]
+        assert not set(first) & set(second)
+
+    def test_without_one_each_request_has_its_own(self):
+        async def body(client):
+            await create(client)
+            await create(client)
+
+        engine = Speaker(TOKENIZER, "yes")
+        play(body, engine)
+        assert engine.asked[0][1].seed != engine.asked[1][1].seed
+
+
+BAD = [
+    ({"messages": []}, "messages is empty"),
+    ({"messages": "hi"}, "messages must be a list"),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role must be one of"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content[0].type must be text"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be a list"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "arguments is not JSON",
+    ),
+    ({"n": 2}, "ask n times"),
+    ({"temperature": -1}, "temperature must be >= 0"),
+    ({"temperature": "hot"}, "temperature must be >= 0"),
+    ({"max_tokens": 0}, "max_tokens must be >= 1"),
+    ({"max_completion_tokens": "many"}, "max_completion_tokens must be a whole number"),
+    ({"top_logprobs": 5}, "only the sampled token's"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function must be an object"),
+    ({"tools": [CALCULATOR], "tool_choice": "required"}, "nothing here forces a call"),
+    ({"response_format": {"type": "json_object"}}, "nothing here forces a format"),
+    ({"stop": [3]}, "stop must be text"),
+    ({"functions": []}, "use tools"),
+    ({"stream": "yes"}, "stream must be true or false"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
+]
+
+
+class TestErrors:
+    def test_bad_requests_are_named_and_the_episode_goes_on(self):
+        async def body(client):
+            said = []
+            for fields, _ in BAD:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.post("/chat/completions", body={"messages": HI} | fields, cast_to=object)
+                said.append(caught.value.body["message"])
+                assert caught.value.type == "invalid_request_error"
+            await create(client)
+            return said
+
+        episode, said = play(body, Speaker(TOKENIZER, "yes"))
+        for (fields, expected), message in zip(BAD, said, strict=True):
+            assert expected in message, fields
+        assert len(episode.segments) == 1
+
+    def test_paths_sessions_and_bodies_that_are_not_there(self):
+        async def body(client):
+            await create(client)
+            root = str(client.base_url).split("/session")[0]
+            outcomes = []
+            for path, content in [
+                ("/v1/nothing", "{}"),
+                ("/session/none/v1/chat/completions", "{}"),
+                ("/v1/chat/completions", "{}"),
+                ("/v1/chat/completions", "{"),
+                ("/v1/chat/completions", "[]"),
+                ("/v1/chat/completions", " " * (MOST_BYTES + 1)),
+            ]:
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.post(f"{root}{path}", content=content.encode(), cast_to=object)
+                outcomes.append((caught.value.status_code, caught.value.body["message"]))
+            return outcomes
+
+        _, outcomes = play(body, Speaker(TOKENIZER, "yes"))
+        assert [status for status, _ in outcomes] == [404, 404, 400, 400, 400, 413]
+        for expected, (_, message) in zip(
+            ["/v1/nothing", "there is no session none", "names no session", "is not JSON", "JSON object", "Too Large"],
+            outcomes,
+            strict=True,
+        ):
+            assert expected in message
+
+    def test_a_prompt_that_is_too_long_is_refused_as_clients_expect(self):
+        async def body(client):
+            await create(client)
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(client, [{"role": "user", "content": "x" * 400}])
+            return caught.value
+
+        episode, error = play(body, Speaker(TOKENIZER, "yes"), max_length=100)
+        assert error.code == "context_length_exceeded"
+        assert "maximum context length is 100 tokens" in error.message
+        assert episode.truncated
+
+    def test_a_program_that_makes_room_is_not_cut_short(self):
+        async def body(client):
+            with pytest.raises(openai.BadRequestError):
+                await create(client, [{"role": "user", "content": "x" * 400}])
+            await create(client)
+
+        assert not play(body, Speaker(TOKENIZER, "yes"), max_length=100)[0].truncated
+
+    def test_the_turn_limit(self):
+        async def body(client):
+            await create(client)
+            await create(client)
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(client)
+            return caught.value.code
+
+        episode, code = play(body, Speaker(TOKENIZER, "yes"), max_steps=2)
+        assert code == "turn_limit_exceeded"
+        assert episode.truncated
+        assert len(episode.segments) == 2
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_an_engine_that_fails_is_not_the_programs_fault(self, stream):
+        class Broken(Speaker):
+            async def stream(self, token_ids, sampling_params):
+                raise RuntimeError("out of memory")
+                yield
+
+        async def body(client):
+            answer = await create(client, stream=stream)
+            return [chunk async for chunk in answer] if stream else answer
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            play(body, Broken(TOKENIZER, ""))
+
+    def test_a_program_that_fails_is_named(self):
+        async def body(client):
+            await create(client)
+            raise LookupError("no such tool")
+
+        with pytest.raises(AgentError, match=r"test_openai_server\.py:\d+ \(in body\): LookupError: no such tool"):
+            play(body, Speaker(TOKENIZER, "yes"))
+
+    @pytest.mark.parametrize(
+        ("returned", "expected"),
+        [
+            (None, "run_agent returned None"),
+            ({"scores": 1}, "run_agent returned a dict without 'reward'"),
+            ({"reward": "good"}, "run_agent's 'reward' must be one number"),
+            ({"reward": 1, "extra_logs": {"a": "b"}}, "run_agent's 'extra_logs'"),
+        ],
+    )
+    def test_what_run_agent_returns_is_checked(self, returned, expected):
+        class Agent(OpenAIServerAgentExecutor):
+            async def run_agent(self, prompt, label, session_id):
+                return returned
+
+        with pytest.raises(AgentResultError, match=r"test_openai_server\.py:\d+: ") as caught:
+            play(Agent(), Speaker(TOKENIZER, "yes"))
+        assert expected in str(caught.value)
+
+    def test_a_program_that_never_asks(self):
+        async def body(client):
+            pass
+
+        with pytest.raises(AgentResultError, match="the agent never asked the model"):
+            play(body, Speaker(TOKENIZER, "yes"))
+
+
+class TestSessions:
+    def test_a_session_may_be_named_in_three_ways_and_run_agent_may_block(self):
+        """`run_agent` as documents have it: three arguments, a client that is not async."""
+
+        class Agent(OpenAIServerAgentExecutor):
+            def __init__(self):  # does not call ours
+                self.client = openai.OpenAI(base_url=self.base_url, api_key="none", max_retries=0)
+
+            def run_agent(self, prompt, label, session_id):
+                create(self.client, extra_body={"session_id": session_id})
+                create(self.client, extra_headers={"X-Session-Id": session_id})
+                root = self.base_url.removesuffix("/v1")
+                create(self.client.with_options(base_url=f"{root}/session/{session_id}/v1"))
+                self.ended = session_id
+                return {"reward": 0.5, "scores": 1, "extra_logs": {"turns": 3}}
+
+        agent = Agent()
+
+        async def main():
+            # The call has a thread of its own only in a host; here it is lent one.
+            run = agent.run_agent
+            agent.run_agent = lambda prompt, label, session_id: asyncio.to_thread(run, prompt, label, session_id)
+            return await agent.play("hi", "", SamplingParams(), 100, TOKENIZER, Speaker(TOKENIZER, "a", "b", "c"))
+
+        episode = asyncio.run(main())
+        assert len(episode.segments) == 3
+        assert (episode.reward, episode.score, episode.extra_logs) == (0.5, 1.0, {"turns": 3.0})
+        with pytest.raises(openai.NotFoundError, match="there is no session"):
+            create(agent.client, extra_body={"session_id": agent.ended})
+
+    def test_episodes_and_requests_at_once_do_not_mix(self):
+        """16 episodes of 4 concurrent requests on one server: each is answered for its own words, and has 4 segments."""
+
+        class Echo(Speaker):
+            async def stream(self, token_ids, sampling_params):
+                text = TOKENIZER.decode(token_ids).split("user\n")[1].split("<|im_end|>")[0]
+                async for part in Speaker(TOKENIZER, text).stream(token_ids, sampling_params):
+                    yield part
+
+        class Agent(OpenAIServerAgentExecutor):
+            async def run_agent(self, prompt, label, base_url):
+                async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
+                    asked = [f"{prompt}{i}" for i in range(4)]
+                    replies = await asyncio.gather(*(create(client, [{"role": "user", "content": a}]) for a in asked))
+                assert [reply.choices[0].message.content for reply in replies] == asked
+                return {"reward": 1.0}
+
+        async def main():
+            agent = Agent()
+            return await asyncio.gather(
+                *(
+                    agent.play(f"p{i}-", "", SamplingParams(seed=i), 100, TOKENIZER, Echo(TOKENIZER, ""))
+                    for i in range(16)
+                )
+            )
+
+        for index, episode in enumerate(asyncio.run(main())):
+            assert len(episode.segments) == 4
+            assert all(f"p{index}-" in TOKENIZER.decode(segment.token_ids) for segment in episode.segments)
+            assert sum(segment.turn_rewards.sum().item() for segment in episode.segments) == 1.0
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_client_that_goes_away_gives_its_answer_up(self, stream):
+        engine = Speaker(TOKENIZER, "x" * 400, "yes", seconds_per_token=0.005)
+
+        async def body(client):
+            if stream:
+                answer = await create(client, stream=True)
+                async for chunk in answer:
+                    if chunk.choices[0].delta.content:
+                        break
+                await answer.close()
+            else:
+                with contextlib.suppress(openai.APITimeoutError):
+                    await create(client, timeout=0.1)
+            async with asyncio.timeout(5):
+                while not engine.given_up:
+                    await asyncio.sleep(0.01)
+            await create(client)
+
+        episode, _ = play(body, engine)
+        assert engine.given_up == 1
+        assert engine.sampled < 300
+        assert [TOKENIZER.decode(s.token_ids[s.action_mask]) for s in episode.segments] == ["yes<|im_end|>"]
+
+    def test_what_is_under_way_when_the_program_ends_is_given_up(self):
+        engine = Speaker(TOKENIZER, "yes", "x" * 400, seconds_per_token=0.005)
+        left = []
+
+        async def body(client):
+            await create(client)
+            client = client.copy()
+            left.append(asyncio.ensure_future(create(client)))
+            await asyncio.sleep(0.1)
+
+        episode, _ = play(body, engine)
+        assert engine.given_up == 1
+        assert len(episode.segments) == 1
+
+    def test_the_server_ends_with_its_executor(self):
+        program = Program(create)
+        play(program, Speaker(TOKENIZER, "yes"))
+        port = program._server.port
+        threads = {thread for thread in threading.enumerate() if thread.name == "openai-server"}
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        del program
+        gc.collect()
+        for thread in threads:
+            thread.join(timeout=5)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=1)
+
+    def test_a_wrong_signature_is_found_when_it_is_made(self):
+        class Agent(OpenAIServerAgentExecutor):
+            async def run_agent(self, question):
+                pass
+
+        with pytest.raises(Exception, match=r"test_openai_server\.py:\d+: run_agent is called with prompt, label"):
+            Agent()
+
+
+# ------------------------------------------------------------------------------------ a real engine
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def adept(example):
+    """A tiny policy that has learned a dialogue of the example by heart."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = chat_model(TOKENIZER)
+    call = {"name": "calculator", "arguments": {"expression": "2+3"}}
+    messages = [
+        {"role": "system", "content": example.SYSTEM},
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+    learn_by_heart(model, TOKENIZER, TOKENIZER.apply_chat_template(messages, tools=example.TOOLS, tokenize=False))
+    yield model.eval()
+    torch.set_num_threads(threads)
+
+
+COOL = 0.3
+"""Temperature at which a slip of the policy is out of the question."""
+
+
+def rescored(model, segments):
+    with torch.no_grad():
+        return Policy(model)(PackedTokens.from_segments(segments), temperature=COOL).logprobs_A
+
+
+def rollout_logprobs(segments):
+    return torch.cat([segment.rollout_logprobs[segment.action_mask] for segment in segments])
+
+
+class TestRealEngine:
+    def engine(self, model):
+        return EmbeddedEngine(model, TOKENIZER, max_model_len=600, max_batch_size=8)
+
+    def test_the_example_uses_its_tool_and_every_token_is_known(self, adept, example):
+        async def main():
+            engine, agent = self.engine(adept), example.AgentExecutor()
+            return await asyncio.gather(
+                *(
+                    agent.play("2+3?", "5", SamplingParams(seed=i, temperature=COOL), 600, TOKENIZER, engine)
+                    for i in range(2)
+                )
+            )
+
+        episodes = asyncio.run(main())
+        for episode in episodes:
+            (segment,) = episode.segments
+            assert episode.reward == pytest.approx(1.1)
+            assert (episode.score, episode.extra_logs) == (1.0, {"calculations": 1.0})
+            assert int(segment.action_mask.int().diff().eq(1).sum()) == 2  # two turns
+        segments = [segment for episode in episodes for segment in episode.segments]
+        assert torch.allclose(rescored(adept, segments), rollout_logprobs(segments), atol=1e-4)
+
+    def test_streams_tools_and_rewritten_histories(self, adept, example):
+        """A client that streams, calls, and then drops what came before: two segments, the reward once, and the
+        log-probs are those of the tokens."""
+
+        async def body(client):
+            messages = [{"role": "system", "content": example.SYSTEM}, {"role": "user", "content": "2+3?"}]
+            calls = []
+            async for chunk in await create(client, messages, tools=example.TOOLS, stream=True):
+                calls += chunk.choices[0].delta.tool_calls or ()
+            messages.append({"role": "assistant", "content": None, "tool_calls": [calls[0].model_dump()]})
+            messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": "5"})
+            await create(client, messages, tools=example.TOOLS)
+            await create(client, messages[:2], max_tokens=20)
+
+        episode, _ = play(body, self.engine(adept), temperature=COOL)
+        assert [segment.turn_rewards.sum().item() for segment in episode.segments] == [0.0, 1.0]
+        assert torch.allclose(rescored(adept, episode.segments), rollout_logprobs(episode.segments), atol=1e-4)
+
+    def test_chunks_arrive_before_the_last_token_is_sampled(self):
+        engine = self.engine(chat_model(TOKENIZER))
+
+        async def body(client):
+            return [
+                engine.stats.generated_tokens
+                async for chunk in await create(client, stream=True, max_tokens=200, seed=1)
+                if chunk.choices[0].delta.content
+            ]
+
+        _, sampled = play(body, engine)
+        assert sampled[1] < engine.stats.generated_tokens
