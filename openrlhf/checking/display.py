@@ -39,7 +39,7 @@ class Display:
             self._print(Text.assemble(
                 f"\n{shown(call.prompt.text, 60)}", ("  label ", "dim"), shown(repr(call.prompt.label), 30)
             ))  # fmt: skip
-            table = Table(box=None, pad_edge=False, padding=(0, 2))
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
             table.add_column("")
             table.add_column("response", overflow="ellipsis", no_wrap=True, ratio=1)
             for name in ("reward", "score", *logs):
@@ -67,15 +67,15 @@ class Display:
         """The one with most turns in full, then all of them in a line each."""
         self._head(f"{file.name}: AgentExecutor")
         self._episode(max(played, key=lambda p: _turns(p, tokenizer)), tokenizer)
-        table = Table(box=None, pad_edge=False, padding=(0, 2))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("prompt", no_wrap=True)
-        for name in ("sample", "turns", "tokens", "trained on", "reward", "score"):
+        for name in ("sample", "turns", "tokens", "trained", "reward", "score"):
             table.add_column(name, justify="right")
         table.add_column("ended")
         for p in played:
             episode = p.episode
             table.add_row(
-                Text(shown(p.prompt.text, 36)),
+                Text(shown(p.prompt.text, 17)),
                 str(p.sample + 1),
                 str(_turns(p, tokenizer)),
                 str(sum(len(segment) for segment in episode.segments)),
@@ -122,7 +122,7 @@ class Display:
         return text
 
     def _turn_table(self, parts: Sequence[Span]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("")
         for name in ("tokens", "from", "to", "trained on", "reward", "mean log-prob"):
             table.add_column(name, justify="right")
