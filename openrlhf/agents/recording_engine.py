@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from openrlhf.agents.host_calls import AskError
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.values import as_sampling_params, as_token_ids
@@ -74,6 +75,11 @@ class RecordingEngine:
         params.logprobs = params.logprobs or self._episode.logprobs
         try:
             generation = await self._engine.generate(prompt_ids, params)
+        except AskError as error:
+            if error.failure.kind in ("ValueError", "TypeError"):  # what was asked is at fault, not the engine
+                raise ValueError(error.failure.text) from None
+            self.failure = error
+            raise
         except Exception as error:
             self.failure = error
             raise
