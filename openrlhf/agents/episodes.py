@@ -104,11 +104,12 @@ class AgentEpisodes:
         hosts: int,
         step_timeout: float,
         start_timeout: float = 180.0,
+        slow_seconds: float = SLOW_SECONDS,
     ) -> None:
         self._file = Path(settings.agent_file).expanduser().resolve()
         self._engine = engine
         self._step_timeout = step_timeout
-        self._slowest = SLOW_SECONDS
+        self._slowest = slow_seconds
         service = "openrlhf.agents.episode_worker:EpisodeService"
         asked: dict[str, Any] = {"answer": self._answer, "answer_stream": self._answer_stream}
         self._hosts: list[Host] = (

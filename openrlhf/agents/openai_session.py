@@ -150,6 +150,8 @@ class ChatSession:
         self._under_way += 1
         try:
             yield
+        except ValueError as error:  # the engine does not answer such questions
+            raise ApiError(str(error)) from error
         finally:
             self._under_way -= 1
 

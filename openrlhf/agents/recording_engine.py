@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from openrlhf.agents.host_calls import AskError
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.values import as_sampling_params, as_token_ids
@@ -128,6 +129,11 @@ class RecordingEngine:
     def _noting_failure(self) -> Iterator[None]:
         try:
             yield
+        except AskError as error:
+            if error.failure.kind in ("ValueError", "TypeError"):  # what was asked is at fault, not the engine
+                raise ValueError(error.failure.text) from None
+            self.failure = error
+            raise
         except Exception as error:
             self.failure = error
             raise

@@ -99,7 +99,7 @@ def parse_episode(
     truncated, kept = found.get("truncated"), found.get("images")
     given = [key for key in ("observation_tokens", "action_ranges") if found.get(key) is not None]
     if len(given) == 2:
-        tokens = _tokens_given(found, reward=reward, engine=engine, max_length=max_length)
+        tokens = _tokens_given(found, reward=reward, engine=engine, max_length=max_length, vocabulary=len(hf_tokenizer))
     elif given:
         (missing,) = {"observation_tokens", "action_ranges"} - set(given)
         raise BadValueError(f"execute returned '{given[0]}' without '{missing}': give both, or neither")
@@ -169,7 +169,7 @@ class _Tokens(NamedTuple):
 
 
 def _tokens_given(
-    found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine, max_length: int
+    found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine, max_length: int, vocabulary: int
 ) -> _Tokens:
     """From `observation_tokens` and `action_ranges`, compared with the engine's calls."""
     token_ids = as_token_ids(found["observation_tokens"], what="execute's 'observation_tokens'")
@@ -184,12 +184,15 @@ def _tokens_given(
     # The last action token has what no turn has claimed, and what was earned beyond the limit.
     rewards_T[final - 1] += (reward or 0.0) - sum(rewards_T[:final])
 
+    _check_known(token_ids, 0, kept[0][0], vocabulary=vocabulary)
     recorder = TokenRecorder(token_ids[: kept[0][0]])
     unexplained, truncated = 0, False
     for start, end in kept:
+        _check_known(token_ids, len(recorder), start, vocabulary=vocabulary)
         recorder.append_observation(token_ids[len(recorder) : start])
         sampled = engine.explain(token_ids, start, end)
         if sampled is None:
+            _check_known(token_ids, start, end, vocabulary=vocabulary)
             unexplained += 1
             sampled = Generation(
                 token_ids=token_ids[start:end],
@@ -208,6 +211,16 @@ def _tokens_given(
         cut=final < ranges[-1][1],
         unexplained=unexplained,
     )
+
+
+def _check_known(token_ids: Sequence[int], start: int, end: int, *, vocabulary: int) -> None:
+    """Of tokens that the engine has not sampled: a model has no embedding for an id it does not know."""
+    for index in range(start, end):
+        if token_ids[index] >= vocabulary:
+            raise BadValueError(
+                f"execute's 'observation_tokens'[{index}] is {token_ids[index]}, but the tokenizer has {vocabulary} "
+                "tokens"
+            )
 
 
 def _tokens_of_calls(found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine) -> _Tokens:

@@ -50,7 +50,8 @@ def describe_error(error: BaseException, *, file: Path) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if not frames:
         return f"{file}: {what}"
-    inside = "" if frames[-1].name == "<module>" else f" (in {frames[-1].name})"
+    functions = [frame.name for frame in frames if not frame.name.startswith("<")]  # <module>, <listcomp>, <lambda>
+    inside = f" (in {functions[-1]})" if functions else ""
     return f"{file}:{frames[-1].lineno}{inside}: {what}"
 
 
@@ -61,3 +62,14 @@ def public_functions(module: ModuleType) -> list[str]:
         for name, value in vars(module).items()
         if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
+
+
+class LoadedFile:
+    """A file as a service of a host, for those who want to know what it defines."""
+
+    def __init__(self, path: str) -> None:
+        self._module = load_module(path)
+
+    def names(self) -> list[str]:
+        """What stands at its top level, imports included."""
+        return [name for name in vars(self._module) if not name.startswith("__")]

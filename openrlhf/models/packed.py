@@ -45,14 +45,8 @@ class _Group:
         return self.count * self.length
 
 
-class PackedAttention:
-    """Causal attention inside every sequence of the stream that `cu_seqlens` cuts. Holds no state between calls."""
-
-    def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
-        """`cu_seqlens` int32 [N+1], on the device of the tokens; `max_seqlen` the longest of the N."""
-        self.cu_seqlens = cu_seqlens
-        self.max_seqlen = max_seqlen
-        self._groups: list[_Group] | None = None
+class StreamAttention:
+    """A plan over a packed stream: one varlen call where that kernel can, grouped SDPA calls elsewhere."""
 
     def __call__(
         self,
@@ -72,6 +66,24 @@ class PackedAttention:
         else:
             out_THD = self._grouped(q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window, dropout=dropout)
         return out_THD.unsqueeze(0)
+
+    def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
+        raise NotImplementedError
+
+    def _grouped(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None, dropout: float
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+class PackedAttention(StreamAttention):
+    """Causal attention inside every sequence of the stream that `cu_seqlens` cuts. Holds no state between calls."""
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        """`cu_seqlens` int32 [N+1], on the device of the tokens; `max_seqlen` the longest of the N."""
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self._groups: list[_Group] | None = None
 
     def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn

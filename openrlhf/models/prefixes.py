@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from openrlhf.models.packed import attend_rows, grouped_heads_option, varlen_can
+from openrlhf.models.packed import StreamAttention, attend_rows, grouped_heads_option
 from openrlhf.types import PackedTokens
 
 
@@ -119,7 +119,7 @@ class _Group:
         return self.count * self.length
 
 
-class PrefixAttention:
+class PrefixAttention(StreamAttention):
     """Causal attention of each part to its prefix and itself. Holds no state between calls."""
 
     def __init__(self, parts: list[_Part], starts: list[int], *, device: torch.device) -> None:
@@ -128,25 +128,6 @@ class PrefixAttention:
         self._device = device
         self._groups: list[_Group] | None = None
         self._keys: _Keys | None = None
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        dropout: float,
-    ) -> Tensor:
-        """query [1, Hq, U, D], key and value [1, Hkv, U, D] → [1, U, Hq, Dv]."""
-        q_UHD, k_UHD, v_UHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        if varlen_can(q_UHD, v_UHD, dropout=dropout):
-            out_UHD = self._varlen(q_UHD, k_UHD, v_UHD, scaling=scaling, window=sliding_window)
-        else:
-            out_UHD = self._grouped(q_UHD, k_UHD, v_UHD, scaling=scaling, window=sliding_window, dropout=dropout)
-        return out_UHD.unsqueeze(0)
 
     def _varlen(self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         """Keys and values are laid out per part, prefix first; queries stay as they are. The kernel aligns ends."""

@@ -109,7 +109,12 @@ def train(config: RLConfig) -> RunResult:
         reward = source and held.enter_context(_started(source, loop))
         models = load_models(config, device)
         engine = EmbeddedEngine(
-            models.policy.model, tokenizer, max_model_len=config.data.max_len, seed=config.train.seed
+            models.policy.model,
+            tokenizer,
+            max_model_len=config.data.max_len,
+            seed=config.train.seed,
+            # Only an agent comes back to a history it has shown before.
+            reuse_prefixes=config.train.agent_func_path is not None,
         )
         episodes = held.enter_context(_started(_episodes(config, engine, tokenizer), loop))
         runner = EpisodeRunner(episodes=episodes, reward=reward, seed=config.train.seed)

@@ -52,6 +52,18 @@ def run(engine: EmbeddedEngine, requests: list[tuple[list[int], SamplingParams]]
     return asyncio.run(everything())
 
 
+def gap(model, prompt: list[int], result: Generation) -> torch.Tensor:
+    """|log-prob reported - log-prob of one forward over everything|, per sampled token."""
+    ids = torch.tensor([[*prompt, *result.token_ids]], device="cuda")
+    T = ids.shape[1]
+    plan = PackedAttention(torch.tensor([0, T], dtype=torch.int32, device="cuda"), T)
+    logits = model(
+        input_ids=ids, position_ids=torch.arange(T, device="cuda")[None], attention_plan=plan, use_cache=False
+    ).logits[0]
+    expected = torch.log_softmax(logits.float(), -1)[:-1].gather(-1, ids[0, 1:, None])[len(prompt) - 1 :, 0].cpu()
+    return (torch.tensor(result.logprobs) - expected).abs()
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 @torch.no_grad()
@@ -60,18 +72,33 @@ def test_log_probs_equal_a_rescore(family, dtype, tolerance):
     model.set_attn_implementation(ATTENTION)
     engine = EmbeddedEngine(model, None, max_model_len=256, max_batch_size=16)
     requests = [(prompt, SamplingParams(max_tokens=8 + 3 * i)) for i, prompt in enumerate(prompts(40))]
+    results = zip(requests, run(engine, requests), strict=True)
+    gaps = torch.cat([gap(model, prompt, result) for (prompt, _), result in results])
+    assert (gaps.max() if dtype == torch.float32 else gaps.mean()) < tolerance
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@torch.no_grad()
+def test_log_probs_of_later_turns_equal_a_rescore(family, dtype, tolerance):
+    """Each turn goes on where the last one ended, and reads only what is new."""
+    model = make(family, dtype)
+    model.set_attn_implementation(ATTENTION)
+    engine = EmbeddedEngine(model, None, max_model_len=512, max_batch_size=16)
+    histories = prompts(16)
     gaps = []
-    for (prompt, _), result in zip(requests, run(engine, requests), strict=True):
-        ids = torch.tensor([[*prompt, *result.token_ids]], device="cuda")
-        T = ids.shape[1]
-        plan = PackedAttention(torch.tensor([0, T], dtype=torch.int32, device="cuda"), T)
-        logits = model(
-            input_ids=ids, position_ids=torch.arange(T, device="cuda")[None], attention_plan=plan, use_cache=False
-        ).logits[0]
-        expected = torch.log_softmax(logits.float(), -1)[:-1].gather(-1, ids[0, 1:, None])[len(prompt) - 1 :, 0].cpu()
-        gaps.append((torch.tensor(result.logprobs) - expected).abs())
+    for turn in range(4):
+        requests = [(history, SamplingParams(max_tokens=8 + i)) for i, history in enumerate(histories)]
+        results = run(engine, requests)
+        gaps += [gap(model, prompt, result) for (prompt, _), result in zip(requests, results, strict=True)]
+        feedback = prompts(16)[turn:] + prompts(16)[:turn]
+        histories = [
+            [*history, *result.token_ids, *more]
+            for history, result, more in zip(histories, results, feedback, strict=True)
+        ]
     gaps = torch.cat(gaps)
     assert (gaps.max() if dtype == torch.float32 else gaps.mean()) < tolerance
+    assert engine.stats.reused_tokens > engine.stats.prompt_tokens
 
 
 @pytest.mark.parametrize("family", CONFIGS)

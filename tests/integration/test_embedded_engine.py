@@ -26,6 +26,7 @@ from transformers import (
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.packed import PackedAttention
 from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.rollout.embedded.kept import BLOCK, History, KeptHistories
 from openrlhf.rollout.embedded.kv_store import KVStore, LayerShape
 from openrlhf.rollout.embedded.stopping import GrowingText, StopStrings, decode, eos_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams
@@ -475,6 +476,140 @@ def test_closing_a_stream_frees_the_place():
     assert asyncio.run(scenario()) == 7
 
 
+async def converse(engine: EmbeddedEngine, seed: int, *, turns: int = 4, temperature: float = 1.0):
+    """[(prompt, generation)] of an episode whose every turn is answered by 1 … 40 random tokens."""
+    rng = random.Random(seed)
+    tokens = [rng.randrange(1, 256) for _ in range(rng.randint(10, 40))]
+    played = []
+    for turn in range(turns):
+        params = SamplingParams(temperature=temperature, max_tokens=rng.randint(1, 20), seed=100 * seed + turn)
+        generation = await engine.generate(tokens, params)
+        played.append((list(tokens), generation))
+        tokens = [*tokens, *generation.token_ids, *(rng.randrange(1, 256) for _ in range(rng.randint(1, 40)))]
+    return played
+
+
+def play(engine: EmbeddedEngine, seeds: Sequence[int], **kwargs) -> list:
+    return asyncio.run(_gather([converse(engine, seed, **kwargs) for seed in seeds]))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_turn_reads_only_what_is_new(family):
+    """A turn's prompt is known up to the token before the last one sampled, which was never fed."""
+    model = make_model(CONFIGS[family])
+    engine = EmbeddedEngine(model, None, max_model_len=300)
+    (played,) = play(engine, [1])
+    known = [len(prompt) + len(generation.token_ids) - 1 for prompt, generation in played[:-1]]
+    assert engine.stats.reused_tokens == sum(known)
+    assert engine.stats.prompt_tokens == sum(len(prompt) for prompt, _ in played) - sum(known)
+    for prompt, generation in played:
+        assert torch.allclose(torch.tensor(generation.logprobs), rescore(model, prompt, generation), atol=1e-5)
+    assert len(engine._decoder.store.kept) == 1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_conversations_are_the_same_with_and_without_reuse(family):
+    """16 of them, 6 at a time: known beginnings of all lengths are extended in one step, beside new and running rows."""
+    model = make_model(CONFIGS[family])
+    engine, forgetful = (
+        EmbeddedEngine(model, None, max_model_len=300, max_batch_size=6, max_batch_tokens=200, reuse_prefixes=reuse)
+        for reuse in (True, False)
+    )
+    reused, read = play(engine, range(16)), play(forgetful, range(16))
+    for ours, theirs in zip(reused, read, strict=True):
+        for (prompt, mine), (same, plain) in zip(ours, theirs, strict=True):
+            assert (prompt, mine.token_ids) == (same, plain.token_ids)
+            assert mine.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    asked = sum(len(prompt) for conversation in read for prompt, _ in conversation)
+    assert forgetful.stats.prompt_tokens == asked
+    assert forgetful.stats.reused_tokens == 0
+    assert engine.stats.prompt_tokens + engine.stats.reused_tokens == asked
+    assert engine.stats.reused_tokens > asked / 3
+
+
+def test_greedy_turns_equal_generate():
+    model = make_model(CONFIGS["gemma3"])
+    played = play(EmbeddedEngine(model, None, max_model_len=300), range(3), temperature=0.0)
+    model.set_attn_implementation("eager")
+    for prompt, generation in [turn for conversation in played for turn in conversation]:
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(generation.token_ids), do_sample=False
+        )
+        assert generation.token_ids == whole[0, len(prompt) :].tolist()
+
+
+def test_a_history_can_be_continued_in_many_ways():
+    """Four siblings of one continuation share its reading; other continuations, and a rewritten end, start from it too."""
+    model = make_model(CONFIGS["llama"])
+    engine = EmbeddedEngine(model, None, max_model_len=128, max_batch_size=4)
+    prompt = random_prompts(1, longest=70, seed=8)[0][:30]
+    said = generate_all(engine, [prompt], SamplingParams(max_tokens=11, seed=1))[0].token_ids
+    history = [*prompt, *said]
+    after = [[*history, 7, 7, 7]] * 4 + [[*history, 8], [*history, 9, 9], [*history[:35], 1, 2, 3], history]
+    results = generate_all(engine, after, [SamplingParams(max_tokens=6, seed=i) for i in range(len(after))])
+    for begun, result in zip(after, results, strict=True):
+        assert torch.allclose(torch.tensor(result.logprobs), rescore(model, begun, result), atol=1e-5)
+    # 30 the first time; then 3 new ones and the last one said, which was sampled but not read. When the other four get a
+    # place, siblings have finished, which have read the whole history: 1, 2 and 3 new ones, and the last to predict from.
+    assert engine.stats.prompt_tokens == 30 + 4 + 1 + 2 + 3 + 1
+
+
+def test_nothing_is_reused_after_the_weights_changed():
+    model = make_model(CONFIGS["qwen2"])
+    engine = EmbeddedEngine(model, None, max_model_len=128)
+    prompt = list(range(1, 21))
+
+    async def scenario() -> tuple[list[int], Generation]:
+        first = await engine.generate(prompt, SamplingParams(max_tokens=9))
+        across = asyncio.create_task(engine.generate([30, *prompt], SamplingParams(max_tokens=40)))
+        while engine.stats.generated_tokens < 20:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        engine.set_version(1)
+        mixed = await across
+        begun = [*prompt, *first.token_ids, 5, 6]
+        second = await engine.generate(begun, SamplingParams(max_tokens=5))
+        await engine.generate([30, *prompt, *mixed.token_ids, 5, 6], SamplingParams(max_tokens=5))
+        return begun, second
+
+    begun, second = asyncio.run(scenario())
+    assert engine.stats.reused_tokens == 0
+    assert torch.allclose(torch.tensor(second.logprobs), rescore(model, begun, second), atol=1e-5)
+
+
+def test_kept_histories_stay_within_the_memory_of_the_running():
+    """Two rows at a time, twenty conversations that take turns: some are remembered, and the others read again."""
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=300, max_batch_size=2)
+    store = engine._decoder.store
+    play(engine, range(20))
+    assert 0 < store.kept.num_bytes <= store.num_bytes
+    assert store.kept.num_bytes == sum(h.num_bytes for h in store.kept._histories.values())
+    asked = engine.stats.prompt_tokens + engine.stats.reused_tokens
+    assert 0 < engine.stats.reused_tokens < asked
+    engine.release()
+    assert (len(store.kept), store.kept.num_bytes, store.num_bytes) == (0, 0, 0)
+
+
+def test_kept_histories_go_when_a_step_needs_their_memory():
+    model = make_model(CONFIGS["qwen2"])
+    engine = EmbeddedEngine(model, None, max_model_len=128)
+    prompt = list(range(1, 21))
+    expected = generate_all(engine, [prompt], SamplingParams(temperature=0, max_tokens=6))[0].token_ids
+    assert len(engine._decoder.store.kept) == 1
+
+    def out_of_memory(*args) -> None:
+        if len(engine._decoder.store.kept):
+            raise torch.OutOfMemoryError("no room beside the kept histories")
+
+    hook = model.model.layers[1].register_forward_pre_hook(out_of_memory)
+    result = generate_all(engine, [[*prompt, *expected[:3]]], SamplingParams(temperature=0, max_tokens=3))[0]
+    hook.remove()
+    assert result.token_ids == expected[3:]
+
+
 def test_cancelling_frees_the_place():
     engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=512, max_batch_size=2)
 
@@ -609,6 +744,8 @@ def test_a_model_no_plan_can_express_falls_back_to_its_own_cache():
     assert [r.token_ids for r in results] == expected
     again = generate_all(engine, [prompts[0]] * 2, SamplingParams(temperature=0, max_tokens=9))
     assert [r.token_ids for r in again] == [expected[0]] * 2
+    (played,) = play(EmbeddedEngine(model, None, max_model_len=300), [1], turns=2)
+    assert [len(generation.token_ids) > 0 for _, generation in played] == [True, True]
 
     model.set_attn_implementation(ATTENTION)
     with pytest.raises((ValueError, NotImplementedError), match="Gemma2"):
@@ -669,6 +806,65 @@ def test_the_store_keeps_every_history_whatever_moves(operations):
             assert pool.keys[0][slot, 0, : len(history), 0].tolist() == history
             assert pool.values[0][slot, 0, : len(history), 0].tolist() == history
     assert sum(len(pool.rows) for pool in store.pools) == len(histories)
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple), max_size=12), st.integers(0, 120))
+def test_kept_histories_are_found_by_their_longest_common_beginning(sequences, budget):
+    """Tokens 0 and 1, so that beginnings are shared; a byte per token. Where nothing is dropped, nothing is missed."""
+    kept, dropped = KeptHistories(), False
+    for token_ids in sequences:
+        before = {history.token_ids for history in kept._histories.values()}
+        if kept.make_room(token_ids, len(token_ids), budget=budget):
+            kept.add(History(token_ids, {}, {}, len(token_ids)))
+        present = {history.token_ids for history in kept._histories.values()}
+        assert kept.num_bytes == sum(map(len, present)) <= budget
+        dropped |= any(not any(p[: len(b)] == b for p in present) for b in before)
+        for asked in sequences:
+            known = kept.find(asked)
+            common = max((common_length(asked, history) for history in present), default=0)
+            if known is not None:
+                assert known.history.token_ids[: known.length] == asked[: known.length]
+            if not dropped:
+                assert (known.length if known else 0) >= common // BLOCK * BLOCK
+    assert set(kept._by_block.values()) <= set(kept._histories)
+
+
+def test_a_wanted_history_is_not_dropped_for_another():
+    kept = KeptHistories()
+    for first in (1, 2):
+        assert kept.make_room((first,) * 10, 10, budget=25)
+        kept.add(History((first,) * 10, {}, {}, 10))
+    oldest = kept.find((1,) * 10).number
+    kept.find((2,) * 10)
+    assert not kept.make_room((3,) * 20, 20, budget=25, wanted={oldest})
+    assert kept.make_room((3,) * 15, 15, budget=25, wanted={oldest})
+    assert (kept.find((1,) * 10).number, kept.find((2,) * 10)) == (oldest, None)
+
+
+def test_kept_histories_make_room_for_rows():
+    """A store with memory for 8 + 8 slots of 64 tokens, 4 bytes each for keys and values: the second pool needs it all."""
+
+    class SmallStore(KVStore):
+        def _allocate(self, pool, slots: int) -> None:
+            if self.num_bytes + self.kept.num_bytes + slots * pool.capacity * 8 > 3 * 8 * 64 * 8:
+                raise RuntimeError("out of memory")
+            super()._allocate(pool, slots)
+
+    store = SmallStore(
+        {0: LayerShape(1, 1, 1)}, max_rows=16, max_length=256, dtype=torch.float32, device=torch.device("cpu")
+    )
+    store.place([0], length=40)
+    store.keep({0: tuple(range(40))})
+    assert store.kept.find(tuple(range(20))).length == 20
+    store.place([1], length=100)
+    assert store.kept.find(tuple(range(20))) is None
+    with pytest.raises(MemoryError, match="max_batch_size"):
+        store.place([2], length=200)
 
 
 def test_the_store_grows_with_need_and_is_given_back():

@@ -62,6 +62,9 @@ def bpe_tokenizer() -> Any:
 class CharTokenizer:
     """One token per character."""
 
+    def __len__(self) -> int:
+        return 0x110000
+
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
         return {"input_ids": [ord(c) for c in text]}
 

@@ -4,54 +4,13 @@ import asyncio
 import textwrap
 
 import pytest
+from agent_files import HEAD, MULTI_TURN, answer, env, execute
 from scripted_engine import CharTokenizer, says
 
 from openrlhf.agents.user_agent import load_agent
 from openrlhf.agents.user_calls import AgentError, AgentResultError
 from openrlhf.agents.user_file import UserFileError
 from openrlhf.types import SamplingParams
-
-HEAD = """\
-import torch
-from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
-"""
-
-MULTI_TURN = """\
-class AgentExecutor(MultiTurnAgentExecutor):
-    def __init__(self):
-        super().__init__(AgentInstance)
-"""
-
-
-def env(
-    step: str = "return {'rewards': 1, 'done': True}", *, reset: str = "return states", init: str = "self.n = 0"
-) -> str:
-    return f"""\
-class AgentInstance(AgentInstanceBase):
-    def __init__(self):
-        {init}
-    async def reset(self, states):
-        {reset}
-    async def step(self, states):
-        {step}
-{MULTI_TURN}"""
-
-
-def execute(result: str) -> str:
-    return f"""\
-class AgentExecutor(AgentExecutorBase):
-    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
-        ids = hf_tokenizer(prompt)["input_ids"]
-        said = (await llm_engine.generate(ids, sampling_params)).token_ids
-        tokens, ranges = ids + said, [(len(ids), len(ids) + len(said))]
-        {result}
-"""
-
-
-def answer(**changes: str) -> str:
-    given = {"observation_tokens": "tokens", "action_ranges": "ranges", "reward": "1"} | changes
-    return execute("return {" + ", ".join(f"'{key}': {value}" for key, value in given.items()) + "}")
-
 
 LOADING = {
     "no executor": (env().replace("class AgentExecutor", "class Executor"), None, "defines no class AgentExecutor; it has AgentInstance, Executor"),
@@ -126,6 +85,7 @@ RETURNING = {
     "tokens that are text": (answer(observation_tokens="prompt"), 4, "execute's 'observation_tokens' must be token ids, got text: 'ask' (str)"),
     "tokens that are floats": (answer(observation_tokens="[1.5, 2]"), 4, "execute's 'observation_tokens'[0] must be a token id, got 1.5 (float)"),
     "a negative token": (answer(observation_tokens="[-100, *tokens]"), 4, "execute's 'observation_tokens'[0] must be a token id, got -100"),
+    "a token nobody knows": (answer(observation_tokens="[0x110000, *tokens[1:]]"), 4, "execute's 'observation_tokens'[0] is 1114112, but the tokenizer has 1114112 tokens"),
     "a single number for ranges": (answer(action_ranges="3"), 4, "execute's 'action_ranges' must be a list of (start, end) pairs, got 3 (int)"),
     "ranges that are no pairs": (answer(action_ranges="[3, 5]"), 4, "execute's 'action_ranges'[0] must be a (start, end) pair of token indices, got 3 (int)"),
     "no ranges": (answer(action_ranges="[]"), 4, "execute's 'action_ranges' is empty: an episode without an action teaches nothing"),

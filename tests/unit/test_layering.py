@@ -44,7 +44,14 @@ def test_a_heavy_library_is_imported_in_one_place(library):
 
 
 @pytest.mark.parametrize(
-    "module", ["openrlhf.config", "openrlhf.cli.main", "openrlhf.cli.demo", "openrlhf.observability.progress"]
+    "module",
+    [
+        "openrlhf.config",
+        "openrlhf.cli.main",
+        "openrlhf.cli.demo",
+        "openrlhf.cli.check",
+        "openrlhf.observability.progress",
+    ],
 )
 def test_light_modules_import_no_torch(module):
     code = f"import sys, {module}; assert not {{'torch', 'transformers', 'datasets'}} & set(sys.modules)"

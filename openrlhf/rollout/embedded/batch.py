@@ -30,6 +30,8 @@ class Request:
     stop: StopStrings | None = None
     progress: asyncio.Event | None = None
     """Set after each of its tokens, for whoever streams it."""
+    wanted: int | None = None
+    """Number of the kept history that it will begin with, as far as one can tell while it waits."""
     row: int | None = None
     """Where it runs; None while it waits."""
     prompt_version: int = field(default=-1)

@@ -1,18 +1,18 @@
 """One step of every running row in one packed forward.
 
-    stream   d d d d d d | p p p p p | p p p        d: the last token of a decoding row, p: tokens of a new prompt
-    logits             *           *       *        at each sequence's last token only
+    stream   d d d d d d | p p p p p | p p p | e e e    d: the last token of a decoding row, p: tokens of a new prompt,
+    logits   * * * * * *           *       *       *    e: of one whose beginning is known; * predictions that are kept
 
 The plan stores the new keys and values and attends: decoding rows to their own history, pool by pool of the
-store; prompts to themselves, causally, as in a training forward.
+store; prompts to themselves, causally, as in a training forward; prompts with a known beginning to it and themselves.
 
 Shapes: T stream tokens, n rows of a pool, H key-value heads, G query heads per key-value head, D head
-dimension, L the longest history of the pool, R sequences, V vocabulary.
+dimension, L the longest history of the pool, E the most new tokens of a row, R sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openrlhf.models.packed import PackedAttention
+from openrlhf.rollout.embedded.kept import Known
 from openrlhf.rollout.embedded.kv_store import KVStore, Pool
+
+_MAX_SCORES = 2**24
+"""Most attention scores, per head, of prompts with a known beginning that are read in one call."""
 
 
 class Prefill(NamedTuple):
@@ -29,9 +33,20 @@ class Prefill(NamedTuple):
 
     row: int
     token_ids: np.ndarray
-    """int64 [P]"""
+    """int64 [P]: the prompt, without what is known of it."""
     siblings: tuple[int, ...] = ()
     """Rows with the same prompt: they get a copy of what it leaves."""
+    known: Known | None = None
+    """Its beginning, as `Decoder.recall` gave it."""
+
+    @property
+    def before(self) -> int:
+        return 0 if self.known is None else self.known.length
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole prompt."""
+        return self.before + len(self.token_ids)
 
 
 class StepLogits(NamedTuple):
@@ -58,8 +73,23 @@ class Decoder(Protocol):
         """Forget these rows."""
         ...
 
+    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
+        """Remember these rows, by the tokens they have been fed, after they are removed: as long as memory allows.
+
+        What is `wanted` (numbers of `Known`) does not make room for them.
+        """
+        ...
+
+    def recall(self, prompt: tuple[int, ...]) -> Known | None:
+        """The longest beginning of a prompt that is remembered; never all of it, for its last token is to predict."""
+        ...
+
+    def forget(self) -> None:
+        """The weights have changed: what is remembered of rows that are gone is worthless."""
+        ...
+
     def clear(self) -> None:
-        """Forget every row and give the memory back."""
+        """Forget everything and give the memory back."""
         ...
 
 
@@ -77,22 +107,29 @@ class PackedDecoder:
         # Pools gain the new rows below; what decodes now is what is there before.
         decoding = [np.array(pool.rows) for pool in pools]
         # Equal lengths side by side: their attention is one call, their keys land in neighbouring slots.
-        prefills = sorted(prefills, key=lambda prefill: len(prefill.token_ids))
+        fresh = sorted((p for p in prefills if p.known is None), key=lambda prefill: prefill.length)
+        extended = sorted(
+            (p for p in prefills if p.known is not None),
+            key=lambda prefill: (store.pool_index(prefill.length), len(prefill.token_ids)),
+        )
+        prefills = [*fresh, *extended]
         for prefill in prefills:
-            store.place([prefill.row], length=len(prefill.token_ids))
+            store.place([prefill.row], length=prefill.length)
         for prefill in prefills:
-            store.place(prefill.siblings, length=len(prefill.token_ids))
+            store.place(prefill.siblings, length=prefill.length)
+        for prefill in extended:
+            store.restore(prefill.known, prefill.row)  # type: ignore[arg-type]
 
         rows = np.concatenate([*decoding, np.empty(0, np.int64)])
         prompts = [prefill.token_ids for prefill in prefills]
-        plan = DecodePlan(store, pools=pools, decoding=decoding, prompts=prefills)
         ends = len(rows) + np.cumsum([len(p) for p in prompts], dtype=np.int64)
-        logits = self._forward(
-            token_ids=np.concatenate([last_tokens[rows], *prompts]),
-            position_ids=np.concatenate([store.lengths[rows], *(np.arange(len(p)) for p in prompts)]),
-            keep=np.concatenate([np.arange(len(rows)), ends - 1]) if prompts else None,
-            plan=plan,
-        )
+        inputs = {
+            "token_ids": np.concatenate([last_tokens[rows], *prompts]),
+            "position_ids": np.concatenate([store.lengths[rows], *(np.arange(p.before, p.length) for p in prefills)]),
+            "keep": np.concatenate([np.arange(len(rows)), ends - 1]) if prompts else None,
+            "plan": DecodePlan(store, pools=pools, decoding=decoding, fresh=fresh, extended=extended),
+        }
+        logits = self._forward_or_make_room(inputs)
         store.lengths[rows] += 1
         return self._with_siblings(rows, prefills, logits)
 
@@ -104,8 +141,28 @@ class PackedDecoder:
     def remove(self, rows: Sequence[int]) -> None:
         self.store.remove(rows)
 
+    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
+        self.store.keep(histories, wanted=wanted)
+
+    def recall(self, prompt: tuple[int, ...]) -> Known | None:
+        known = self.store.kept.find(prompt)
+        return known and known._replace(length=min(known.length, len(prompt) - 1))
+
+    def forget(self) -> None:
+        self.store.kept.clear()
+
     def clear(self) -> None:
         self.store.clear()
+
+    def _forward_or_make_room(self, inputs: dict[str, Any]) -> Tensor:
+        """Again without the kept histories, if they were in the way: a plan stores the same thing twice."""
+        try:
+            return self._forward(**inputs)
+        except torch.OutOfMemoryError:
+            if not self.store.kept:
+                raise
+        self.store.kept.clear()
+        return self._forward(**inputs)
 
     def _forward(
         self, *, token_ids: np.ndarray, position_ids: np.ndarray, keep: np.ndarray | None, plan: DecodePlan
@@ -127,7 +184,7 @@ class PackedDecoder:
         all_rows = [*rows.tolist(), *(prefill.row for prefill in prefills)]
         for index, prefill in enumerate(prefills, start=len(rows)):
             if prefill.siblings:
-                self.store.copy(prefill.row, prefill.siblings, length=len(prefill.token_ids))
+                self.store.copy(prefill.row, prefill.siblings, length=prefill.length)
                 order += [index] * len(prefill.siblings)
                 all_rows += prefill.siblings
         if len(order) > len(logits):
@@ -139,7 +196,13 @@ class DecodePlan:
     """The attention of one step. Made for one forward call; knows where each stream token's keys belong."""
 
     def __init__(
-        self, store: KVStore, *, pools: Sequence[Pool], decoding: Sequence[np.ndarray], prompts: Sequence[Prefill]
+        self,
+        store: KVStore,
+        *,
+        pools: Sequence[Pool],
+        decoding: Sequence[np.ndarray],
+        fresh: Sequence[Prefill],
+        extended: Sequence[Prefill],
     ) -> None:
         self._parts: list[_PoolPart] = []
         start = 0
@@ -149,9 +212,9 @@ class DecodePlan:
         self._prompt_start = start
         self._prompt_slots: list[tuple[Pool, int, int, int]] = []
         """(pool, first slot, prompts, length) of neighbours that share pool and length."""
-        for prefill in prompts:
+        for prefill in fresh:
             pool, slot = store.slot(prefill.row)
-            length = len(prefill.token_ids)
+            length = prefill.length
             if self._prompt_slots:
                 previous, first, count, same = self._prompt_slots[-1]
                 if previous is pool and same == length and first + count == slot:
@@ -159,10 +222,16 @@ class DecodePlan:
                     continue
             self._prompt_slots.append((pool, slot, 1, length))
         self._packed: PackedAttention | None = None
-        if prompts:
-            lengths = [len(prefill.token_ids) for prefill in prompts]
+        if fresh:
+            lengths = [prefill.length for prefill in fresh]
             bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(store.device)
             self._packed = PackedAttention(bounds, max(lengths))
+            start += sum(lengths)
+        self._prompt_end = start
+        self._extensions: list[_ExtensionPart] = []
+        for group in _alike(store, extended):
+            self._extensions.append(_ExtensionPart(store, group, start=start))
+            start += sum(len(prefill.token_ids) for prefill in group)
 
     def __call__(
         self,
@@ -182,18 +251,21 @@ class DecodePlan:
             part.attend(layer, q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window) for part in self._parts
         ]
         if self._packed is not None:
-            start = self._prompt_start
-            self._store_prompts(layer, k_THD[start:], v_THD[start:])
+            part = slice(self._prompt_start, self._prompt_end)
+            self._store_prompts(layer, k_THD[part], v_THD[part])
             prompts = self._packed(
                 module,
-                query[:, :, start:],
-                key[:, :, start:],
-                value[:, :, start:],
+                query[:, :, part],
+                key[:, :, part],
+                value[:, :, part],
                 scaling=scaling,
                 sliding_window=sliding_window,
                 dropout=0.0,
             )
             outputs.append(prompts.squeeze(0))
+        outputs += [
+            part.attend(layer, q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window) for part in self._extensions
+        ]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def _store_prompts(self, layer: int, k_THD: Tensor, v_THD: Tensor) -> None:
@@ -249,4 +321,78 @@ class _PoolPart:
                 mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
                 mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
             self._masks[window] = mask
+        return self._masks[window]
+
+
+def _alike(store: KVStore, prefills: Sequence[Prefill]) -> list[list[Prefill]]:
+    """Neighbours of one pool, cut so that padding at most doubles a group's tokens and masks stay small."""
+    groups: list[list[Prefill]] = []
+    for prefill in prefills:
+        pool, _ = store.slot(prefill.row)
+        new = len(prefill.token_ids)
+        group = groups[-1] if groups else []
+        if (
+            not group
+            or store.slot(group[0].row)[0] is not pool
+            or new > 2 * len(group[0].token_ids)
+            or (len(group) + 1) * new * pool.capacity > _MAX_SCORES
+        ):
+            group = []
+            groups.append(group)
+        group.append(prefill)
+    return groups
+
+
+class _ExtensionPart:
+    """Prompts with a known beginning, in neighbouring slots of one pool. Their new tokens are padded to E each."""
+
+    def __init__(self, store: KVStore, prefills: Sequence[Prefill], *, start: int) -> None:
+        self._pool, self._first = store.slot(prefills[0].row)
+        new = np.array([len(prefill.token_ids) for prefill in prefills])
+        before = np.array([prefill.before for prefill in prefills])
+        row = np.repeat(np.arange(len(new)), new)
+        offset = np.arange(len(row)) - np.repeat(np.cumsum(new) - new, new)
+        self._stream = slice(start, start + len(row))
+        self._row, self._slots, self._offset, self._positions, self._before = (
+            torch.from_numpy(x).to(store.device) for x in (row, self._first + row, offset, before[row] + offset, before)
+        )
+        self._shape = len(new), int(new.max())
+        longest = int((before + new).max())
+        # As for decoding rows: CUDA's masked attention wants aligned masks.
+        self._longest = min(self._pool.capacity, -(-longest // 16) * 16) if store.device.type == "cuda" else longest
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None
+    ) -> Tensor:
+        """Store the new keys and values, then attend to all up to each token → [tokens of this part, Hq, D]."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys[self._slots, :, self._positions] = k_THD[self._stream]
+        values[self._slots, :, self._positions] = v_THD[self._stream]
+        (n, E), L, H = self._shape, self._longest, keys.shape[1]
+        q_nEHD = q_THD.new_zeros(n, E, *q_THD.shape[1:])
+        q_nEHD[self._row, self._offset] = q_THD[self._stream]
+        q_nHGED = q_nEHD.unflatten(2, (H, -1)).permute(0, 2, 3, 1, 4)
+        G = q_nHGED.shape[2]
+        slots = slice(self._first, self._first + n)
+        out_nHGED = F.scaled_dot_product_attention(
+            q_nHGED.flatten(2, 3),
+            keys[slots, :, :L],
+            values[slots, :, :L],
+            attn_mask=self._mask(window, q_THD.dtype, repeat=G),
+            scale=scaling,
+        ).unflatten(2, (G, E))
+        return out_nHGED[self._row, :, :, self._offset].flatten(1, 2)
+
+    def _mask(self, window: int | None, dtype: torch.dtype, *, repeat: int) -> Tensor:
+        """[n, 1, G·E, L]: 0 where a token may look, -inf elsewhere."""
+        if window not in self._masks:
+            E = self._shape[1]
+            query_nE1 = (self._before[:, None] + torch.arange(E, device=self._before.device))[:, :, None]
+            position = torch.arange(self._longest, device=self._before.device)
+            hidden = position > query_nE1
+            if window is not None:
+                hidden |= position <= query_nE1 - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask.repeat(1, repeat, 1)[:, None]
         return self._masks[window]

@@ -41,6 +41,8 @@ class EngineStats:
     generated_tokens: int = 0
     prompt_tokens: int = 0
     """Prompt tokens that went through the model; a prompt shared by n samples counts once."""
+    reused_tokens: int = 0
+    """Prompt tokens that did not, because a finished request had begun with them: earlier turns of an episode."""
 
 
 class EmbeddedEngine:
@@ -59,6 +61,7 @@ class EmbeddedEngine:
         max_model_len: int,
         max_batch_size: int = 256,
         max_batch_tokens: int = 8192,
+        reuse_prefixes: bool = True,
         seed: int = 0,
     ) -> None:
         """
@@ -68,6 +71,8 @@ class EmbeddedEngine:
             max_model_len: most tokens of a request, prompt and response together.
             max_batch_size: most requests decoding at once.
             max_batch_tokens: most prompt tokens read in one step; a longer prompt is read in a step of its own.
+            reuse_prefixes: whether keys and values of finished requests are kept, while memory and weights last, for
+                prompts that begin like them. Costs a copy of each, and at most the memory that running ones have.
             seed: randomness of requests that bring no seed; theirs follow from it and the order of the calls.
         """
         for name, value in (
@@ -82,6 +87,7 @@ class EmbeddedEngine:
         self.stats = EngineStats()
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
+        self._reuse_prefixes = reuse_prefixes
         self._seed = seed
         self._requests_seen = 0
         self._version = 0
@@ -108,8 +114,9 @@ class EmbeddedEngine:
 
     def set_version(self, version: int) -> None:
         """The weights have changed in place. Tokens sampled from now on carry this version; running requests go on
-        with the keys and values they have."""
+        with the keys and values they have; those of finished ones are forgotten."""
         self._version = version
+        self._decoder.forget()
 
     @property
     def max_model_len(self) -> int:
@@ -177,6 +184,8 @@ class EmbeddedEngine:
 
     def _submit(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Request:
         request = self._make_request(tuple(token_ids), sampling_params.copy())
+        if known := self._decoder.recall(request.token_ids):
+            request.wanted = known.number
         self._waiting.append(request)
         self._ensure_driving()
         return request
@@ -247,6 +256,7 @@ class EmbeddedEngine:
         self.stats.steps += 1
         self.stats.generated_tokens += len(rows)
         self.stats.prompt_tokens += sum(len(prefill.token_ids) for prefill in prefills)
+        self.stats.reused_tokens += sum(prefill.before for prefill in prefills)
         for finished, reason in ((stopped, FinishReason.STOP), (full, FinishReason.LENGTH)):
             if finished:
                 self._finish([self._batch.requests[row] for row in finished], reason)
@@ -258,7 +268,8 @@ class EmbeddedEngine:
         """Move waiting requests into free rows, in order of arrival, up to the step's prompt tokens.
 
         A prompt is read once: requests that wait together share the reading, and one that comes while another
-        with the same prompt runs starts from its keys and values, with only the last prompt token left to feed.
+        with the same prompt runs starts from its keys and values, with only the last prompt token left to feed. Of a
+        prompt that begins like a finished request only the rest is read.
         """
         prefills: dict[tuple[int, ...], Prefill] = {}
         tokens = 0
@@ -267,7 +278,9 @@ class EmbeddedEngine:
             prompt = request.token_ids
             shared = prefills.get(prompt)
             reader = None if shared else self._reader(prompt)
-            if shared is None and reader is None and tokens and tokens + len(prompt) > self._max_batch_tokens:
+            known = None if shared or reader else self._decoder.recall(prompt)
+            unread = prompt[known.length :] if known else prompt
+            if shared is None and reader is None and tokens and tokens + len(unread) > self._max_batch_tokens:
                 break
             self._waiting.popleft()
             row = self._batch.add(request)
@@ -275,8 +288,8 @@ class EmbeddedEngine:
             if shared is not None:
                 prefills[prompt] = shared._replace(siblings=(*shared.siblings, row))
             elif reader is None or not self._decoder.fork(reader.row, row, length=len(prompt) - 1):
-                prefills[prompt] = Prefill(row, np.array(prompt, dtype=np.int64))
-                tokens += len(prompt)
+                prefills[prompt] = Prefill(row, np.array(unread, dtype=np.int64), known=known)
+                tokens += len(unread)
             self._by_prompt.setdefault(prompt, []).append(request)
         return list(prefills.values())
 
@@ -290,6 +303,16 @@ class EmbeddedEngine:
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason) -> None:
         columns = [self._batch.columns(request.row) for request in requests]
+        if self._reuse_prefixes and reason is not FinishReason.ABORT:
+            # The last token was sampled but never fed. Requests that saw two versions of the weights are mixtures.
+            self._decoder.keep(
+                {
+                    request.row: (*request.token_ids, *column.token_ids[:-1])
+                    for request, column in zip(requests, columns, strict=True)
+                    if request.prompt_version == self._version
+                },
+                wanted={request.wanted for request in self._waiting},
+            )
         self._free(requests)
         for request, column in zip(requests, columns, strict=True):
             self._resolve(request, column, reason)

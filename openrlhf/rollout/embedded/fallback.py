@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,15 @@ class CachedDecoder:
     def remove(self, rows: Sequence[int]) -> None:
         for row in rows:
             del self._caches[row], self._lengths[row]
+
+    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
+        """Nothing: a cache with a state cannot be cut back to a common beginning."""
+
+    def recall(self, prompt: tuple[int, ...]) -> None:
+        return None
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
 
     def clear(self) -> None:
         self._caches.clear()

@@ -5,12 +5,15 @@ slot, slots 0 … n-1 in use without holes. Attention runs pool by pool over con
 row of the pool, so a long row does not slow the short ones down and no row wastes more than half its slot.
 A row that outgrows its slot moves to the next pool; when one leaves, the last row of the pool takes its slot.
 
+What finished rows have stored can be kept beside the pools, in at most as much memory, and is the first thing to go
+when memory is short.
+
 Shapes: S slots, H key-value heads, C capacity, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from openrlhf.rollout.embedded.kept import History, KeptHistories, Known
 
 MIN_CAPACITY = 64
 _GIB = 2**30
@@ -70,6 +75,7 @@ class KVStore:
         self.pools = [Pool(capacity, {}, {}, []) for capacity in capacities]
         self._pool_of: dict[int, int] = {}
         self._slot_of: dict[int, int] = {}
+        self.kept = KeptHistories()
 
     @property
     def bytes_per_token(self) -> int:
@@ -77,7 +83,7 @@ class KVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Allocated now."""
+        """Allocated for rows now."""
         return sum(pool.slots * pool.capacity for pool in self.pools) * self.bytes_per_token
 
     def slot(self, row: int) -> tuple[Pool, int]:
@@ -85,7 +91,7 @@ class KVStore:
 
     def place(self, rows: Sequence[int], *, length: int) -> None:
         """Give each row the next free slot that holds `length` tokens and one more. Nothing is stored yet."""
-        index = self._pool_index(length + 1)
+        index = self.pool_index(length)
         pool = self.pools[index]
         self._reserve(pool, len(pool.rows) + len(rows))
         for row in rows:
@@ -120,6 +126,35 @@ class KVStore:
             for layer, tensor in caches[0].items():
                 caches[1][layer][first : first + len(targets), :, :length] = tensor[slot, :, :length]
 
+    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int] = ()) -> None:
+        """Keep what these rows have stored, under the tokens it was stored for, where memory and `wanted` allow it."""
+        spare = _spare_bytes(self.device)
+        for row, token_ids in histories.items():
+            if len(token_ids) != self.lengths[row]:
+                raise ValueError(f"row {row} has {self.lengths[row]} tokens stored, not {len(token_ids)}")
+            num_bytes = len(token_ids) * self.bytes_per_token
+            budget = min(self.num_bytes, self.kept.num_bytes + spare // 2)
+            if not self.kept.make_room(token_ids, num_bytes, budget=budget, wanted=wanted):
+                continue
+            pool, slot = self.slot(row)
+            try:
+                keys, values = (
+                    {layer: cache[slot, :, : len(token_ids)].clone() for layer, cache in caches.items()}
+                    for caches in (pool.keys, pool.values)
+                )
+            except RuntimeError:  # no memory after all, and nothing that is worth an error
+                self.kept.clear()
+                return
+            self.kept.add(History(token_ids, keys, values, num_bytes))
+            spare -= num_bytes
+
+    def restore(self, known: Known, row: int) -> None:
+        """The known beginning of a history becomes that of `row`, which has been placed."""
+        pool, slot = self.slot(row)
+        for caches in ((known.history.keys, pool.keys), (known.history.values, pool.values)):
+            for layer, tensor in caches[0].items():
+                caches[1][layer][slot, :, : known.length] = tensor[:, : known.length]
+
     def make_room(self) -> None:
         """Move every row whose slot is full to the next pool: after this each row can take one more token."""
         for index, pool in enumerate(self.pools[:-1]):
@@ -153,15 +188,17 @@ class KVStore:
                     caches[1][layer][b, :, :length] = tensor[a, :, :length]
 
     def clear(self) -> None:
-        """Forget every row and give the memory back."""
+        """Forget every row and every kept history, and give the memory back."""
+        self.kept.clear()
         self._pool_of.clear()
         self._slot_of.clear()
         for pool in self.pools:
             pool.keys, pool.values, pool.rows, pool.slots = {}, {}, [], 0
 
-    def _pool_index(self, tokens: int) -> int:
+    def pool_index(self, length: int) -> int:
+        """The pool in which a row of `length` tokens and one more is placed."""
         for index, pool in enumerate(self.pools):
-            if tokens <= pool.capacity:
+            if length < pool.capacity:
                 return index
         return len(self.pools) - 1
 
@@ -172,17 +209,26 @@ class KVStore:
         wanted = slots * pool.capacity * self.bytes_per_token
         free = _free_bytes(self.device)
         if free is not None and wanted > free:
-            raise MemoryError(self._does_not_fit(wanted, slots, pool.capacity, f"{free / _GIB:.2f} GiB are free"))
+            free += self.kept.num_bytes  # what the process frees it can use again, even before the system knows
+            self.kept.clear()
+            if wanted > free:
+                raise MemoryError(self._does_not_fit(wanted, slots, pool.capacity, f"{free / _GIB:.2f} GiB are free"))
         try:
-            for layer, shape in self.layers.items():
-                for cache, dim in ((pool.keys, shape.key_dim), (pool.values, shape.value_dim)):
-                    # Zeros, not empty: masked positions still meet the softmax's zeros, and 0 · NaN is NaN.
-                    grown = torch.zeros((slots, shape.heads, pool.capacity, dim), dtype=self.dtype, device=self.device)
-                    if pool.slots:
-                        grown[: pool.slots] = cache[layer]
-                    cache[layer] = grown
+            self._allocate(pool, slots)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain one from the CPU allocator
-            raise MemoryError(self._does_not_fit(wanted, slots, pool.capacity, str(error))) from error
+            if not self.kept:
+                raise MemoryError(self._does_not_fit(wanted, slots, pool.capacity, str(error))) from error
+            self.kept.clear()
+            self._reserve(pool, slots)
+
+    def _allocate(self, pool: Pool, slots: int) -> None:
+        for layer, shape in self.layers.items():
+            for cache, dim in ((pool.keys, shape.key_dim), (pool.values, shape.value_dim)):
+                # Zeros, not empty: masked positions still meet the softmax's zeros, and 0 · NaN is NaN.
+                grown = torch.zeros((slots, shape.heads, pool.capacity, dim), dtype=self.dtype, device=self.device)
+                if pool.slots:
+                    grown[: pool.slots] = cache[layer][: pool.slots]
+                cache[layer] = grown
         pool.slots = slots
 
     def _does_not_fit(self, wanted: int, slots: int, capacity: int, why: str) -> str:
@@ -204,3 +250,11 @@ def _free_bytes(device: torch.device) -> int | None:
     except OSError:
         pass
     return None
+
+
+def _spare_bytes(device: torch.device) -> int:
+    """Memory that nobody would miss now; none where it cannot be told."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _free_bytes(device) or 0

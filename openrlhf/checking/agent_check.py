@@ -1,0 +1,141 @@
+"""An agent file on a few prompts: episodes as they will be trained on, and what is odd about them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from openrlhf.agents.base import Episode
+from openrlhf.agents.episodes import AgentEpisodes, EpisodeError
+from openrlhf.checking.reward_check import SLOW_SECONDS, range_warnings
+from openrlhf.checking.workbench import Workbench
+from openrlhf.types import Prompt, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedEpisode:
+    prompt: Prompt
+    sample: int
+    episode: Episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Neighbouring tokens of one kind: a turn of the policy, or what it reads between turns."""
+
+    start: int
+    end: int
+    """Tokens [start, end) of the segment."""
+    action: bool
+    text: str
+    reward: float = 0.0
+    logprob: float | None = None
+    """Mean over the tokens; None where there is none."""
+
+
+async def check_agent(bench: Workbench) -> list[PlayedEpisode]:
+    """`n` episodes of every prompt. Raises AgentFileError, or EpisodeError at the first that fails.
+
+    The first is played alone, so that most mistakes are found at once; then the others together, as in training.
+    """
+    options = bench.options
+    episodes = AgentEpisodes(
+        bench.episode_settings(),
+        engine=bench.engine,
+        hosts=options.agent_hosts,
+        step_timeout=options.timeout,
+        start_timeout=options.start_timeout,
+        slow_seconds=SLOW_SECONDS,
+    )
+    keys = [(prompt, sample) for prompt in bench.prompts for sample in range(options.n)]
+
+    async def play(prompt: Prompt, sample: int) -> PlayedEpisode:
+        try:
+            episode = await episodes.play(prompt, bench.sampling_params(prompt, sample))
+        except EpisodeError as error:
+            raise EpisodeError(f"{prompt.where}: {error}", retry=error.retry) from error
+        return PlayedEpisode(prompt=prompt, sample=sample, episode=episode)
+
+    try:
+        await episodes.start()
+        first = await play(*keys[0])
+        return [first, *await asyncio.gather(*(play(prompt, sample) for prompt, sample in keys[1:]))]
+    finally:
+        await episodes.close()
+
+
+def spans(segment: Segment, tokenizer: Any) -> list[Span]:
+    """The segment cut where its action mask changes, in order."""
+    mask = segment.action_mask.tolist()
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    return [
+        Span(
+            start=start,
+            end=end,
+            action=mask[start],
+            text=tokenizer.decode(segment.token_ids[start:end].tolist(), skip_special_tokens=False),
+            reward=float(segment.turn_rewards[start:end].sum()),
+            logprob=float(segment.rollout_logprobs[start:end].mean())
+            if mask[start] and segment.rollout_logprobs is not None
+            else None,
+        )
+        for start, end in pairwise(edges)
+    ]
+
+
+def agent_warnings(played: Sequence[PlayedEpisode], tokenizer: Any, *, max_steps: int) -> list[str]:
+    """What training would accept and is seldom meant."""
+    episodes = [one.episode for one in played]
+    turns = [sum(span.action for segment in e.segments for span in spans(segment, tokenizer)) for e in episodes]
+    return [
+        *_about_rewards(episodes),
+        *_about_ends(episodes, turns, max_steps=max_steps),
+        *_about_tokens(episodes, tokenizer),
+    ]
+
+
+def _about_rewards(episodes: Sequence[Episode]) -> Iterator[str]:
+    rewards = [e.reward for e in episodes if e.reward is not None]
+    if len(rewards) < len(episodes):
+        yield (
+            f"{len(episodes) - len(rewards)} of {len(episodes)} episodes have no reward of their own: the run needs "
+            "--reward.remote_url to judge them"
+        )
+    if rewards and not any(rewards):
+        yield f"no episode earned anything: all {len(rewards)} rewards are 0"
+    elif len(rewards) > 1 and len(set(rewards)) == 1:
+        yield f"all {len(rewards)} episodes earned {rewards[0]:g}: nothing can be learned from that"
+    yield from range_warnings(rewards, [e.score for e in episodes if e.score is not None])
+
+
+def _about_ends(episodes: Sequence[Episode], turns: Sequence[int], *, max_steps: int) -> Iterator[str]:
+    cut = [e.truncated and n >= max_steps for e, n in zip(episodes, turns, strict=True)]
+    if all(cut):
+        yield f"no episode was ever done: all {len(cut)} met the limit of {max_steps} turns (--max_steps)"
+    if many := sum(len(e.segments) > 1 for e in episodes):
+        yield (
+            f"{many} of {len(episodes)} episodes rewrote their history between turns: each is trained on as several "
+            "token sequences"
+        )
+
+
+def _about_tokens(episodes: Sequence[Episode], tokenizer: Any) -> Iterator[str]:
+    segments = [segment for e in episodes for segment in e.segments]
+    if any(segment.rollout_logprobs is None for segment in segments):
+        yield "some actions have no log-probs: off-policy correction (--algo.advantage.is_correction_enable) needs them"
+    if unexplained := sum(e.unexplained for e in episodes):
+        yield (
+            f"{unexplained} action ranges were not sampled by llm_engine.generate as they stand: the policy is trained "
+            "on tokens it did not say (was a text tokenised again?)"
+        )
+    feedback = [
+        before.text for segment in segments for before, after in pairwise(spans(segment, tokenizer)[1:]) if after.action
+    ]
+    if glued := next((text for text in feedback if text[-1:].isalnum() or text[-1:] in tuple(".,;!?")), None):
+        yield (
+            f"feedback ends in {glued[-20:]!r}, and the policy's next turn follows without so much as a space: end it "
+            "with a separator, or with what opens the assistant's turn"
+        )

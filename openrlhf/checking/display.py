@@ -1,0 +1,165 @@
+"""A check's findings for people: colours on a terminal, plain marks in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from openrlhf.checking.agent_check import PlayedEpisode, Span, spans
+from openrlhf.checking.reward_check import JudgedPrompt, log_names
+
+PIPE_WIDTH = 120
+MOST_CHARACTERS = 600
+"""Of one turn or observation: the middle of a long one is left out."""
+
+
+class Display:
+    def __init__(self, file: IO[str]) -> None:
+        self._console = Console(file=file, highlight=False, markup=False, emoji=False)
+        if not self._console.is_terminal:
+            self._console.width = PIPE_WIDTH
+
+    def working(self, file: Path) -> contextlib.AbstractContextManager[Any]:
+        """Something that moves, on a terminal only."""
+        if self._console.is_terminal:
+            return self._console.status(Text(f"trying {file.name} …"))
+        return contextlib.nullcontext()
+
+    def rewards(self, file: Path, judged: Sequence[JudgedPrompt]) -> None:
+        """A table per prompt, then all of them in a line or two."""
+        self._head(f"{file.name}: reward_func")
+        logs = log_names(judged)
+        for call in judged:
+            self._print(Text.assemble(
+                f"\n{shown(call.prompt.text, 60)}", ("  label ", "dim"), shown(repr(call.prompt.label), 30)
+            ))  # fmt: skip
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            table.add_column("")
+            table.add_column("response", overflow="ellipsis", no_wrap=True, ratio=1)
+            for name in ("reward", "score", *logs):
+                table.add_column(Text(name), justify="right")
+            for answer, reward in zip(call.answers, call.rewards, strict=True):
+                numbers = [reward.reward, reward.score, *(reward.extra_logs.get(name) for name in logs)]
+                table.add_row(
+                    Text("written" if answer.written else "sampled", style="dim"),
+                    Text(shown(answer.text, 60)),
+                    *(_number(value) for value in numbers),
+                )
+            self._print(table)
+        rewards = [reward.reward for call in judged for reward in call.rewards]
+        differing = sum(len({reward.reward for reward in call.rewards}) > 1 for call in judged)
+        slowest = max(call.seconds for call in judged)
+        self._print(
+            f"\n{len(judged)} calls, {len(rewards)} samples: rewards from {min(rewards):g} to {max(rewards):g}, mean "
+            f"{sum(rewards) / len(rewards):.3g}; they differ within {differing} of {len(judged)} prompts; the slowest "
+            f"call took {_duration(slowest)}"
+        )
+        if any(answer.written for call in judged for answer in call.answers):
+            self._print("(sampled: by the model; written: by this check, with the label in it)", style="dim")
+
+    def episodes(self, file: Path, played: Sequence[PlayedEpisode], tokenizer: Any) -> None:
+        """The one with most turns in full, then all of them in a line each."""
+        self._head(f"{file.name}: AgentExecutor")
+        self._episode(max(played, key=lambda p: _turns(p, tokenizer)), tokenizer)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("prompt", no_wrap=True)
+        for name in ("sample", "turns", "tokens", "trained", "reward", "score"):
+            table.add_column(name, justify="right")
+        table.add_column("ended")
+        for p in played:
+            episode = p.episode
+            table.add_row(
+                Text(shown(p.prompt.text, 17)),
+                str(p.sample + 1),
+                str(_turns(p, tokenizer)),
+                str(sum(len(segment) for segment in episode.segments)),
+                str(sum(segment.num_actions for segment in episode.segments)),
+                _number(episode.reward),
+                _number(episode.score),
+                "by a limit" if episode.truncated else "by itself",
+            )
+        self._print(f"\nAll {len(played)} episodes:")
+        self._print(table)
+
+    def verdict(self, warnings: Sequence[str]) -> None:
+        if warnings:
+            self._print("")
+        for warning in warnings:
+            self._print(Text.assemble(("warning: ", "yellow"), shown(warning, 2000)), soft_wrap=True)
+        count = f", with {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else ""
+        self._print(Text(f"\nok{count}", style="green"))
+
+    def _episode(self, one: PlayedEpisode, tokenizer: Any) -> None:
+        episode = one.episode
+        ended = "truncated: it met a limit" if episode.truncated else "it ended by itself"
+        self._print(f"\nOne episode, as it is trained on ({ended}):")
+        for segment in episode.segments:
+            parts = spans(segment, tokenizer)
+            self._print("")
+            self._print(self._marked(parts), soft_wrap=True)
+            self._print("")
+            self._print(self._turn_table(parts))
+        logs = "".join(f", {name} {value:g}" for name, value in episode.extra_logs.items())
+        self._print(f"\nreward {_number(episode.reward)}, score {_number(episode.score)}{logs}")
+
+    def _marked(self, parts: Sequence[Span]) -> Text:
+        """The text of all tokens, with those that the policy sampled marked."""
+        text = Text()
+        for span in parts:
+            words = shown(span.text, MOST_CHARACTERS, lines=True)
+            if not span.action:
+                text.append(words, style="dim")
+            elif self._console.is_terminal:
+                text.append(words, style="bold black on green")
+            else:
+                text.append(f"⟦{words}⟧")
+        return text
+
+    def _turn_table(self, parts: Sequence[Span]) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("")
+        for name in ("tokens", "from", "to", "trained on", "reward", "mean log-prob"):
+            table.add_column(name, justify="right")
+        turn = 0
+        for span in parts:
+            turn += span.action
+            what = f"turn {turn}" if span.action else ("feedback" if turn else "prompt")
+            earned = _number(span.reward) if span.action else ""
+            logprob = ("none" if span.logprob is None else f"{span.logprob:.3f}") if span.action else ""
+            trained = "yes" if span.action else "no"
+            table.add_row(what, *map(str, (span.end - span.start, span.start, span.end)), trained, earned, logprob)
+        return table
+
+    def _head(self, text: str) -> None:
+        self._print(Text(text, style="bold"))
+
+    def _print(self, what: Any, **how: Any) -> None:
+        self._console.print(what, **how)
+
+
+def shown(text: str, most: int, *, lines: bool = False) -> str:
+    """Without what would upset a terminal; the middle of a long text left out. `lines` keeps line ends."""
+    if len(text) > most:
+        half = most // 2
+        text = f"{text[:half]} … {text[len(text) - half :]}"
+    return "".join(
+        c if c.isprintable() or (lines and c == "\n") else "⏎" if c == "\n" else ascii(c)[1:-1] for c in text
+    )
+
+
+def _turns(played: PlayedEpisode, tokenizer: Any) -> int:
+    return sum(span.action for segment in played.episode.segments for span in spans(segment, tokenizer))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

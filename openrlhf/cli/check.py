@@ -1,0 +1,111 @@
+"""`openrlhf check FILE.py`: what is wrong with a reward or agent file, in one line; or what training will see of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from openrlhf.agents.user_file import UserFileError
+from openrlhf.checking.kinds import kinds_of
+from openrlhf.checking.options import CheckOptions
+from openrlhf.utils import interrupts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: it can be trained with; 1: it cannot, or a model or data could not be read."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.max_new_tokens >= given.max_len:
+        parser.error(
+            f"--max_new_tokens {given.max_new_tokens} leaves no room for a prompt in --max_len {given.max_len}"
+        )
+    with interrupts.handled():
+        try:
+            return _run(CheckOptions(**vars(given)))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return interrupts.exit_status()
+
+
+def _run(options: CheckOptions) -> int:
+    try:
+        kinds = asyncio.run(kinds_of(options.file, start_timeout=options.start_timeout))
+    except UserFileError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    from openrlhf.checking.run import (
+        check,
+    )  # seconds of imports, which a file that says nothing useful need not wait for
+
+    return check(options, kinds)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openrlhf check",
+        usage="openrlhf check FILE.py [OPTIONS]",
+        description="Try a file that defines reward_func or AgentExecutor on a few prompts, by the code that runs it "
+        "in training. Says in one line what is wrong with it (exit status 1), or shows what it judged or played (0). "
+        "Without options it takes prompts of its own and a tiny model with random weights.",
+        epilog="Options may also have the names they have in a run.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("file", type=_file, metavar="FILE.py", help="reward or agent file, or both in one")
+    add("--prompt_data", "--data.prompt_dataset", metavar="DATA", help="where prompts are: the first four are taken")
+    add("--input_key", "--data.input_key", metavar="KEY", default="input", help="field of the prompt (default input)")
+    add("--label_key", "--data.label_key", metavar="KEY", help="field of the label")
+    add("--apply_chat_template", "--data.apply_chat_template", action="store_true", help="put prompts into it")
+    add("--pretrain", "--actor.model_name_or_path", metavar="MODEL", help="model and tokenizer to use")
+    add("--n", "--rollout.n_samples_per_prompt", metavar="N", type=_count, default=4, help="samples of each prompt (4)")
+    add(
+        *("--timeout", "--reward.timeout", "--rollout.step_timeout"),
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="what a call of reward_func, reset, step or execute may take (30); loading the file may take 30 or more",
+    )
+    add("--max_len", "--data.max_len", metavar="TOKENS", type=_count, default=4096, help="of an episode at most (4096)")
+    add(
+        *("--max_new_tokens", "--rollout.max_new_tokens"),
+        metavar="TOKENS",
+        type=_count,
+        default=64,
+        help="of a turn at most (64)",
+    )
+    add("--max_steps", metavar="TURNS", type=_count, default=8, help="of an episode at most (8)")
+    add(
+        *("--agent_hosts", "--rollout.agent_hosts"),
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="0 plays agents in this process, where a debugger can follow and no time limit holds",
+    )
+    return parser
+
+
+def _file(text: str) -> Path:
+    return Path(text).expanduser().resolve()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
+    return seconds
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

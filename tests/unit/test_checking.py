@@ -1,0 +1,224 @@
+"""What `openrlhf check` makes of files, tokens and numbers."""
+
+import asyncio
+import io
+
+import pytest
+import torch
+from agent_files import HEAD, env
+from scripted_engine import CharTokenizer
+
+from openrlhf.agents.base import Episode
+from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.user_file import UserFileError
+from openrlhf.checking.agent_check import PlayedEpisode, Span, agent_warnings, spans
+from openrlhf.checking.display import Display, shown
+from openrlhf.checking.kinds import Kind, kinds_of
+from openrlhf.checking.reward_check import Answer, JudgedPrompt, reward_warnings, written_answers
+from openrlhf.checking.tiny_model import END, builtin_prompts, make_model, make_tokenizer
+from openrlhf.rewards.base import Reward
+from openrlhf.types import FinishReason, Generation, Prompt
+
+PROMPT = Prompt(ordinal=0, text="ask", label="5")
+
+# ---------------------------------------------------------------------------------------------- which kind of file
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        ("def reward_func(queries): ...", [Kind.REWARD]),
+        ("async def reward_func(queries): ...", [Kind.REWARD]),
+        ("from functools import partial as reward_func", [Kind.REWARD]),
+        ("try:\n    reward_func = print\nexcept OSError: pass", [Kind.REWARD]),
+        (HEAD + env(), [Kind.AGENT]),
+        (HEAD + env() + "\nreward_func = len\n", [Kind.REWARD, Kind.AGENT]),
+        ("from neighbour import *", [Kind.REWARD]),
+        ("globals()['reward_func'] = len", [Kind.REWARD]),
+    ],
+)
+def test_a_file_is_what_it_defines(tmp_path, source, kinds):
+    (tmp_path / "neighbour.py").write_text("def reward_func(queries): ...")
+    (tmp_path / "file.py").write_text(source)
+    assert asyncio.run(kinds_of(tmp_path / "file.py", start_timeout=30)) == kinds
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("", "file.py defines neither reward_func nor AgentExecutor; it has nothing"),
+        ("def reward(queries): ...\nLIMIT = 3", "it has LIMIT, reward. Expected: a reward file defines reward_func("),
+        ("def f():\n    reward_func = 1", "defines neither"),
+        ("reward_func", "file.py:1: NameError: name 'reward_func' is not defined (while the file was loaded)"),
+        ("x = (", "file.py:1: SyntaxError: '(' was never closed"),
+        ("import os; os._exit(3)", "could not be loaded: the process ended with exit code 3 while it loaded"),
+    ],
+)
+def test_a_file_that_is_neither_is_refused_in_one_line(tmp_path, source, text):
+    (tmp_path / "file.py").write_text(source)
+    with pytest.raises(UserFileError) as refused:
+        asyncio.run(kinds_of(tmp_path / "file.py", start_timeout=30))
+    assert text in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# ---------------------------------------------------------------------------------------------- the tiny model
+
+
+def test_the_tiny_tokenizer_reads_and_writes_every_text():
+    tokenizer = make_tokenizer()
+    for text in ("2 + 3 = 5\n", "déjà vu, 日本 🙂", f"<|im_start|>user\nhi{END}"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_built_in_prompts_come_in_a_chat_template_too():
+    plain, chat = builtin_prompts(), builtin_prompts(make_tokenizer())
+    assert chat[0].text == f"<|im_start|>user\n{plain[0].text}<|im_end|>\n<|im_start|>assistant\n"
+    assert all(int(prompt.label) > 0 for prompt in plain)
+
+
+def test_the_tiny_model_speaks_printable_characters_and_comes_to_an_end():
+    """Its bias makes them likely whatever it reads: P(printable) > 0.99, and P(end) is about 1 in 24 tokens."""
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer).eval()
+    ids = tokenizer("What is 2 + 3? 日本", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        probs_TV = model(ids).logits[0].softmax(-1)
+    printable = [
+        i for i in range(len(tokenizer)) if tokenizer.decode([i]).isprintable() and i != tokenizer.eos_token_id
+    ]
+    end_T = probs_TV[:, tokenizer.eos_token_id]
+    assert (probs_TV[:, printable].sum(-1) + end_T > 0.99).all()
+    assert ((end_T > 0.005) & (end_T < 0.3)).all()
+    assert probs_TV.std(0).max() > 1e-3  # what it says depends on what it has read
+
+
+# ---------------------------------------------------------------------------------------------- rewards
+
+
+def judged(*rewards: float, score: float | None = None, seconds: float = 0.01, written: bool = False) -> JudgedPrompt:
+    return JudgedPrompt(
+        prompt=PROMPT,
+        answers=tuple(Answer(text="5", written=written) for _ in rewards),
+        rewards=tuple(Reward(reward=reward, score=score) for reward in rewards),
+        seconds=seconds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("calls", "warnings"),
+    [
+        ([judged(0, 1), judged(0, 0)], []),
+        ([judged(0, 0), judged(0, 0)], ["all 4 rewards are 0: nothing can be learned"]),
+        ([judged(2, 2, written=True)], ["all 2 rewards are 2, right answers included"]),
+        ([judged(0, 0), judged(1, 1)], ["the samples of a prompt always get the same reward"]),
+        ([judged(0, 11, -30)], ["2 of 3 rewards are outside [-10, 10], such as -30"]),
+        ([judged(0, 1, score=50)], ["2 of 2 scores are outside [0, 1], such as 50"]),
+        ([judged(0, 1, seconds=1.5)], ["a call took 1.5 s"]),
+    ],
+)
+def test_odd_rewards(calls, warnings):
+    found = reward_warnings(calls)
+    assert len(found) == len(warnings)
+    for part, text in zip(warnings, found, strict=True):
+        assert part in text
+
+
+def test_right_answers_are_written_for_plain_labels_only():
+    assert [a.text for a in written_answers(5, eos="<e>")] == ["5<e>", r"The answer is \boxed{5}.<e>"]
+    assert all(a.written for a in written_answers("Paris", eos=""))
+    for label in ("", " ", None, True, {"answer": 5}, [5]):
+        assert written_answers(label, eos="") == []
+
+
+# ---------------------------------------------------------------------------------------------- episodes
+
+
+def episode(
+    *turns: str,
+    rewards=(),
+    feedback="\nNo. ",
+    logprobs=True,
+    truncated=False,
+    reward: float | None = 1.0,
+    unexplained=0,
+) -> PlayedEpisode:
+    """ "ask", then turns with feedback between them, one token per character; every log-prob is −0.5."""
+    recorder = TokenRecorder([ord(c) for c in "ask"])
+    for index, text in enumerate(turns):
+        if index:
+            recorder.append_observation([ord(c) for c in feedback])
+        ids = [ord(c) for c in text]
+        recorder.append_action(
+            Generation(
+                token_ids=ids,
+                logprobs=[-0.5] * len(ids) if logprobs else None,
+                versions=[0] * len(ids),
+                finish_reason=FinishReason.STOP,
+            )
+        )
+        recorder.reward_turn(rewards[index] if rewards else 0.0)
+    made = Episode(segments=(recorder.segment(),), text="", truncated=truncated, reward=reward, unexplained=unexplained)
+    return PlayedEpisode(prompt=PROMPT, sample=0, episode=made)
+
+
+def test_spans_are_the_runs_of_the_action_mask():
+    """a s k | 1 2 | - | 3: three prompt tokens, two turns with their rewards, one token of feedback."""
+    (segment,) = episode("12", "3", rewards=(0.25, 1.0), feedback="-").episode.segments
+    assert spans(segment, CharTokenizer()) == [
+        Span(start=0, end=3, action=False, text="ask"),
+        Span(start=3, end=5, action=True, text="12", reward=0.25, logprob=-0.5),
+        Span(start=5, end=6, action=False, text="-"),
+        Span(start=6, end=7, action=True, text="3", reward=1.0, logprob=-0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "warnings"),
+    [
+        ([episode("1", "2"), episode("1", reward=0.0)], []),
+        ([episode("1", reward=0.0), episode("2", reward=0.0)], ["no episode earned anything: all 2 rewards are 0"]),
+        ([episode("1"), episode("2")], ["all 2 episodes earned 1: nothing can be learned"]),
+        ([episode("1", reward=None), episode("2")], ["1 of 2 episodes have no reward of their own"]),
+        ([episode("1", reward=-11.0), episode("2")], ["1 of 2 rewards are outside [-10, 10], such as -11"]),
+        ([episode("1", "2", truncated=True)], ["no episode was ever done: all 1 met the limit of 2 turns"]),
+        ([episode("1", "2", truncated=True), episode("2", reward=0.0)], []),
+        ([episode("1", truncated=True)], []),  # it met another limit
+        ([episode("1", "2", feedback="Try again.")], ["feedback ends in 'Try again.'"]),
+        ([episode("1", "2", feedback=">")], []),
+        ([episode("1", logprobs=False)], ["some actions have no log-probs"]),
+        ([episode("1", unexplained=2)], ["2 action ranges were not sampled by llm_engine.generate"]),
+    ],
+)
+def test_odd_episodes(episodes, warnings):
+    found = agent_warnings(episodes, CharTokenizer(), max_steps=2)
+    assert len(found) == len(warnings), found
+    for part, text in zip(warnings, found, strict=True):
+        assert part in text
+
+
+# ---------------------------------------------------------------------------------------------- display
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "action"),
+    [(io.StringIO(), "ask⟦12⟧-⟦3⟧"), (Terminal(), "\x1b[1;30;42m12\x1b[0m")],
+    ids=["pipe", "terminal"],
+)
+def test_sampled_tokens_are_marked_in_a_pipe_and_coloured_on_a_terminal(tmp_path, monkeypatch, file, action):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    Display(file).episodes(tmp_path / "agent.py", [episode("12", "3", feedback="-")], CharTokenizer())
+    assert action in file.getvalue()
+    assert ("⟦" in file.getvalue()) is not file.isatty()
+
+
+def test_what_is_shown_leaves_terminals_sane():
+    assert shown("a\nb\x1b[2J\x00é", 99) == "a⏎b\\x1b[2J\\x00é"
+    assert shown("a\nb", 99, lines=True) == "a\nb"
+    assert shown("0123456789", 4) == "01 … 89"
