@@ -82,6 +82,10 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
         `max_length` holds for each prompt and its answer.
         """
         plan = self._plan()
+        place = place_of(self.run_agent)
+        if not getattr(hf_tokenizer, "chat_template", None):
+            name = getattr(hf_tokenizer, "name_or_path", "") or "this model"
+            raise AgentResultError(f"{place}: the tokenizer of {name} has no chat template, so it cannot read messages")
         most = min(max_length, llm_engine.max_model_len)
         engine = RecordingEngine(llm_engine, sampling_params=sampling_params, max_length=most)
         session = ChatSession(
@@ -99,7 +103,6 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
             "base_url": f"{self._server.url}/session/{session.id}/v1",
             "images": images,
         }
-        place = place_of(self.run_agent)
         self._server.open(session)
         try:
             with users_code(file_of(type(self).run_agent)):

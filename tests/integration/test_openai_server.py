@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 from chat_model import CALCULATOR, Speaker, chat_model, chat_tokenizer, learn_by_heart
+from scripted_engine import bpe_tokenizer
 
 from openrlhf.agents.openai_http import MOST_BYTES
 from openrlhf.agents.user_calls import AgentError, AgentResultError
@@ -345,6 +346,13 @@ class TestErrors:
         with pytest.raises(AgentResultError, match=r"test_openai_server\.py:\d+: ") as caught:
             play(Agent(), Speaker(TOKENIZER, "yes"))
         assert expected in str(caught.value)
+
+    def test_a_tokenizer_without_a_template(self):
+        async def main():
+            await Program(create).play("hi", "", SamplingParams(), 100, bpe_tokenizer(), Speaker(TOKENIZER, "yes"))
+
+        with pytest.raises(AgentResultError, match="the tokenizer of this model has no chat template"):
+            asyncio.run(main())
 
     def test_a_program_that_never_asks(self):
         async def body(client):
