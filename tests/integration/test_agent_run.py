@@ -106,7 +106,7 @@ def test_a_step_that_hangs_fails_alone(cli, agent_file, inputs):
     assert ran.rc == 0, ran.err
     assert "--rollout.step_timeout 1.5" in ran.err
     assert sum(r["rollout/failed"] for r in train_records(ran)) == 2
-    assert ran.seconds < 30
+    assert ran.seconds < 55  # far from the 60 s that it would sleep
 
 
 @pytest.mark.parametrize(
