@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: ServeRMConfig) -> int | None:
-    from openrlhf.rewards.server import serve
+    from openrlhf.trainers.reward_serving import serve
 
     return serve(config)
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from openrlhf.config.models import is_python_file, split_commas
 from openrlhf.config.optimizer import MEASURING_SCHEDULES, SCHEDULES
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.roots import RLConfig, ServeRMConfig
 from openrlhf.config.schema import value_at
 
 POSITIVE = (
@@ -43,6 +43,10 @@ POSITIVE = (
     "algo.kl.target",
     "model.beta",
     "batch_size",
+    "max_tokens_per_gpu",
+    "max_queue",
+    "max_request_bytes",
+    "max_query_chars",
     "max_steps",
 )
 
@@ -197,6 +201,14 @@ def reward_addresses_are_usable(config: RLConfig) -> Iterator[str]:
             yield "--reward.remote_url: a URL is stored and shown, so put no password in it: use --reward.api_key"
         elif not usable:
             yield f"--reward.remote_url {name} is neither a .py file nor a URL such as http://host:5000/get_reward"
+
+
+def api_key_is_a_key(config: ServeRMConfig) -> Iterator[str]:
+    """--api_key "$KEY" without a KEY is meant to lock the door, not to open it."""
+    if config.api_key is not None and not config.api_key.strip():
+        yield "--api_key is empty: give a key, or leave the flag out"
+    elif config.api_key is not None and not config.api_key.isascii():
+        yield "--api_key has letters that no HTTP header can carry: use ASCII"
 
 
 def correction_thresholds_are_ordered(config: RLConfig) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.roots import RLConfig, ServeRMConfig
 
 
 def template_is_not_used(config: Any) -> Iterator[str]:
@@ -98,3 +98,8 @@ def local_launcher_is_one_process(config: RLConfig) -> Iterator[str]:
             f"--train.launcher {launcher} is one process on this machine: the actor's {world} workers "
             "(--actor.num_nodes × --actor.num_gpus_per_node) become 1"
         )
+
+
+def server_is_open(config: ServeRMConfig) -> Iterator[str]:
+    if config.api_key is None and config.host not in ("127.0.0.1", "localhost", "::1"):
+        yield f"--host {config.host} without --api_key: whoever reaches this machine may ask the reward model"

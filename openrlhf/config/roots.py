@@ -217,7 +217,17 @@ class ServeRMConfig(HubSection):
     model: TrustSection = field(default=TrustSection())
     host: Annotated[str, Flag("address to listen on; 0.0.0.0 = every network this machine is in")] = "127.0.0.1"
     port: Annotated[int, Flag("port to listen on")] = 5000
-    batch_size: Annotated[int | None, Flag("queries per forward; unset: all of a request")] = None
+    batch_size: Annotated[
+        int | None, Flag("queries per forward, whoever asked; unset: as many as max_tokens_per_gpu allows")
+    ] = None
+    max_tokens_per_gpu: Annotated[int, Flag("tokens per forward; a longer query goes alone")] = 16192
+    max_queue: Annotated[
+        int, Flag("queries that may be under way, of all callers together; beyond it the answer is 503")
+    ] = 4096
+    max_request_bytes: Annotated[int, Flag("a larger request is answered with 413")] = 16 * 2**20
+    max_query_chars: Annotated[
+        int, Flag("a longer query is answered with 413; a shorter one keeps its last data.max_len tokens")
+    ] = 1_000_000
     api_key: Annotated[str | None, Flag("callers must send it as a bearer token", secret=True)] = field(
         default=None, repr=False
     )

@@ -52,6 +52,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         agreements.shared_devices_agree,
         agreements.every_worker_scores_something,
     ),
+    ServeRMConfig: (limits.api_key_is_a_key,),
 }
 NEEDS: dict[type, tuple[Rule, ...]] = {
     SFTConfig: (needs.model_is_named, needs.data_is_named),
@@ -85,6 +86,7 @@ NOTES: dict[type, tuple[Rule, ...]] = {
         notes.critic_is_not_used,
         notes.local_launcher_is_one_process,
     ),
+    ServeRMConfig: (notes.server_is_open,),
 }
 
 

@@ -27,6 +27,15 @@ def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
     return (Unbuilt(name, lambda _: True, "this command parses its flags but does not run yet", remedy),)
 
 
+FOUR_BIT = Unbuilt("--ds.load_in_4bit", lambda c: c.ds.load_in_4bit, "4-bit weights", "leave it out")
+EXPERTS = Unbuilt(
+    "--ds.experts_implementation",
+    lambda c: c.ds.experts_implementation is not None,
+    "the choice of expert kernels",
+    "leave it out",
+)
+MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model")
+
 RL: tuple[Unbuilt, ...] = (
     Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
@@ -46,15 +55,10 @@ RL: tuple[Unbuilt, ...] = (
     Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
     Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
     Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
-    Unbuilt("--ds.load_in_4bit", lambda c: c.ds.load_in_4bit, "4-bit weights", "leave it out"),
+    FOUR_BIT,
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
     Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger kernels", "leave it out"),
-    Unbuilt(
-        "--ds.experts_implementation",
-        lambda c: c.ds.experts_implementation is not None,
-        "the choice of expert kernels",
-        "leave it out",
-    ),
+    EXPERTS,
     Unbuilt(
         "--ds.grad_accum_dtype",
         lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
@@ -71,7 +75,7 @@ RL: tuple[Unbuilt, ...] = (
     Unbuilt("--logger.tensorboard_dir", lambda c: c.logger.tensorboard_dir is not None, "TensorBoard", "leave it out"),
     Unbuilt("--data.max_images_per_prompt", lambda c: c.data.max_images_per_prompt > 0, "images", "leave it out"),
     Unbuilt("--actor.freeze_visual_encoder", lambda c: c.actor.freeze_visual_encoder, "images", "leave it out"),
-    Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model"),
+    MODELSCOPE,
 )
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
@@ -79,7 +83,7 @@ UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
     SFTConfig: _whole_command("train_sft", "train_ppo_ray runs"),
     RMConfig: _whole_command("train_rm", "train_ppo_ray with a reward_func file runs"),
     DPOConfig: _whole_command("train_dpo", "train_ppo_ray runs"),
-    ServeRMConfig: _whole_command("serve_rm", "train_ppo_ray with a reward_func file runs"),
+    ServeRMConfig: (FOUR_BIT, EXPERTS, MODELSCOPE),
     LoraCombinerConfig: _whole_command("lora_combiner", "merge with peft's merge_and_unload"),
 }
 

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 import torch
 
 from openrlhf.config.models import RewardEntry
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.roots import RLConfig, ServeRMConfig
 from openrlhf.models.loading import load_tokenizer, load_value_model
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rewards.function_file import FunctionFileReward
-from openrlhf.rewards.model import RewardModelSource
+from openrlhf.rewards.model import RewardModel, RewardModelSource
 from openrlhf.trainers.local_models import model_dtype
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
 
@@ -49,16 +49,20 @@ def _build(entry: RewardEntry, config: RLConfig, tokenizer: Any, device: torch.d
         from openrlhf.rewards.http import HttpReward  # aiohttp is only for those who have servers
 
         return HttpReward(entry.names, timeout=config.reward.timeout, api_key=config.reward.api_key)
-    return _load_model(entry.names[0], config, tokenizer, device)
+    model = load_reward_model(entry.names[0], config, device, trust_remote_code=config.actor.trust_remote_code)
+    return RewardModelSource(model, policy_tokenizer=tokenizer, max_batch_tokens=config.scoring_tokens_per_gpu)
 
 
-def _load_model(path: str, config: RLConfig, tokenizer: Any, device: torch.device) -> RewardModelSource:
+def load_reward_model(
+    path: str, config: RLConfig | ServeRMConfig, device: torch.device, *, trust_remote_code: bool
+) -> RewardModel:
+    """The reward model at `path` as the flags say, ready to score."""
     flag = "--reward.model_name_or_path"
     with reading_model(path, flag=flag):
-        own_tokenizer = load_tokenizer(
+        tokenizer = load_tokenizer(
             path,
             use_fast=not config.data.disable_fast_tokenizer,
-            trust_remote_code=config.actor.trust_remote_code,
+            trust_remote_code=trust_remote_code,
             flag=flag,
         )
         model = load_value_model(
@@ -68,16 +72,14 @@ def _load_model(path: str, config: RLConfig, tokenizer: Any, device: torch.devic
             head_prefix=config.ds.value_head_prefix,
             fresh_head=False,
             normalise=config.reward.normalize_enable,
-            trust_remote_code=config.actor.trust_remote_code,
+            trust_remote_code=trust_remote_code,
             attn_implementation=config.ds.attn_implementation,
             flag=flag,
         )
     warn_of_positions(model.model.config, max_len=config.data.max_len)
-    return RewardModelSource(
+    return RewardModel(
         model.eval().requires_grad_(False),
-        own_tokenizer,
-        policy_tokenizer=tokenizer,
+        tokenizer,
         max_length=config.data.max_len,
-        max_batch_tokens=config.scoring_tokens_per_gpu,
         name=path,
     )

@@ -49,6 +49,10 @@ ADDED = {
     ("model.trust_remote_code", "switch", False): ("train_sft", "train_rm", "train_dpo", "serve_rm", "lora_combiner"),
     ("logger.run_dir", "str", None): TRAINERS,
     ("api_key", "str", None): ("serve_rm",),
+    ("max_tokens_per_gpu", "int", 16192): ("serve_rm",),
+    ("max_queue", "int", 4096): ("serve_rm",),
+    ("max_request_bytes", "int", 16777216): ("serve_rm",),
+    ("max_query_chars", "int", 1000000): ("serve_rm",),
 }
 
 # A value that differs from the default, where the usual one (below) is not allowed.

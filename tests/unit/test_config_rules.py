@@ -57,6 +57,9 @@ CASES = [
     ("reward_weights_match", "train_ppo_ray", "--reward_pretrain r,s --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.model_name_or_path"], "--reward_pretrain r,s --reward.weights 1 2"),
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py,b.py --reward.weights 0 0", ["--reward.weights: with all weights 0"], "--remote_rm_url a.py,b.py --reward.weights 1 0"),
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py,b.py --reward.weights 1 inf", ["--reward.weights: must be finite"], "--remote_rm_url a.py,b.py --reward.weights 1 -1"),
+    ("sizes_are_positive", "serve_rm", "--max_queue 0", ["--max_queue 0"], "--max_queue 1"),
+    ("api_key_is_a_key", "serve_rm", "--api_key=", ["--api_key is empty"], "--api_key k"),
+    ("api_key_is_a_key", "serve_rm", "--api_key schlüssel", ["--api_key", "ASCII"], ""),
     ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url localhost:5000", ["--reward.remote_url localhost:5000 is neither"], "--remote_rm_url http://localhost:5000"),
     ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url a.py,ftp://h/x", ["--reward.remote_url ftp://h/x is neither"], "--remote_rm_url a.py,https://h/x"),
     ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url http://h:port", ["--reward.remote_url http://h:port is neither"], "--remote_rm_url http://h:1/reward.py"),
@@ -164,6 +167,7 @@ NOTED = [
     ("engines_stay_awake", "train_ppo_ray", ["--vllm_enable_sleep"], "--vllm.enable_sleep is not used"),
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
+    ("server_is_open", "serve_rm", ["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
     ("local_launcher_is_one_process", "train_ppo_ray", ["--actor_num_gpus_per_node", "8"], "the actor's 8 workers"),
 ]  # fmt: skip
 

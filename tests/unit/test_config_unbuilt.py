@@ -2,7 +2,7 @@
 
 import pytest
 
-from openrlhf.config import NotBuiltError, parse, refuse_unbuilt, require_runnable
+from openrlhf.config import NotBuiltError, ServeRMConfig, parse, refuse_unbuilt, require_runnable
 from openrlhf.config.entry import enter
 from openrlhf.config.unbuilt import RL, UNBUILT
 
@@ -79,7 +79,6 @@ def test_rewards_from_elsewhere(reward, flags, capsys):
         ("train_sft", "--pretrain m --dataset d"),
         ("train_rm", "--pretrain m --dataset d"),
         ("train_dpo", "--pretrain m --dataset d"),
-        ("serve_rm", "--reward_pretrain r"),
         ("lora_combiner", "--model_path a --lora_path b --output_path c"),
     ],
 )
@@ -88,6 +87,18 @@ def test_whole_commands(command, text, capsys):
     require_runnable(config)
     if UNBUILT.get(type(config)):
         assert_refused(text.split(), command, capsys, command=command)
+
+
+@pytest.mark.parametrize("entry", UNBUILT[ServeRMConfig], ids=lambda entry: entry.flags)
+def test_what_the_reward_server_lacks(entry, capsys):
+    assert_refused(["--reward_pretrain", "r", *ASKS[entry.flags].split()], entry.flags, capsys, command="serve_rm")
+
+
+def test_the_reward_server_is_let_through():
+    text = "--reward_pretrain r --port 5000 --bf16 --flash_attn --normalize_reward --max_len 8192 --batch_size 16"
+    config = parse("serve_rm", text.split())
+    require_runnable(config)
+    refuse_unbuilt(config)
 
 
 def test_all_missing_features_are_listed_at_once():

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 from openrlhf.models.support import examine_body
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel, sequence_ends
 from openrlhf.rewards.base import RewardError, RewardRequest
-from openrlhf.rewards.model import RewardModelSource
+from openrlhf.rewards.model import RewardModel, RewardModelSource
 from openrlhf.types import Group, Outcome, PackedTokens, Prompt, SampleKey, Segment, Trajectory
 
 WORDS = ["<unk>", "<eos>", *"0123456789+="]
@@ -60,12 +60,9 @@ def model():
 
 def make_source(model, *, tokenizer=None, policy_tokenizer=None, max_length=64, max_batch_tokens=1000):
     return RewardModelSource(
-        model,
-        tokenizer or make_tokenizer(),
+        RewardModel(model, tokenizer or make_tokenizer(), max_length=max_length, name="rm"),
         policy_tokenizer=policy_tokenizer or make_tokenizer(),
-        max_length=max_length,
         max_batch_tokens=max_batch_tokens,
-        name="rm",
     )
 
 

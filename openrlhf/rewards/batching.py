@@ -1,0 +1,125 @@
+"""Sequences that wait together share a forward, whoever asked for them; first come, first served.
+
+Who waits on whom:
+    score      puts its sequences in the queue, waits for their futures
+    _drive     one task while anything is queued: yields to the loop, takes what has come meanwhile up to the token
+               budget, runs one forward, resolves its futures; ends when the queue is empty
+So nobody waits for a batch to fill: the busier it is, the more share a forward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Item(NamedTuple):
+    """One sequence of a batch."""
+
+    token_ids: Tensor
+    """int64 [T], on CPU."""
+    shared: int
+    """Leading tokens it has in common with the sequence queued before it."""
+
+
+Forward = Callable[[Sequence[Item]], Sequence[float]]
+"""The scores of a batch, in order. What the first item shares is not in the batch."""
+
+
+class _Waiting(NamedTuple):
+    item: Item
+    score: asyncio.Future[float]
+
+
+class Batcher:
+    """Runs one forward at a time over what waits. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        max_tokens: int,
+        max_sequences: int | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        """
+        Args:
+            max_tokens: most tokens in a forward; a longer sequence goes alone.
+            executor: where the forward runs while the event loop goes on. None: right here, between two turns of the
+                loop, for those whose other forwards run there too.
+        """
+        self._forward = forward
+        self._max_tokens = max_tokens
+        self._max_sequences = max_sequences
+        self._executor = executor
+        self._waiting: deque[_Waiting] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def score(self, sequences: Sequence[Tensor]) -> list[float]:
+        """One score per sequence (int64 [T], not empty), in order; raises what the forward of one of them raised."""
+        if not sequences:
+            return []
+        loop = asyncio.get_running_loop()
+        # One number for the whole request, not one per pair: samples that share the same beginning form one group.
+        shared = _common_prefix(sequences)
+        waiting = [_Waiting(Item(s, shared if i else 0), loop.create_future()) for i, s in enumerate(sequences)]
+        self._waiting.extend(waiting)
+        if self._task is None or self._task.done():
+            self._task = loop.create_task(self._drive(), name="reward model")
+        try:
+            return await asyncio.gather(*(one.score for one in waiting))
+        finally:
+            for one in waiting:  # of a request that has failed, the rest need not be computed
+                one.score.cancel()
+
+    async def _drive(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(0)
+            batch = self._take()
+            if not batch:
+                continue
+            try:
+                scores = await self._run([one.item for one in batch])
+            except Exception as error:
+                for one in batch:
+                    if not one.score.done():
+                        one.score.set_exception(error)
+            else:
+                for one, score in zip(batch, scores, strict=True):
+                    if not one.score.done():  # cancelled meanwhile
+                        one.score.set_result(score)
+
+    async def _run(self, items: Sequence[Item]) -> Sequence[float]:
+        if self._executor is None:
+            return self._forward(items)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._forward, items)
+
+    def _take(self) -> list[_Waiting]:
+        """Sequences for one forward, in order of arrival. Those whose request was cancelled are dropped."""
+        batch: list[_Waiting] = []
+        tokens = 0
+        while self._waiting and len(batch) != self._max_sequences:
+            first = self._waiting[0]
+            if first.score.done():
+                self._waiting.popleft()
+                continue
+            if batch and tokens + len(first.item.token_ids) > self._max_tokens:
+                break
+            tokens += len(first.item.token_ids)
+            batch.append(self._waiting.popleft())
+        return batch
+
+
+def _common_prefix(sequences: Sequence[Tensor]) -> int:
+    """How many tokens all sequences begin with, each keeping at least one of its own."""
+    room = min(len(sequence) for sequence in sequences) - 1
+    first = sequences[0][:room]
+    for other in sequences[1:]:
+        differs = (first != other[: len(first)]).nonzero()
+        first = first[: int(differs[0])] if len(differs) else first
+    return len(first)

@@ -1,0 +1,134 @@
+"""Binds the reward server to one process: from a configuration to a server that has been stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+import uvicorn
+
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.roots import ServeRMConfig
+from openrlhf.models.loading import ModelLoadError, silence_progress_bars
+from openrlhf.rewards.model import RewardModel
+from openrlhf.rewards.server import RewardServer, ServerLimits
+from openrlhf.trainers.reward_sources import load_reward_model
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 25
+"""For answering what is under way when a signal comes. Kubernetes kills after 30."""
+SETTLE_SECONDS = 1.0
+"""For a forward that nobody waits for any more."""
+BACKLOG = 1024
+"""Connections that the system holds until they are accepted."""
+
+
+def serve(config: ServeRMConfig) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status, 0 if all that was accepted was answered."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    silence_progress_bars()
+    try:
+        end = asyncio.run(_serve(config, _listen(config.host, config.port)))
+    except ModelLoadError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    if end.busy:
+        # The interpreter would wait for the thread, however long it still loads or hangs.
+        logging.shutdown()
+        os._exit(end.status)
+    return end.status
+
+
+class _End(NamedTuple):
+    status: int
+    busy: bool
+    """Whether the model's thread is at something that nobody waits for."""
+
+
+class _WebServer(uvicorn.Server):
+    """Winds up on the first signal, ends on the second."""
+
+    def __init__(self, config: uvicorn.Config, rewards: RewardServer) -> None:
+        super().__init__(config)
+        self._rewards = rewards
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own notes the signal and raises it once more in the end; stopping a server is no accident.
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logger.info("stopping; queries under way: %d", self._rewards.under_way)
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._rewards.give_up)
+        await super().shutdown(sockets)
+
+
+async def _serve(config: ServeRMConfig, listener: socket.socket) -> _End:
+    rewards = RewardServer(
+        limits=ServerLimits(
+            max_request_bytes=config.max_request_bytes,
+            max_query_chars=config.max_query_chars,
+            max_queue=config.max_queue,
+            max_batch_tokens=config.max_tokens_per_gpu,
+            max_batch_queries=config.batch_size,
+        ),
+        api_key=config.api_key,
+    )
+    web = _WebServer(
+        uvicorn.Config(
+            rewards.app,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            # For connections that are stuck: what is under way is given up before.
+            timeout_graceful_shutdown=DRAIN_SECONDS + 3,
+        ),
+        rewards,
+    )
+    logger.info("listening on %s; loading %s", _address(listener), config.reward.model_name_or_path)
+    loading = asyncio.create_task(_load(config, rewards, web))
+    await web.serve(sockets=[listener])
+    if loading.done():
+        loading.result()
+    status = 1 if rewards.given_up or rewards.under_way else 0
+    return _End(status, busy=not await rewards.close(SETTLE_SECONDS))
+
+
+async def _load(config: ServeRMConfig, rewards: RewardServer, web: uvicorn.Server) -> None:
+    """Ends the server if the model cannot be loaded."""
+    loop = asyncio.get_running_loop()
+    try:
+        rewards.serve_model(await loop.run_in_executor(rewards.model_thread, _load_model, config))
+    except BaseException:
+        web.should_exit = True
+        raise
+    logger.info("ready")
+
+
+def _load_model(config: ServeRMConfig) -> RewardModel:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = config.reward.model_name_or_path
+    assert path is not None, "a run needs it"
+    return load_reward_model(path, config, device, trust_remote_code=config.model.trust_remote_code)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from error
+
+
+def _address(listener: socket.socket) -> str:
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

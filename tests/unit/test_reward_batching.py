@@ -1,0 +1,109 @@
+"""Batching of many callers' sequences: budgets, order, failures, and forwards in a thread of their own."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from openrlhf.rewards.batching import Batcher
+
+
+class Forward:
+    """The score of a sequence is the sum of its tokens. Remembers batches and threads; may be held up."""
+
+    def __init__(self):
+        self.batches = []
+        self.threads = set()
+        self.free = threading.Event()
+        self.free.set()
+        self.fail = False
+
+    def __call__(self, items):
+        self.batches.append([item.token_ids.tolist() for item in items])
+        self.threads.add(threading.current_thread().name)
+        assert self.free.wait(timeout=10)
+        if self.fail:
+            raise RuntimeError("out of memory")
+        return [float(item.token_ids.sum()) for item in items]
+
+
+def ids(*tokens):
+    return torch.tensor(tokens)
+
+
+@pytest.fixture
+def forward():
+    return Forward()
+
+
+@pytest.fixture
+def thread():
+    with ThreadPoolExecutor(1, thread_name_prefix="model") as executor:
+        yield executor
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_sequences_of_a_forward_are_limited_by_number_and_by_tokens(forward):
+    """Budget 6, at most 2: (1 + 2), then (3 alone, as 3 + 4 > 6), then (4 + 1)."""
+    batcher = Batcher(forward, max_tokens=6, max_sequences=2)
+    sequences = [ids(1), ids(1, 2), ids(1, 2, 3), ids(1, 2, 3, 4), ids(5)]
+    assert asyncio.run(batcher.score(sequences)) == [1.0, 3.0, 6.0, 10.0, 5.0]
+    assert [[len(s) for s in batch] for batch in forward.batches] == [[1, 2], [3], [4, 1]]
+
+
+def test_nothing_costs_no_forward(forward):
+    assert asyncio.run(Batcher(forward, max_tokens=6).score([])) == []
+    assert forward.batches == []
+
+
+def test_the_loop_goes_on_while_the_thread_computes_and_what_comes_meanwhile_is_batched(forward, thread):
+    async def run():
+        batcher = Batcher(forward, max_tokens=100, executor=thread)
+        forward.free.clear()
+        first = asyncio.create_task(batcher.score([ids(1)]))
+        await until(lambda: forward.batches)
+        others = [asyncio.create_task(batcher.score([ids(n), ids(n, n)])) for n in (2, 3, 4)]
+        await asyncio.sleep(0.01)
+        forward.free.set()
+        return await asyncio.gather(first, *others)
+
+    assert asyncio.run(run()) == [[1.0], [2.0, 4.0], [3.0, 6.0], [4.0, 8.0]]
+    assert forward.batches == [[[1]], [[2], [2, 2], [3], [3, 3], [4], [4, 4]]]
+    assert forward.threads == {"model_0"}
+
+
+def test_cancelled_during_its_forward_or_before_it_harms_nobody(forward, thread):
+    async def run():
+        batcher = Batcher(forward, max_tokens=1, executor=thread)
+        forward.free.clear()
+        computed, waiting, kept = (asyncio.create_task(batcher.score([ids(n)])) for n in (1, 2, 3))
+        await until(lambda: forward.batches)
+        computed.cancel()
+        waiting.cancel()
+        await asyncio.sleep(0)
+        forward.free.set()
+        return await kept
+
+    assert asyncio.run(run()) == [3.0]
+    assert forward.batches == [[[1]], [[3]]]
+
+
+def test_of_a_request_that_failed_the_rest_is_not_computed(forward):
+    forward.fail = True
+
+    async def run():
+        batcher = Batcher(forward, max_tokens=1)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await batcher.score([ids(1), ids(2), ids(3), ids(4)])
+        forward.fail = False
+        return await batcher.score([ids(5)])
+
+    assert asyncio.run(run()) == [5.0]
+    assert len(forward.batches) < 5
