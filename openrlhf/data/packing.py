@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Hashable, Sequence
 
 
@@ -22,7 +24,7 @@ def by_tokens(
     sizes = [sum(lengths[i] for i in bundle) for bundle in bundles]
     longest_first = sorted(range(len(bundles)), key=lambda b: (-sizes[b], bundles[b]))
     bins = _first_fit(longest_first, sizes, budget)
-    balanced = _balance(longest_first, sizes, count=len(bins))
+    balanced = balance(longest_first, sizes, count=len(bins))
     # Balancing spreads tokens without looking at the budget; where it went over, keep first-fit's answer.
     if all(len(b) <= 1 or sum(sizes[i] for i in b) <= budget for b in balanced):
         bins = balanced
@@ -72,12 +74,38 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], budget: int
     return bins
 
 
-def _balance(longest_first: Sequence[int], lengths: Sequence[int], *, count: int) -> list[list[int]]:
-    """Longest first, each to the lightest bin so far."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
+def best_fit(longest_first: Sequence[int], lengths: Sequence[int], *, budget: int) -> list[list[int]]:
+    """Each sample into the fullest bin that still has room for it: best-fit decreasing, O(n log n).
+
+    At most 11/9 of the fewest bins + 1 (Johnson 1974). A sample longer than the budget goes alone.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, bin), ascending
     for i in longest_first:
-        lightest = min(range(count), key=load.__getitem__)
-        bins[lightest].append(i)
-        load[lightest] += lengths[i]
+        place = bisect.bisect_left(rooms, (lengths[i], -1))
+        if place < len(rooms):
+            room, b = rooms.pop(place)
+            bins[b].append(i)
+        else:
+            room, b = max(budget, lengths[i]), len(bins)
+            bins.append([i])
+        bisect.insort(rooms, (room - lengths[i], b))
+    return bins
+
+
+def balance(
+    longest_first: Sequence[int], lengths: Sequence[int], *, count: int, at_most: int | None = None
+) -> list[list[int]]:
+    """Longest first, each to the lightest of `count` bins so far, of those with less than `at_most` samples.
+
+    Without that limit no bin is heavier than another by more than its longest sample, and none is empty as long as
+    there are samples for all.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    open_bins = [(0, b) for b in range(count)]  # (load, bin), a heap
+    for i in longest_first:
+        load, b = heapq.heappop(open_bins)
+        bins[b].append(i)
+        if at_most is None or len(bins[b]) < at_most:
+            heapq.heappush(open_bins, (load + lengths[i], b))
     return bins

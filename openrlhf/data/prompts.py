@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from openrlhf.data.errors import DataError
-from openrlhf.data.sources import Record, Records
-from openrlhf.data.templates import has_placeholder, known_keys, render_prompt
+from openrlhf.data.shuffling import shuffled
+from openrlhf.data.sources import Record, Records, warn_left_out
+from openrlhf.data.templates import known_keys, render_prompt, usable_template
 from openrlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,12 @@ class PromptSet(Sequence[Prompt]):
     ) -> None:
         if max_prompt_tokens is not None and tokenizer is None:
             raise ValueError("max_prompt_tokens needs a tokenizer to count with")
-        if input_template is not None and not apply_chat_template and not has_placeholder(input_template):
-            logger.warning("--data.input_template %r has no {} for the prompt: it is not used", input_template)
-            input_template = None
         self._records = records
         self._tokenizer = tokenizer
         self._input_key = input_key
         self._label_key = label_key
         self._apply_chat_template = apply_chat_template
-        self._input_template = input_template
+        self._input_template = usable_template(input_template, apply_chat_template=apply_chat_template)
         self._max_prompt_tokens = max_prompt_tokens
         self._flag = flag
         self._kept, self.digest = self._check_all()
@@ -109,8 +107,9 @@ class PromptSet(Sequence[Prompt]):
                 else:
                     kept.append(row)
                     digest.update(repr((text, label)).encode())
-        self._report_skipped(empty, why=f"have an empty {self._input_key!r}")
-        self._report_skipped(long, why=f"are longer than {self._max_prompt_tokens} tokens")
+        warn_left_out(self._records, empty, why=f"have an empty {self._input_key!r}", what="prompts", flag=self._flag)
+        too_long = f"are longer than {self._max_prompt_tokens} tokens"
+        warn_left_out(self._records, long, why=too_long, what="prompts", flag=self._flag)
         if not kept:
             raise DataError(
                 f"{self._flag}: no usable prompt in {len(self._records)} records: {len(empty)} are empty, "
@@ -125,14 +124,6 @@ class PromptSet(Sequence[Prompt]):
             return [len(text) for text in texts]
         # A rendered prompt already holds its special tokens.
         return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
-
-    def _report_skipped(self, rows: list[int], *, why: str) -> None:
-        if rows:
-            first = ", ".join(self._records.where(row) for row in rows[:5])
-            logger.warning(
-                "%s: left out %d of %d prompts, which %s: %s%s",
-                self._flag, len(rows), len(self._records), why, first, ", …" if len(rows) > 5 else "",
-            )  # fmt: skip
 
     def _render(self, row: int, record: Record) -> str:
         try:
@@ -177,7 +168,7 @@ class PromptStream:
         self._num_episodes = num_episodes
         self._next = 0
         self._again: list[int] = []
-        self._order = lru_cache(maxsize=2)(self._order_of_pass)
+        self._order = lru_cache(maxsize=2)(lambda episode: shuffled(len(prompt_set), seed=seed, epoch=episode))
 
     def __len__(self) -> int:
         """Ordinals in all passes together."""
@@ -253,8 +244,3 @@ class PromptStream:
         if ordinal < 0 or (self._num_episodes is not None and episode >= self._num_episodes):
             raise IndexError(f"prompt ordinal {ordinal} is outside the stream")
         return int(self._order(episode)[position]) if self._shuffle else position
-
-    def _order_of_pass(self, episode: int) -> np.ndarray:
-        """int64 [N]: ranks of N raw random words. Raw words never change between numpy versions; `permutation` may."""
-        words = np.random.PCG64(np.random.SeedSequence([self._seed % 2**64, episode])).random_raw(len(self._prompts))
-        return np.argsort(words, kind="stable")

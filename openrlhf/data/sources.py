@@ -19,7 +19,7 @@ from openrlhf.data.tables import HubUnreachableError, UnknownSplitError, read_fo
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DataError", "Record", "Records", "load_records"]
+__all__ = ["DataError", "Record", "Records", "load_records", "warn_left_out"]
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ACCEPTED = "a .jsonl, .json, .csv, .parquet or .arrow file, a folder, or a Hub name such as org/name"
@@ -109,6 +109,16 @@ def load_records(
     lengths = [len(source.records) for source in sources]
     rows = concatenated_rows(lengths) if weights is None else interleaved_rows(lengths, probs=weights, seed=seed)
     return Records(sources, rows)
+
+
+def warn_left_out(records: Records, rows: Sequence[int], *, why: str, what: str, flag: str) -> None:
+    """One warning about records that will not be used: how many, why, and the first few."""
+    if rows:
+        first = ", ".join(records.where(row) for row in rows[:5])
+        logger.warning(
+            "%s: left out %d of %d %s, which %s: %s%s",
+            flag, len(rows), len(records), what, why, first, ", …" if len(rows) > 5 else "",
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- mixing

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openrlhf.data.errors import DataError
 from openrlhf.data.json_files import Record
+
+logger = logging.getLogger(__name__)
 
 
 def render_prompt(
@@ -25,26 +28,58 @@ def render_prompt(
     Returns "" when there is nothing to ask: blank text, or a null, which is what an empty cell of a table is.
     Raises DataError.
     """
-    if input_key not in record:
-        raise DataError(f"it has no {input_key!r}: set --data.input_key to one of {known_keys(record)}")
-    value = record[input_key]
-    if value is None:
+    value = read_value(record, input_key, flag="--data.input_key")
+    messages = read_messages(value, role="user", key=input_key)
+    if not any(says_something(message) for message in messages):
         return ""
-    if isinstance(value, str):
-        if not value.strip():
-            return ""
-        messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
-    elif isinstance(value, Sequence):
-        messages = [_message(item, number, input_key) for number, item in enumerate(value, start=1)]
-        if not any(message["content"] for message in messages):
-            return ""
-    else:
-        raise DataError(f"its {input_key!r} must be a string or a list of messages, got {type(value).__name__}")
     if apply_chat_template:
-        return _apply_chat_template(messages, tokenizer)
-    if not isinstance(value, str):
-        raise DataError(f"its {input_key!r} is a list of messages, which needs --data.apply_chat_template")
-    return value if input_template is None else fill_template(input_template, value)
+        return render_chat(messages, tokenizer, add_generation_prompt=True)
+    text = read_text(value, key=input_key)
+    return text if input_template is None else fill_template(input_template, text)
+
+
+def read_value(record: Record, key: str, *, flag: str) -> Any:
+    """The record's `key`, which `flag` names. Raises DataError when it has none."""
+    if key not in record:
+        raise DataError(f"it has no {key!r}: set {flag} to one of {known_keys(record)}")
+    return record[key]
+
+
+def read_text(value: Any, *, key: str) -> str:
+    """A string; a null, which is what an empty cell of a table is, reads as "". Raises DataError for a chat."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, Sequence):
+        raise _neither_text_nor_chat(value, key)
+    raise DataError(f"its {key!r} is a list of messages, which needs --data.apply_chat_template")
+
+
+def read_messages(value: Any, *, role: str, key: str) -> list[dict[str, Any]]:
+    """The messages of a chat; a string is one message of `role`, a null none at all. Raises DataError."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, Sequence):
+        return [_message(item, number, key) for number, item in enumerate(value, start=1)]
+    raise _neither_text_nor_chat(value, key)
+
+
+def says_something(message: Mapping[str, Any]) -> bool:
+    """Whether it has words, or calls a tool."""
+    content = message["content"]
+    words = content.strip() if isinstance(content, str) else content
+    return bool(words or message.get("tool_calls") or message.get("function_call"))
+
+
+def usable_template(input_template: str | None, *, apply_chat_template: bool) -> str | None:
+    """`input_template` where it is one: it has a place for the prompt, and no chat template replaces it."""
+    if input_template is None or apply_chat_template:
+        return None
+    if not has_placeholder(input_template):
+        logger.warning("--data.input_template %r has no {} for the prompt: it is not used", input_template)
+        return None
+    return input_template
 
 
 def has_placeholder(input_template: str) -> bool:
@@ -56,7 +91,9 @@ def has_placeholder(input_template: str) -> bool:
 
 
 def fill_template(input_template: str, prompt: str) -> str:
-    """`input_template.format(prompt)`."""
+    """`input_template.format(prompt)`. Raises DataError when that has no place for the prompt."""
+    if not has_placeholder(input_template):
+        raise _bad_template(input_template, ValueError("it has none"))
     try:
         return input_template.format(prompt)
     except (IndexError, KeyError, ValueError, AttributeError) as error:
@@ -66,6 +103,10 @@ def fill_template(input_template: str, prompt: str) -> str:
 def known_keys(record: Record) -> str:
     """The keys that have a value, for messages."""
     return ", ".join(str(key) for key, value in record.items() if value is not None) or "(it has no keys)"
+
+
+def _neither_text_nor_chat(value: Any, key: str) -> DataError:
+    return DataError(f"its {key!r} must be a string or a list of messages, got {type(value).__name__}")
 
 
 def _bad_template(input_template: str, error: Exception) -> DataError:
@@ -84,7 +125,8 @@ def _message(item: Any, number: int, input_key: str) -> dict[str, Any]:
     return {key: value for key, value in item.items() if value is not None or key in ("role", "content")}
 
 
-def _apply_chat_template(messages: list[dict[str, Any]], tokenizer: Any) -> str:
+def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
+    """The messages in the tokenizer's chat template. Raises DataError."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "this model"
         raise DataError(
@@ -92,6 +134,8 @@ def _apply_chat_template(messages: list[dict[str, Any]], tokenizer: Any) -> str:
             f"(and use --data.input_template), or take a model whose tokenizer has one"
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except Exception as error:  # templates are programs: whatever one raises is about this record
         raise DataError(f"the chat template refused its messages: {error}") from error

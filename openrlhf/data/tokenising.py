@@ -1,0 +1,266 @@
+"""All records of a data set to tokens: checked, in parallel, once per machine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openrlhf.data.boundaries import Encoder, Tokens
+from openrlhf.data.errors import DataError
+from openrlhf.data.reading import Format, Reading, Reason, Unusable
+from openrlhf.data.sources import Record, Records
+from openrlhf.data.token_cache import cached
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 512
+"""Records tokenised per call."""
+PARALLEL_FROM = 8192
+"""Records from which on other processes are worth their start of some seconds."""
+MAX_WORKERS = 16
+
+_REASONS = tuple(Reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The tokens of N samples, each of K sequences, end to end; and what became of the records without."""
+
+    rows: np.ndarray
+    """int64 [N]: the record of each sample."""
+    values: np.ndarray
+    """float64 [N]: the number that goes with it."""
+    altered: np.ndarray
+    """bool [N]: the chat template changed words that are learnt."""
+    lengths: np.ndarray
+    """int64 [N, K]"""
+    truncated: np.ndarray
+    """bool [N, K]"""
+    ids: np.ndarray
+    """int32 [T]"""
+    targets: np.ndarray
+    """bool [T]"""
+    skipped: np.ndarray
+    """int64 [S]: records without a sample."""
+    reasons: np.ndarray
+    """int8 [S]: number of the reason."""
+
+    def skipped_for(self, reason: Reason) -> np.ndarray:
+        return self.skipped[self.reasons == _REASONS.index(reason)]
+
+
+def tokenise(
+    records: Records,
+    format: Format,
+    encoder: Encoder,
+    *,
+    workers: int | None = None,
+    cache_dir: Path | None = None,
+    flag: str,
+) -> Columns:
+    """The samples of `records` in their order.
+
+    `workers` processes; None: as many as are worth their start. With a `cache_dir` the processes of a machine share
+    the work: one does it. Raises DataError.
+    """
+    work = _Work(format, encoder)
+    make = functools.partial(_tokenise, records, work, workers=workers, flag=flag)
+    if cache_dir is None:
+        return make()
+    key = _fingerprint(records, work)
+    arrays = cached(cache_dir, key, lambda: _as_dict(make()), what=f"the tokens of {flag}")
+    return Columns(**arrays)
+
+
+# ---------------------------------------------------------------------------------------------- one chunk
+
+
+class RecordError(Exception):
+    """What is wrong with the record of row `args[0]`, from whichever process found it."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    format: Format
+    encoder: Encoder
+
+    def run(self, first_row: int, records: Sequence[Record]) -> Columns:
+        """The samples of neighbouring records."""
+        read: list[tuple[int, Reading]] = []
+        out = _Builder()
+        for row, record in enumerate(records, start=first_row):
+            try:
+                read.append((row, self.format.read(record, self.encoder.tokenizer)))
+            except Unusable as unusable:
+                out.skip(row, unusable.reason)
+            except DataError as error:
+                raise RecordError(row, str(error)) from error
+        encoded = iter(self.encoder.encode([text for _, reading in read for text in reading.texts]))
+        for row, reading in read:
+            sequences = [next(encoded) for _ in reading.texts]
+            if reason := self._unusable(sequences):
+                out.skip(row, reason)
+            else:
+                out.add(row, reading, sequences)
+        return out.columns()
+
+    def _unusable(self, sequences: Sequence[Tokens]) -> Reason | None:
+        # Two tokens of an answer and its end are the least that is worth a forward.
+        if any(0 < tokens.prompt_length >= self.encoder.max_len - 2 for tokens in sequences):
+            return Reason.LONG_PROMPT
+        if not all(tokens.targets.any() for tokens in sequences):
+            return Reason.NOTHING_LEFT
+        if len(sequences) == 2 and np.array_equal(sequences[0].ids, sequences[1].ids):
+            return Reason.EQUAL_CUT if any(tokens.truncated for tokens in sequences) else Reason.EQUAL
+        return None
+
+
+@dataclass
+class _Builder:
+    samples: list[tuple[int, Reading, list[Tokens]]] = field(default_factory=list)
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, row: int, reading: Reading, sequences: list[Tokens]) -> None:
+        self.samples.append((row, reading, sequences))
+
+    def skip(self, row: int, reason: Reason) -> None:
+        self.skipped.append((row, _REASONS.index(reason)))
+
+    def columns(self) -> Columns:
+        self.skipped.sort()
+        sequences = [tokens for _, _, sequences in self.samples for tokens in sequences]
+        n = len(self.samples)
+        return Columns(
+            rows=np.array([row for row, _, _ in self.samples], dtype=np.int64),
+            values=np.array([reading.value for _, reading, _ in self.samples], dtype=np.float64),
+            altered=np.array([any(t.altered for t in reading.texts) for _, reading, _ in self.samples], dtype=bool),
+            lengths=np.array([len(tokens.ids) for tokens in sequences], dtype=np.int64).reshape(n, -1 if n else 1),
+            truncated=np.array([tokens.truncated for tokens in sequences], dtype=bool).reshape(n, -1 if n else 1),
+            ids=np.concatenate([np.empty(0, np.int32), *(tokens.ids for tokens in sequences)]),
+            targets=np.concatenate([np.empty(0, bool), *(tokens.targets for tokens in sequences)]),
+            skipped=np.array([row for row, _ in self.skipped], dtype=np.int64),
+            reasons=np.array([reason for _, reason in self.skipped], dtype=np.int8),
+        )
+
+
+# ---------------------------------------------------------------------------------------------- all chunks
+
+
+def _tokenise(records: Records, work: _Work, *, workers: int | None, flag: str) -> Columns:
+    if workers is None:
+        workers = min(_cores(), MAX_WORKERS) if len(records) >= PARALLEL_FROM else 1
+    try:
+        return _joined(list(_in_parallel(records, work, workers) if workers > 1 else _in_turn(records, work)))
+    except BrokenProcessPool as error:
+        logger.warning("%s: tokenised in one process, because others cannot be started: %s", flag, error)
+        return _joined(list(_in_turn(records, work)))
+    except RecordError as error:
+        row, message = error.args
+        raise DataError(f"{flag}, {records.where(row)}: {message}") from error
+    except DataError as error:
+        raise DataError(f"{flag}: {error}") from error
+
+
+def _cores() -> int:
+    """Those this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _chunks(records: Records) -> Iterator[tuple[int, list[Record]]]:
+    for start in range(0, len(records), CHUNK):
+        yield start, [records[row] for row in range(start, min(start + CHUNK, len(records)))]
+
+
+def _in_turn(records: Records, work: _Work) -> Iterator[Columns]:
+    return (work.run(start, chunk) for start, chunk in _chunks(records))
+
+
+def _in_parallel(records: Records, work: _Work, workers: int) -> Iterator[Columns]:
+    """Chunk after chunk; only a few records wait in memory at a time."""
+    try:
+        pickled = pickle.dumps(work)
+    except Exception as error:  # tokenizers that come as code may hold anything
+        raise BrokenProcessPool(f"this tokenizer cannot be copied ({error})") from error
+    # Fresh interpreters: a fork of a process that runs threads, CUDA or a parallel tokenizer may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(pickled,)) as pool:
+        waiting: deque[Future[Columns]] = deque()
+        try:
+            for start, chunk in _chunks(records):
+                waiting.append(pool.submit(_run_in_worker, start, chunk))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_worker_job: _Work | None = None
+
+
+def _start_worker(pickled: bytes) -> None:
+    global _worker_job
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker_job = pickle.loads(pickled)
+
+
+def _run_in_worker(start: int, chunk: list[Record]) -> Columns:
+    assert _worker_job is not None
+    return _worker_job.run(start, chunk)
+
+
+def _joined(parts: list[Columns]) -> Columns:
+    # A part without samples does not know how many sequences a sample has.
+    width = max(part.lengths.shape[1] for part in parts)
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in _as_dict(parts[0])}
+    for part in parts:
+        for name, array in _as_dict(part).items():
+            arrays[name].append(array.reshape(-1, width) if name in ("lengths", "truncated") else array)
+    return Columns(**{name: np.concatenate(some) for name, some in arrays.items()})
+
+
+def _as_dict(columns: Columns) -> dict[str, np.ndarray]:
+    return {column.name: getattr(columns, column.name) for column in fields(columns)}
+
+
+# ---------------------------------------------------------------------------------------------- identity
+
+
+def _fingerprint(records: Records, work: _Work) -> str:
+    """A name for the result: of everything it depends on, this code included."""
+    digest = hashlib.blake2b(digest_size=16)
+    tokenizer = work.encoder.tokenizer
+    about = [
+        *(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))),
+        *(importlib.metadata.version(library) for library in ("tokenizers", "transformers")),
+        repr(work.format),
+        repr((work.encoder.max_len, tokenizer.eos_token_id, tokenizer.special_tokens_map)),
+        type(tokenizer).__qualname__,
+        json.dumps(tokenizer.chat_template),
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else _slow_vocabulary(tokenizer),
+    ]
+    texts = (json.dumps(records[row], default=repr) for row in range(len(records)))
+    for part in chain(about, texts):
+        digest.update(f"{len(part)}:".encode() + part.encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _slow_vocabulary(tokenizer: Any) -> str:
+    return repr((sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.init_kwargs.items()))))
