@@ -48,6 +48,9 @@ ADDED = {
     ("actor.trust_remote_code", "switch", False): ("train_ppo_ray",),
     ("model.trust_remote_code", "switch", False): ("train_sft", "train_rm", "train_dpo", "serve_rm", "lora_combiner"),
     ("logger.run_dir", "str", None): TRAINERS,
+    ("model.loss_type", "str dpo/kto", "dpo"): ("train_dpo",),
+    ("data.response_key", "str", "response"): ("train_dpo",),
+    ("data.label_key", "str", "label"): ("train_dpo",),
     ("api_key", "str", None): ("serve_rm",),
 }
 
