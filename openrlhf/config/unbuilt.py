@@ -27,28 +27,22 @@ def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
     return (Unbuilt(name, lambda _: True, "this command parses its flags but does not run yet", remedy),)
 
 
-RL: tuple[Unbuilt, ...] = (
-    Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
+def _aux_loss(section: str) -> Unbuilt:
+    return Unbuilt(
+        f"--{section}.aux_loss_coef",
+        lambda c: getattr(c, section).aux_loss_coef != 0,
+        "the load-balancing loss",
+        "leave it out",
+    )
+
+
+LIGER = Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger kernels", "leave it out")
+
+TRAINERS: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt(
-        "--reward.offload",
-        lambda c: c.uses_reward_model and c.reward.offload,
-        "a reward model that waits in CPU memory",
-        "leave it out",
-    ),
-    Unbuilt("--train.async_enable", lambda c: c.train.async_enable, "asynchronous training", "leave it out"),
-    Unbuilt(
-        "--train.partial_rollout_enable",
-        lambda c: c.train.partial_rollout_enable,
-        "partial rollouts",
-        "leave it out",
-    ),
-    Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
-    Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
     Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
     Unbuilt("--ds.load_in_4bit", lambda c: c.ds.load_in_4bit, "4-bit weights", "leave it out"),
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
-    Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger kernels", "leave it out"),
     Unbuilt(
         "--ds.experts_implementation",
         lambda c: c.ds.experts_implementation is not None,
@@ -67,18 +61,40 @@ RL: tuple[Unbuilt, ...] = (
     Unbuilt("--ckpt.save_steps", lambda c: c.ckpt.period is not None, "periodic checkpoints", "leave it out"),
     Unbuilt("--ckpt.save_hf", lambda c: c.ckpt.save_hf, "periodic exports", "leave it out"),
     Unbuilt("--ckpt.load_enable", lambda c: c.ckpt.load_enable, "resuming", "leave it out"),
-    Unbuilt("--logger.wandb.key", lambda c: c.logger.wandb.key is not None, "W&B", "leave it out"),
-    Unbuilt("--logger.tensorboard_dir", lambda c: c.logger.tensorboard_dir is not None, "TensorBoard", "leave it out"),
+    Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model"),
+)
+"""What no trainer has."""
+
+SUPERVISED = (_aux_loss("model"), *TRAINERS)
+
+RL: tuple[Unbuilt, ...] = (
+    _aux_loss("actor"),
+    LIGER,
+    *TRAINERS,
+    Unbuilt(
+        "--reward.offload",
+        lambda c: c.uses_reward_model and c.reward.offload,
+        "a reward model that waits in CPU memory",
+        "leave it out",
+    ),
+    Unbuilt("--train.async_enable", lambda c: c.train.async_enable, "asynchronous training", "leave it out"),
+    Unbuilt(
+        "--train.partial_rollout_enable",
+        lambda c: c.train.partial_rollout_enable,
+        "partial rollouts",
+        "leave it out",
+    ),
+    Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
+    Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
     Unbuilt("--data.max_images_per_prompt", lambda c: c.data.max_images_per_prompt > 0, "images", "leave it out"),
     Unbuilt("--actor.freeze_visual_encoder", lambda c: c.actor.freeze_visual_encoder, "images", "leave it out"),
-    Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model"),
 )
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
     RLConfig: RL,
-    SFTConfig: _whole_command("train_sft", "train_ppo_ray runs"),
-    RMConfig: _whole_command("train_rm", "train_ppo_ray with a reward_func file runs"),
-    DPOConfig: _whole_command("train_dpo", "train_ppo_ray runs"),
+    SFTConfig: (*SUPERVISED, LIGER),
+    RMConfig: SUPERVISED,
+    DPOConfig: (*SUPERVISED, LIGER),
     ServeRMConfig: _whole_command("serve_rm", "train_ppo_ray with a reward_func file runs"),
     LoraCombinerConfig: _whole_command("lora_combiner", "merge with peft's merge_and_unload"),
 }
