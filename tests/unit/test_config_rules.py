@@ -219,6 +219,21 @@ def test_derived_values():
 
 
 @pytest.mark.parametrize(
+    ("command", "words", "tokens"),
+    [
+        ("train_sft", "", 300),
+        ("train_rm", "", 600),
+        ("train_dpo", "", 600),
+        ("train_dpo", "--model.loss_type kto", 300),
+    ],
+)
+def test_forwards_hold_the_tokens_of_so_many_longest_samples(command, words, tokens):
+    """Three of 100 tokens; a pair has two sequences."""
+    config = parse(command, ["--micro_train_batch_size", "3", "--max_len", "100", *words.split()])
+    assert config.tokens_per_forward == tokens
+
+
+@pytest.mark.parametrize(
     ("text", "source", "critic"),
     [
         ("--pretrain m", None, "m"),
