@@ -543,8 +543,13 @@ class PackedTokens:
             raise ValueError(f"{len(self.shared_prefixes)} shared prefixes for {self.num_sequences} sequences")
 
     @staticmethod
-    def from_sequences(sequences: Sequence[Tensor], action_masks: Sequence[Tensor]) -> PackedTokens:
-        """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted."""
+    def from_sequences(
+        sequences: Sequence[Tensor], action_masks: Sequence[Tensor], *, shared_prefixes: Sequence[int] = ()
+    ) -> PackedTokens:
+        """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted.
+
+        `shared_prefixes` as the field; the caller vouches for it.
+        """
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) == 0:
             raise ValueError("a packed stream needs at least one sequence, and no empty one")
@@ -561,14 +566,17 @@ class PackedTokens:
             cu_seqlens=ends.to(torch.int32).to(device),
             action_positions=torch.cat(list(action_masks)).nonzero().flatten(),
             max_seqlen=max(lengths),
+            shared_prefixes=tuple(shared_prefixes) if any(shared_prefixes) else (),
         )
 
     @staticmethod
     def from_segments(segments: Sequence[Segment]) -> PackedTokens:
         """Pack segments; neighbours that begin with the same prompt share it."""
-        packed = PackedTokens.from_sequences([s.token_ids for s in segments], [s.action_mask for s in segments])
-        shared = (0, *(_shared_prompt(a, b) for a, b in pairwise(segments)))
-        return dataclasses.replace(packed, shared_prefixes=shared) if any(shared) else packed
+        return PackedTokens.from_sequences(
+            [s.token_ids for s in segments],
+            [s.action_mask for s in segments],
+            shared_prefixes=(0, *(_shared_prompt(a, b) for a, b in pairwise(segments))),
+        )
 
     @property
     def num_tokens(self) -> int:

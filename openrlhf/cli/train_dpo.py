@@ -1,4 +1,4 @@
-"""Preference training (DPO, IPO, cDPO): `python -m openrlhf.cli.train_dpo --help`."""
+"""Preference training (DPO, IPO, cDPO, KTO): `python -m openrlhf.cli.train_dpo --help`."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: DPOConfig) -> int | None:
-    from openrlhf.trainers.assembly import run_dpo
+    from openrlhf.trainers.supervised_assembly import run_supervised
 
-    return run_dpo(config)
+    return run_supervised(config)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: SFTConfig) -> int | None:
-    from openrlhf.trainers.assembly import run_sft
+    from openrlhf.trainers.supervised_assembly import run_supervised
 
-    return run_sft(config)
+    return run_supervised(config)
 
 
 if __name__ == "__main__":

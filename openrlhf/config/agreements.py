@@ -3,12 +3,25 @@
 from collections.abc import Iterator
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
-from openrlhf.config.roots import RLConfig, SFTConfig
+from openrlhf.config.roots import DPOConfig, RLConfig, SFTConfig
 
 
 def multiturn_needs_a_chat_template(config: SFTConfig) -> Iterator[str]:
     if config.data.multiturn and not config.data.apply_chat_template:
         yield "--data.multiturn finds turns by the chat template: add --data.apply_chat_template"
+
+
+def pair_options_have_pairs(config: DPOConfig) -> Iterator[str]:
+    model = config.model
+    of_pairs = {
+        "--model.ipo_enable": model.ipo_enable,
+        "--model.label_smoothing": model.label_smoothing > 0,
+        "--model.nll_loss_coef": model.nll_loss_coef > 0,
+    }
+    if model.loss_type == "kto":
+        for flag, given in of_pairs.items():
+            if given:
+                yield f"{flag} is about pairs, and --model.loss_type kto has single answers: leave one of them out"
 
 
 def group_estimators_need_samples(config: RLConfig) -> Iterator[str]:

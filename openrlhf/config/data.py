@@ -68,6 +68,12 @@ class PreferenceDataSection(SupervisedDataSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DPODataSection(PreferenceDataSection):
+    response_key: Annotated[str, Flag("record key of the answer (kto)", flat="response_key")] = "response"
+    label_key: Annotated[str, Flag("record key of whether the answer is desirable (kto)", flat="label_key")] = "label"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptDataSection(DataSection):
     prompt_dataset: Annotated[str | None, Flag("prompts: comma list of name[@folder] or files", flat="prompt_data")] = (
         None

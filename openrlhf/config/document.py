@@ -60,7 +60,7 @@ def _row(path: str, specs: dict[str, FlagSpec]) -> str:
         types,
         defaults,
         " ".join(SHORT_NAMES[command] for command in specs),
-        next(iter(specs.values())).flag.help,
+        _by_command({command: spec.flag.help for command, spec in specs.items()}),
         " ".join(older),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

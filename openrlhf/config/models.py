@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
+from openrlhf.algorithms.preferences import PREFERENCE_LOSSES
 from openrlhf.config.fields import Flag
 from openrlhf.config.optimizer import AdamSection, OptimizerSection
 
@@ -211,13 +212,21 @@ class RMModelSection(TrainedModelSection):
         False
     )
     compute_fp32_loss_enable: Annotated[
-        bool, Flag("rewards are cast to fp32 before the loss", flat="compute_fp32_loss")
+        bool, Flag("accepted; rewards and their loss are always fp32", flat="compute_fp32_loss")
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOModelSection(TrainedModelSection):
-    beta: Annotated[float, Flag("beta of DPO and IPO", flat="beta")] = 0.1
+    loss_type: Annotated[
+        str,
+        Flag(
+            "pairs of a chosen and a rejected answer (dpo), or single answers with a label (kto)",
+            flat="loss",
+            choices=PREFERENCE_LOSSES,
+        ),
+    ] = "dpo"
+    beta: Annotated[float, Flag("beta of DPO, IPO and KTO", flat="beta")] = 0.1
     ipo_enable: Annotated[bool, Flag("IPO loss instead of DPO", flat="ipo")] = False
     label_smoothing: Annotated[float, Flag("share of labels taken as flipped (cDPO)", flat="label_smoothing")] = 0.0
     nll_loss_coef: Annotated[float, Flag("weight of the chosen answers' own NLL", flat="nll_loss_coef")] = 0.0

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from openrlhf.config.roots import RLConfig, ServeRMConfig
+from openrlhf.config.roots import DPOConfig, RLConfig, ServeRMConfig
 
 
 def template_is_not_used(config: Any) -> Iterator[str]:
@@ -15,6 +15,11 @@ def template_is_not_used(config: Any) -> Iterator[str]:
         yield "--data.input_template has no {} for the prompt: it is not used"
     elif "\\n" in template:
         yield "--data.input_template contains a backslash and an n, not a line break: write $'…\\n…' in the shell"
+
+
+def smoothing_is_not_used(config: DPOConfig) -> Iterator[str]:
+    if config.model.ipo_enable and config.model.label_smoothing > 0:
+        yield "--model.label_smoothing is not used: it belongs to the DPO loss, which --model.ipo_enable replaces"
 
 
 def gamma_is_one(config: RLConfig) -> Iterator[str]:

@@ -82,8 +82,13 @@ class LoggerSection:
 
     @property
     def directory(self) -> str:
-        """Where this run writes its logs. A run's name may hold characters a folder's name should not."""
-        return self.run_dir or "./runs/" + self.wandb.run_name.replace("/", "_").replace(":", "")
+        """Where this run writes its logs."""
+        return self.run_dir or f"./runs/{self.folder_name}"
+
+    @property
+    def folder_name(self) -> str:
+        """The run's name without characters that a folder's name should not have."""
+        return self.wandb.run_name.replace("/", "_").replace(":", "")
 
 
 def logger_for(kind: str, *, project: str) -> LoggerSection:

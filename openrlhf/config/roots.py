@@ -16,7 +16,13 @@ from openrlhf.config.backend import (
     RMBackendSection,
     ServeBackendSection,
 )
-from openrlhf.config.data import PreferenceDataSection, PromptDataSection, SFTDataSection, TokenizerSection
+from openrlhf.config.data import (
+    DPODataSection,
+    PreferenceDataSection,
+    PromptDataSection,
+    SFTDataSection,
+    TokenizerSection,
+)
 from openrlhf.config.fields import Flag
 from openrlhf.config.models import (
     ActorSection,
@@ -172,6 +178,11 @@ class SFTConfig(TrainerSection, OptimizerSection):
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_sft"))
     logger: LoggerSection = field(default_factory=lambda: logger_for("sft", project="openrlhf_train_sft"))
 
+    @property
+    def tokens_per_forward(self) -> int:
+        """Token budget of a micro-batch: what `micro_batch_size` samples of the greatest length have."""
+        return self.train.micro_batch_size * self.data.max_len
+
 
 @dataclass(frozen=True, kw_only=True)
 class RMConfig(TrainerSection, OptimizerSection):
@@ -186,15 +197,20 @@ class RMConfig(TrainerSection, OptimizerSection):
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_rm"))
     logger: LoggerSection = field(default_factory=lambda: logger_for("rm", project="openrlhf_train_rm"))
 
+    @property
+    def tokens_per_forward(self) -> int:
+        """Token budget of a micro-batch: what `micro_batch_size` pairs of the greatest length have."""
+        return self.train.micro_batch_size * 2 * self.data.max_len
+
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(TrainerSection, OptimizerSection):
-    """`train_dpo`: DPO, IPO, cDPO from preference pairs."""
+    """`train_dpo`: DPO, IPO, cDPO from preference pairs, KTO from judged answers."""
 
     adam: AdamSection = field(default=AdamSection(lr=1e-5))
     model: DPOModelSection = field(default=DPOModelSection())
     ref: DPORefSection = field(default=DPORefSection())
-    data: PreferenceDataSection = field(default=PreferenceDataSection(max_len=512))
+    data: DPODataSection = field(default=DPODataSection(max_len=512))
     train: TrainSection = field(default=TrainSection(micro_batch_size=8))
     ds: CausalBackendSection = field(default=CausalBackendSection())
     eval: EvalSection = field(default=EvalSection(split="test"))
@@ -205,6 +221,11 @@ class DPOConfig(TrainerSection, OptimizerSection):
     def reference_path(self) -> str | None:
         """Reference model: as given, else the one that is trained."""
         return self.ref.model_name_or_path or self.model.model_name_or_path
+
+    @property
+    def tokens_per_forward(self) -> int:
+        """Token budget of a micro-batch: what `micro_batch_size` pairs (kto: answers) of the greatest length have."""
+        return self.train.micro_batch_size * self.data.max_len * (1 if self.model.loss_type == "kto" else 2)
 
 
 @dataclass(frozen=True, kw_only=True)

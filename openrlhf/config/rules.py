@@ -31,6 +31,7 @@ COMMON_RULES: tuple[Rule, ...] = (
 )
 RULES: dict[type, tuple[Rule, ...]] = {
     SFTConfig: (agreements.multiturn_needs_a_chat_template,),
+    DPOConfig: (agreements.pair_options_have_pairs,),
     RLConfig: (
         agreements.group_estimators_need_samples,
         limits.clip_range_is_valid,
@@ -70,7 +71,7 @@ NEEDS: dict[type, tuple[Rule, ...]] = {
 NOTES: dict[type, tuple[Rule, ...]] = {
     SFTConfig: (notes.template_is_not_used,),
     RMConfig: (notes.template_is_not_used,),
-    DPOConfig: (notes.template_is_not_used,),
+    DPOConfig: (notes.template_is_not_used, notes.smoothing_is_not_used),
     RLConfig: (
         notes.template_is_not_used,
         notes.gamma_is_one,

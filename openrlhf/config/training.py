@@ -9,7 +9,13 @@ from openrlhf.config.fields import Flag
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
     batch_size: Annotated[int, Flag("samples per optimizer step, over all workers", flat="train_batch_size")] = 128
-    micro_batch_size: Annotated[int, Flag("samples per forward and worker", flat="micro_train_batch_size")] = 1
+    micro_batch_size: Annotated[
+        int,
+        Flag(
+            "samples per forward and worker; SFT, RM, DPO: as many as fit into the tokens of so many longest ones",
+            flat="micro_train_batch_size",
+        ),
+    ] = 1
     max_epochs: Annotated[
         int, Flag("passes over the data (SFT, RM, DPO) or over each rollout (RL)", flat="max_epochs")
     ] = 1

@@ -36,9 +36,46 @@ EXPERTS = Unbuilt(
 )
 MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model")
 
-RL: tuple[Unbuilt, ...] = (
-    Unbuilt("--actor.aux_loss_coef", lambda c: c.actor.aux_loss_coef != 0, "the load-balancing loss", "leave it out"),
+
+def _aux_loss(section: str) -> Unbuilt:
+    return Unbuilt(
+        f"--{section}.aux_loss_coef",
+        lambda c: getattr(c, section).aux_loss_coef != 0,
+        "the load-balancing loss",
+        "leave it out",
+    )
+
+
+LIGER = Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger kernels", "leave it out")
+
+TRAINERS: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
+    Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
+    FOUR_BIT,
+    Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
+    EXPERTS,
+    Unbuilt(
+        "--ds.grad_accum_dtype",
+        lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
+        "gradients summed in less than fp32",
+        "leave it out",
+    ),
+    Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
+    Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "ring attention", "leave it out"),
+    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
+    Unbuilt("--ckpt.save_steps", lambda c: c.ckpt.period is not None, "periodic checkpoints", "leave it out"),
+    Unbuilt("--ckpt.save_hf", lambda c: c.ckpt.save_hf, "periodic exports", "leave it out"),
+    Unbuilt("--ckpt.load_enable", lambda c: c.ckpt.load_enable, "resuming", "leave it out"),
+    MODELSCOPE,
+)
+"""What no trainer has."""
+
+SUPERVISED = (_aux_loss("model"), *TRAINERS)
+
+RL: tuple[Unbuilt, ...] = (
+    _aux_loss("actor"),
+    LIGER,
+    *TRAINERS,
     Unbuilt(
         "--reward.offload",
         lambda c: c.uses_reward_model and c.reward.offload,
@@ -54,35 +91,15 @@ RL: tuple[Unbuilt, ...] = (
     ),
     Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
     Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
-    Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
-    FOUR_BIT,
-    Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
-    Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger kernels", "leave it out"),
-    EXPERTS,
-    Unbuilt(
-        "--ds.grad_accum_dtype",
-        lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
-        "gradients summed in less than fp32",
-        "leave it out",
-    ),
-    Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
-    Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "ring attention", "leave it out"),
-    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
-    Unbuilt("--ckpt.save_steps", lambda c: c.ckpt.period is not None, "periodic checkpoints", "leave it out"),
-    Unbuilt("--ckpt.save_hf", lambda c: c.ckpt.save_hf, "periodic exports", "leave it out"),
-    Unbuilt("--ckpt.load_enable", lambda c: c.ckpt.load_enable, "resuming", "leave it out"),
-    Unbuilt("--logger.wandb.key", lambda c: c.logger.wandb.key is not None, "W&B", "leave it out"),
-    Unbuilt("--logger.tensorboard_dir", lambda c: c.logger.tensorboard_dir is not None, "TensorBoard", "leave it out"),
     Unbuilt("--data.max_images_per_prompt", lambda c: c.data.max_images_per_prompt > 0, "images", "leave it out"),
     Unbuilt("--actor.freeze_visual_encoder", lambda c: c.actor.freeze_visual_encoder, "images", "leave it out"),
-    MODELSCOPE,
 )
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
     RLConfig: RL,
-    SFTConfig: _whole_command("train_sft", "train_ppo_ray runs"),
-    RMConfig: _whole_command("train_rm", "train_ppo_ray with a reward_func file runs"),
-    DPOConfig: _whole_command("train_dpo", "train_ppo_ray runs"),
+    SFTConfig: (LIGER, *SUPERVISED),
+    RMConfig: SUPERVISED,
+    DPOConfig: (LIGER, *SUPERVISED),
     ServeRMConfig: (FOUR_BIT, EXPERTS, MODELSCOPE),
     LoraCombinerConfig: _whole_command("lora_combiner", "merge with peft's merge_and_unload"),
 }

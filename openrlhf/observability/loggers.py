@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from openrlhf.config.errors import ConfigError
 from openrlhf.observability.jsonl import JsonLinesWriter, read_json_lines
+
+if TYPE_CHECKING:
+    from openrlhf.config.reporting import LoggerSection, WandbSection
 
 Kind = Literal["train", "eval"]
 
@@ -71,6 +76,91 @@ class CompositeLogger:
                 errors.append(error)
         if errors:
             raise ExceptionGroup("some loggers did not close", errors)
+
+
+class WandbLogger:
+    """Weights & Biases: `train/<metric>` and `eval/<metric>` over `train/global_step` and `eval/global_step`."""
+
+    def __init__(self, section: WandbSection, config: Mapping[str, Any], *, directory: Path) -> None:
+        """`config` must already be free of secrets. W&B keeps its files under `directory`.
+
+        Raises ConfigError when W&B refuses, for instance the key.
+        """
+        wandb = _required("wandb", flag="--logger.wandb.key")
+        key = None if section.key is None or section.key.lower() == "true" else section.key
+        try:
+            self._run = wandb.init(
+                entity=section.org,
+                project=section.project,
+                group=section.group,
+                name=section.run_name,
+                config=dict(config),
+                dir=str(directory),
+                # As a setting the key stays in this process; `wandb.login` writes it to ~/.netrc. What W&B calls
+                # metadata holds the command line, in which keys are.
+                settings=wandb.Settings(api_key=key, x_disable_meta=True),
+            )
+        except Exception as error:
+            why = str(error) if key is None else str(error).replace(key, "<key>")
+            raise ConfigError(f"--logger.wandb.key: W&B does not start: {why}") from None
+        for kind in ("train", "eval"):
+            self._run.define_metric(f"{kind}/global_step")
+            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step")
+
+    def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
+        self._run.log({f"{kind}/{name}": value for name, value in {**metrics, "global_step": step}.items()})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardLogger:
+    """Event files with `train/<metric>` and `eval/<metric>`."""
+
+    def __init__(self, directory: Path) -> None:
+        _required("tensorboard", flag="--logger.tensorboard_dir")
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            self._writer = SummaryWriter(str(directory))
+        except OSError as error:
+            raise ConfigError(f"--logger.tensorboard_dir {directory}: {error.strerror}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float], *, kind: Kind = "train") -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"{kind}/{name}", value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def require_loggers(section: LoggerSection) -> None:
+    """Raises ConfigError for a logger that is asked for and not installed: better before anything is loaded."""
+    if section.wandb.key is not None:
+        _required("wandb", flag="--logger.wandb.key")
+    if section.tensorboard_dir is not None:
+        _required("tensorboard", flag="--logger.tensorboard_dir")
+
+
+def remote_loggers(section: LoggerSection, config: Mapping[str, Any], *, directory: Path) -> CompositeLogger:
+    """W&B and TensorBoard, as far as they are asked for. `config` must already be free of secrets."""
+    loggers: list[Logger] = []
+    if section.wandb.key is not None:
+        loggers.append(WandbLogger(section.wandb, config, directory=directory))
+    if section.tensorboard_dir is not None:
+        loggers.append(TensorBoardLogger(Path(section.tensorboard_dir).expanduser() / section.folder_name))
+    return CompositeLogger(loggers)
+
+
+def _required(package: str, *, flag: str) -> Any:
+    """Imported only when asked for: both cost seconds."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{flag} needs {package}, which is not installed: pip install 'openrlhf[{package}]', or leave it out"
+        ) from error
 
 
 def is_time(name: str) -> bool:

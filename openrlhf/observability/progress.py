@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 REWARD = ("reward", "rollout/reward_mean", "score")
 LENGTH = ("response_length", "rollout/response_length_mean")
 LOSS = ("policy_loss", "loss", "gpt_loss")
+ACCURACY = ("acc",)
 TOKENS_PER_SECOND = ("perf/tokens_per_second",)
 STEP_SECONDS = ("timing/step_total",)
 
@@ -265,6 +266,7 @@ def fields(run: RunSoFar) -> list[tuple[str, str]]:
         ("reward", REWARD, "{:6.3f}"),
         ("len", LENGTH, "{:6.1f}"),
         ("loss", LOSS, "{:8.4f}"),
+        ("acc", ACCURACY, "{:5.3f}"),
         ("tok/s", TOKENS_PER_SECOND, "{:7,.0f}"),
     ]
     found = [(name, pattern, first_of(run.metrics, keys, default=None)) for name, keys, pattern in shown]

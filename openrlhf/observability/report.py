@@ -161,7 +161,7 @@ def _card(label: str, value: str, detail: str = "") -> str:
 
 
 def _score_change(train: Sequence[Mapping], evaluations: Sequence[Mapping]) -> str:
-    """Before → after: the first and the last evaluation, or the rewards of the first and the last tenth of steps."""
+    """Before → after: the first and the last evaluation, or the rewards, else losses, of the first and last steps."""
     curves = [Curve.read(name, evaluations).finite for name in _evaluation_names(evaluations) if name.endswith("pass1")]
     curves = [points for points in curves if len(points) > 1]
     if curves:
@@ -171,14 +171,17 @@ def _score_change(train: Sequence[Mapping], evaluations: Sequence[Mapping]) -> s
         before = statistics.fmean(points[0].value for points in curves)
         after = statistics.fmean(points[-1].value for points in curves)
     else:
-        points = next((c for n in PLANS[0].metrics if len(c := Curve.read(n, train).finite) > 1), [])
+        label, points = next(
+            ((p.title, c) for p in PLANS[:2] for n in p.metrics if len(c := Curve.read(n, train).finite) > 1), ("", [])
+        )
         if not points:
             return ""
         tenth = max(1, len(points) // 10)
-        label, detail = "Reward", f"first → last {tenth} step{'s' if tenth > 1 else ''}"
+        detail = f"first → last {tenth} step{'s' if tenth > 1 else ''}"
         before = statistics.fmean(point.value for point in points[:tenth])
         after = statistics.fmean(point.value for point in points[-tenth:])
-    direction = "up" if after > before else "down" if after < before else ""
+    gain = before - after if label == "Loss" else after - before
+    direction = "up" if gain > 0 else "down" if gain < 0 else ""
     return (
         f'<div class="card wide"><span>{label}</span><strong>{_score(before)}<i>→</i>'
         f'<em class="{direction}">{_score(after)}</em></strong><small>{detail}</small></div>'

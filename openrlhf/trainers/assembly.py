@@ -6,77 +6,41 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from openrlhf.agents.episode_worker import EpisodeSettings
-from openrlhf.agents.episodes import AgentEpisodes, AgentFileError, Episodes, OwnEpisodes, hosts_for
+from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts_for
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
-from openrlhf.data.sources import DataError, load_records
-from openrlhf.models.loading import ModelLoadError, load_tokenizer, silence_progress_bars
-from openrlhf.observability.loggers import JsonlLogger
-from openrlhf.observability.progress import Progress
-from openrlhf.observability.report import write_report
+from openrlhf.data.sources import load_records
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
-from openrlhf.observability.run_directory import RunDirectory
-from openrlhf.rewards.base import RewardError
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
-from openrlhf.rollout.runner import EpisodeRunner, RolloutError
+from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
 from openrlhf.trainers.local_models import LocalTraining, load_models
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
 from openrlhf.trainers.reward_sources import build_reward
 from openrlhf.trainers.rl import RLTrainer, Schedule
+from openrlhf.trainers.running import (
+    RunResult,
+    link_model,
+    observed,
+    prepare_process,
+    user_errors_end_the_run,
+)
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts
 from openrlhf.weight_sync.in_process import InProcessWeightSync
 
 logger = logging.getLogger(__name__)
-
-USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError)
-"""Errors whose text is all a user needs: no traceback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """What a finished run leaves behind."""
-
-    run_dir: Path
-    model_dir: Path
-    evaluation: dict[str, float]
-    """The last one; empty if there was none."""
-
-
-@dataclass(slots=True)
-class Ending:
-    """How a run ended, as an exit status."""
-
-    status: int = 0
-
-
-@contextlib.contextmanager
-def user_errors_end_the_run() -> Iterator[Ending]:
-    """Errors that users can mend become one line and status 1; a signal 128 + its number. Defects keep a traceback."""
-    ending = Ending()
-    try:
-        yield ending
-    except USER_ERRORS as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        ending.status = 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        ending.status = interrupts.exit_status()
 
 
 def run_rl(config: RLConfig) -> int:
@@ -88,13 +52,8 @@ def run_rl(config: RLConfig) -> int:
 
 def train(config: RLConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-    silence_progress_bars()
-    torch.manual_seed(config.train.seed)
-    if config.train.full_determinism_enable:
-        torch.use_deterministic_algorithms(True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
+    device = prepare_process(config.train)
+    require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     tokenizer = _tokenizer(config)
     prompts = PromptStream(
@@ -129,7 +88,10 @@ def train(config: RLConfig) -> RunResult:
         run_dir = create_run_directory(config)
         logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
-        with _observed(run_dir, rounds=schedule.rounds, title=title) as seen:
+        with (
+            observed(config, run_dir, steps=schedule.rounds, title=title) as seen,
+            contextlib.closing(RolloutLog(run_dir.rollouts)) as rollout_log,
+        ):
             trainer = RLTrainer(
                 collector=SyncCollector(
                     prompts=prompts,
@@ -154,13 +116,13 @@ def train(config: RLConfig) -> RunResult:
                 best=BestMetric(config.ckpt.best_metric_key),
                 schedule=schedule,
                 logger=seen.logger,
-                rollout_log=seen.rollout_log,
+                rollout_log=rollout_log,
                 progress=seen.progress,
             )
             evaluation = trainer.fit()
             seen.progress.phase("export")
             written = training.export(tokenizer, model_dir)
-            _link(run_dir.model, model_dir)
+            link_model(run_dir, model_dir)
             seen.progress.note(f"model in {', critic in '.join(map(str, written))}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
 
@@ -278,42 +240,3 @@ def _sampling(config: RLConfig, *, temperature: float) -> SamplingParams:
         top_k=config.rollout.top_k,
         max_tokens=config.rollout.max_new_tokens,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Observers:
-    logger: JsonlLogger
-    rollout_log: RolloutLog
-    progress: Progress
-
-
-@contextlib.contextmanager
-def _observed(run_dir: RunDirectory, *, rounds: int, title: str) -> Iterator[_Observers]:
-    """Progress and logs of a run; the report is written however it ends."""
-    status = "failed"
-    try:
-        with (
-            contextlib.closing(JsonlLogger(run_dir.metrics)) as metrics,
-            contextlib.closing(RolloutLog(run_dir.rollouts)) as rollouts,
-            Progress(rounds, title) as progress,
-        ):
-            yield _Observers(logger=metrics, rollout_log=rollouts, progress=progress)
-        status = ""
-    except KeyboardInterrupt:
-        interrupts.end_at_once_on_the_next(last=kill_every_host)
-        status = "interrupted"
-        raise
-    finally:
-        try:
-            write_report(run_dir.path, status=status)
-        except Exception:
-            # A page that cannot be written must not hide why the run ended.
-            logger.exception("report.html could not be written")
-        if status:
-            logger.info("the run so far is in %s", run_dir.path)
-
-
-def _link(link: Path, target: Path) -> None:
-    """`model` in the run directory leads to the exported model, wherever that is, unless the name is taken."""
-    if not os.path.lexists(link):
-        link.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))

@@ -11,10 +11,8 @@ import torch
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
-from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy, export_value_model
-from openrlhf.config.optimizer import OptimizerSection
 from openrlhf.config.roots import RLConfig
 from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
@@ -28,6 +26,7 @@ from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
+from openrlhf.trainers.settings import model_dtype, optimizer_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +82,6 @@ def _load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
             flag="--critic.model_name_or_path",
         )
-
-
-def model_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
 class LocalTraining:
@@ -206,24 +199,6 @@ def reward_shaping(config: RLConfig) -> RewardShaping:
         response_limit=config.response_limit,
         stop_properly=reward.stop_properly_penalty_coef,
         clip_range=reward.clip_range,
-    )
-
-
-def optimizer_settings(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:
-    muon = section.muon
-    return OptimizerSettings(
-        lr=section.adam.lr,
-        betas=section.adam.betas,
-        eps=section.adam.eps,
-        weight_decay=section.adam.weight_decay,
-        muon=MuonSettings(lr=muon.lr, momentum=muon.momentum, ns_steps=muon.ns_steps, nesterov=muon.nesterov)
-        if section.optim == "muon"
-        else None,
-        max_norm=section.max_norm,
-        scheduler=section.lr_scheduler,
-        warmup_ratio=section.lr_warmup_ratio,
-        min_lr_ratio=section.min_lr_ratio,
-        total_steps=total_steps,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.roots import Config
 from openrlhf.config.schema import to_dict
 from openrlhf.data.hub import hub_reachable, offline
 from openrlhf.models.loading import ModelLoadError
@@ -35,7 +35,7 @@ def checked_model_dir(output_dir: str) -> Path:
     return target
 
 
-def create_run_directory(config: RLConfig) -> RunDirectory:
+def create_run_directory(config: Config) -> RunDirectory:
     """Raises ConfigError."""
     try:
         return RunDirectory.create(config.logger.directory, to_dict(config))

@@ -34,6 +34,9 @@ CASES = [
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a,b --prompt_data_probs 0.5,0.6", ["--data.prompt_probs", "1.1"], "--prompt_data a,b --prompt_data_probs 0.3,0.7"),
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a --prompt_data_probs half", ["--data.prompt_probs half"], ""),
     ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", ["--data.multiturn", "--data.apply_chat_template"], "--multiturn --apply_chat_template"),
+    ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --ipo", ["--model.ipo_enable", "--model.loss_type kto"], "--ipo"),
+    ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --label_smoothing 0.1", ["--model.label_smoothing"], "--label_smoothing 0.1"),
+    ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --nll_loss_coef 0.1", ["--model.nll_loss_coef"], "--nll_loss_coef 0.1 --ipo"),
     ("group_estimators_need_samples", "train_ppo_ray", "--advantage_estimator rloo --n_samples_per_prompt 1", ["--algo.advantage.estimator rloo", "--rollout.n_samples_per_prompt"], "--advantage_estimator rloo"),
     ("clip_range_is_valid", "train_ppo_ray", "--eps_clip -0.1", ["--actor.eps_clip"], "--eps_clip 0"),
     ("clip_range_is_valid", "train_ppo_ray", "--eps_clip_low_high 1.5 0.2", ["--actor.eps_clip_low_high"], "--eps_clip_low_high 1 5"),
@@ -155,6 +158,7 @@ def test_every_need_is_tested_and_a_complete_run_needs_nothing():
 NOTED = [
     ("template_is_not_used", "train_sft", ["--input_template", "no braces"], "--data.input_template has no {}"),
     ("template_is_not_used", "train_rm", ["--input_template", "{}\\n"], "backslash"),
+    ("smoothing_is_not_used", "train_dpo", ["--ipo", "--label_smoothing", "0.1"], "--model.label_smoothing is not used"),
     ("gamma_is_one", "train_ppo_ray", ["--gamma", "0.9", "--advantage_estimator", "rloo"], "--algo.advantage.gamma 0.9 is not used"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--use_kl_loss"], "k2 or k3 is recommended"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--kl_estimator", "k3"], "k1 is recommended"),
@@ -216,6 +220,21 @@ def test_derived_values():
     assert config.loss_aggregation == "token"
     assert parse("train_ppo_ray", ["--policy_loss_type", "gspo"]).loss_aggregation == "sequence"
     assert parse("train_ppo_ray", ["--policy_loss_type", "gspo", "--algo.loss_agg", "constant"]).loss_aggregation == "constant"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "tokens"),
+    [
+        ("train_sft", "", 300),
+        ("train_rm", "", 600),
+        ("train_dpo", "", 600),
+        ("train_dpo", "--model.loss_type kto", 300),
+    ],
+)
+def test_forwards_hold_the_tokens_of_so_many_longest_samples(command, words, tokens):
+    """Three of 100 tokens; a pair has two sequences."""
+    config = parse(command, ["--micro_train_batch_size", "3", "--max_len", "100", *words.split()])
+    assert config.tokens_per_forward == tokens
 
 
 @pytest.mark.parametrize(

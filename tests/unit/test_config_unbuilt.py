@@ -4,7 +4,8 @@ import pytest
 
 from openrlhf.config import NotBuiltError, ServeRMConfig, parse, refuse_unbuilt, require_runnable
 from openrlhf.config.entry import enter
-from openrlhf.config.unbuilt import RL, UNBUILT
+from openrlhf.config.roots import ROOTS
+from openrlhf.config.unbuilt import RL, SUPERVISED, UNBUILT
 
 BUILT = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator {estimator}"
 BASE = BUILT.format(estimator="group_norm").split()
@@ -12,6 +13,7 @@ BASE = BUILT.format(estimator="group_norm").split()
 # The flags that ask for each entry, added to a run that is built; None: covered by a test of its own.
 ASKS = {
     "--actor.aux_loss_coef": "--aux_loss_coef 0.1",
+    "--model.aux_loss_coef": "--aux_loss_coef 0.1",
     "--ds.param_dtype fp16": "--param_dtype fp16",
     "--reward.offload": None,
     "--train.async_enable": "--async_train",
@@ -30,8 +32,6 @@ ASKS = {
     "--ckpt.save_steps": "--save_steps 5",
     "--ckpt.save_hf": "--save_hf_ckpt",
     "--ckpt.load_enable": "--load_checkpoint",
-    "--logger.wandb.key": "--use_wandb SECRET",
-    "--logger.tensorboard_dir": "--use_tensorboard t",
     "--data.max_images_per_prompt": "--max_images_per_prompt 1",
     "--actor.freeze_visual_encoder": "--freeze_visual_encoder",
     "--use_ms": "--use_ms",
@@ -61,6 +61,32 @@ def test_each_entry_parses_prints_and_is_refused_by_name(entry, capsys):
         assert_refused([*BASE, *words.split()], entry.flags, capsys)
 
 
+@pytest.mark.parametrize("command", ["train_sft", "train_rm", "train_dpo"])
+def test_so_is_each_entry_of_the_supervised_trainers(command, capsys):
+    entries = UNBUILT[ROOTS[command]]
+    assert {entry.flags for entry in SUPERVISED} <= {entry.flags for entry in entries}
+    for entry in entries:
+        argv = ["--pretrain", "m", "--dataset", "d", *ASKS[entry.flags].split()]
+        assert_refused(argv, entry.flags, capsys, command=command)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("train_sft", "--multiturn --apply_chat_template --packing_samples --zero_stage 3 --adam_offload"),
+        ("train_sft", "--pretrain_mode --gradient_checkpointing --param_dtype bf16 --eval_dataset e --eval_steps 5"),
+        ("train_sft", "--use_wandb SECRET --use_tensorboard t --optim muon --lr_scheduler linear --max_epochs 3"),
+        ("train_rm", "--loss logexp --margin_loss --compute_fp32_loss --value_head_prefix value_head"),
+        ("train_dpo", "--ipo --nll_loss_coef 0.1 --ref_pretrain r --ref_offload"),
+        ("train_dpo", "--model.loss_type kto --label_key l --response_key r --beta 0.2"),
+    ],
+)
+def test_what_the_supervised_trainers_do_is_let_through(command, text):
+    config = parse(command, ["--pretrain", "m", "--dataset", "d", *text.split()])
+    require_runnable(config)
+    refuse_unbuilt(config)
+
+
 @pytest.mark.parametrize(
     ("reward", "flags"),
     [
@@ -76,9 +102,6 @@ def test_rewards_from_elsewhere(reward, flags, capsys):
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("train_sft", "--pretrain m --dataset d"),
-        ("train_rm", "--pretrain m --dataset d"),
-        ("train_dpo", "--pretrain m --dataset d"),
         ("lora_combiner", "--model_path a --lora_path b --output_path c"),
     ],
 )
@@ -124,6 +147,7 @@ def test_all_missing_features_are_listed_at_once():
         "--policy_loss_type gspo --enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis",
         "--dual_clip 3 --entropy_loss_coef 0.1 --algo.loss_agg constant",
         "--overlong_buffer_len 4 --overlong_penalty_factor 2 --stop_properly_penalty_coef 0.5",
+        "--use_wandb SECRET --wandb_project p --use_tensorboard t",
         "--eval_dataset e --eval_steps 5 --eval.at_start --seed 7 --full_determinism --logging_steps 2",
         "--actor.optim muon --actor.muon.lr 1e-4 --lr_scheduler warmup_stable_decay --enable_ema --ema_beta 0.9",
         "--max_epochs 2 --train_batch_size 64 --temperature 0.7 --top_p 0.9 --top_k 50 --max_new_tokens 64",

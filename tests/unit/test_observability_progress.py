@@ -40,6 +40,11 @@ def test_one_aligned_line_per_step():
     assert lines[0].startswith("step  1/80  reward")
 
 
+def test_supervised_steps_show_loss_and_accuracy():
+    *_, line = run_plain(1, 5, loss=0.6931, acc=0.75)
+    assert line == "step 1/5  loss   0.6931  acc 0.750    3.2 s/step  eta 0:13"
+
+
 def test_what_was_not_measured_is_left_out_and_nan_is_shown():
     *_, line = run_plain(1, 5, reward=float("nan"))
     assert line == "step 1/5  reward    nan    3.2 s/step  eta 0:13"

@@ -144,6 +144,14 @@ def test_without_evaluations_rewards_make_the_summary(run: RunDirectory):
     assert "0.500 → 18.500 first → last 2 steps" in report(run).text
 
 
+def test_where_nothing_is_rewarded_the_loss_makes_the_summary(run: RunDirectory):
+    """Of a loss less is better: the colour says so."""
+    write_metrics(run, [("train", step, {"gpt_loss": 4.0 - step}) for step in (1, 2)])
+    page = report(run)
+    assert "Loss 3.000 → 2.000 first → last 1 step" in page.text
+    assert '<em class="up">2.000' in page.source
+
+
 def test_an_empty_folder(tmp_path: Path):
     page = Page(write_report(tmp_path))
     page.check()

@@ -1,0 +1,92 @@
+"""DPO, cDPO and IPO: the policy comes to prefer the chosen answer of a pair more than its reference does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.algorithms.preferences import PairLogprobs, dpo_loss, ipo_loss, mean_nll, preference_gap
+from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.pairs import pack_pairs
+from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
+from openrlhf.trainers.supervised import Batch, MetricNames, Share
+from openrlhf.types import PackedTokens
+
+if TYPE_CHECKING:
+    from openrlhf.data.preferences import PairSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLossSettings:
+    """Which loss pairs are trained with."""
+
+    beta: float
+    ipo: bool = False
+    label_smoothing: float = 0.0
+    nll_coef: float = 0.0
+    """Weight of the chosen answers' own NLL."""
+
+    def of_gap(self, gap_P: Tensor) -> Tensor:
+        if self.ipo:
+            return ipo_loss(gap_P, beta=self.beta)
+        return dpo_loss(gap_P, beta=self.beta, label_smoothing=self.label_smoothing)
+
+
+class DPOObjective:
+    """L = mean over the step's pairs of l(h) + c · NLL of the chosen answer. Implements `Objective`."""
+
+    names = MetricNames(
+        evaluation={"loss": "eval_loss", "acc": "acc_mean"}, smoothed={"loss": "loss_mean", "acc": "acc_mean"}
+    )
+
+    def __init__(
+        self, pairs: PairSet, settings: PairLossSettings, *, reference: Reference, device: torch.device
+    ) -> None:
+        self._pairs = pairs
+        self.lengths = pairs.lengths
+        self._settings = settings
+        self._device = device
+        self._reference = ReferenceLogprobs(
+            len(pairs), 2, lambda indices: reference.answer_logprobs(self._pack(indices)).view(-1, 2)
+        )
+
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+        settings = self._settings
+
+        def share(micro: Sequence[int]) -> Share:
+            policy = _pair_columns(answer_logprobs(module, self._pack(micro).to(self._device)).view(-1, 2))
+            reference = _pair_columns(self._reference.of(micro).to(self._device))
+            loss_P = settings.of_gap(preference_gap(policy, reference))
+            metrics, count = Metrics(), len(micro)
+            if settings.nll_coef:
+                lengths_P = loss_P.new_tensor([int(self._pairs[i].chosen.target_mask.sum()) for i in micro])
+                nll_P = mean_nll(policy.chosen_P, lengths_P)
+                loss_P = loss_P + settings.nll_coef * nll_P
+                metrics.mean("nll_loss", float(nll_P.detach().sum()), count)
+            chosen_P, rejected_P = (
+                settings.beta * (ours.detach() - theirs) for ours, theirs in zip(policy, reference, strict=True)
+            )
+            metrics.mean("loss", float(loss_P.detach().sum()), count)
+            metrics.mean("acc", float((chosen_P > rejected_P).sum()), count)
+            metrics.mean("chosen_reward", float(chosen_P.sum()), count)
+            metrics.mean("reject_reward", float(rejected_P.sum()), count)
+            return Share(loss_P.sum() / len(batch.samples), metrics)
+
+        return share
+
+    def _pack(self, indices: Sequence[int]) -> PackedTokens:
+        return pack_pairs([self._pairs[i] for i in indices])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._reference.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._reference.load_state_dict(state)
+
+
+def _pair_columns(logprobs_P2: Tensor) -> PairLogprobs:
+    return PairLogprobs(logprobs_P2[:, 0], logprobs_P2[:, 1])

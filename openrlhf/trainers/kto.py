@@ -1,0 +1,153 @@
+"""KTO: answers that are judged one by one become likelier or less likely than the reference has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.algorithms.preferences import kto_loss, kto_reference_point
+from openrlhf.data.packing import by_tokens
+from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
+from openrlhf.trainers.sft import pack
+from openrlhf.trainers.supervised import Batch, MetricNames, Share
+from openrlhf.types import PackedTokens
+
+if TYPE_CHECKING:
+    from openrlhf.data.examples import Example
+    from openrlhf.data.preferences import Judged, JudgedSet
+
+
+class KTOObjective:
+    """L = mean over the step's answers of the KTO loss. Implements `Objective`.
+
+    The reference point z₀ is estimated over the whole step before it is cut: each of its prompts with an answer to
+    another prompt. Which answer that is, is settled once for the data set, so that the reference's log-probs of these
+    mismatched pairs are computed once too; the paper shifts the answers of a batch by one.
+    """
+
+    names = MetricNames(
+        evaluation={"loss": "eval_loss", "acc": "acc_mean"}, smoothed={"loss": "loss_mean", "acc": "acc_mean"}
+    )
+
+    def __init__(
+        self,
+        answers: JudgedSet,
+        *,
+        beta: float,
+        reference: Reference,
+        max_len: int,
+        tokens_per_forward: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """`max_len` cuts mismatched pairs; `tokens_per_forward` is the budget of their forwards."""
+        self._answers = answers
+        self.lengths = answers.lengths
+        self._beta = beta
+        self._tokens_per_forward = tokens_per_forward
+        self._device = device
+        self._mismatched = Mismatched(answers, max_len=max_len, seed=seed)
+        self._reference = ReferenceLogprobs(
+            len(answers), 1, lambda indices: reference.answer_logprobs(self._pack(indices)).unsqueeze(1)
+        )
+        self._mismatched_reference = ReferenceLogprobs(
+            len(self._mismatched),
+            1,
+            lambda indices: reference.answer_logprobs(pack([self._mismatched[i] for i in indices])).unsqueeze(1),
+        )
+
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+        z0 = self._reference_point(module, batch)
+
+        def share(micro: Sequence[int]) -> Share:
+            policy_N = answer_logprobs(module, self._pack(micro).to(self._device))
+            ratio_N = policy_N - self._reference.of(micro).squeeze(1).to(self._device)
+            desirable_N = torch.tensor([self._answers[i].desirable for i in micro], device=self._device)
+            loss_N = kto_loss(ratio_N, desirable_N, z0, beta=self._beta)
+            rewards_N = self._beta * ratio_N.detach()
+            metrics, count = Metrics(), len(micro)
+            metrics.mean("loss", float(loss_N.detach().sum()), count)
+            metrics.mean("acc", float(((ratio_N > z0) == desirable_N).sum()), count)
+            for name, side_N in (("chosen_reward", desirable_N), ("reject_reward", ~desirable_N)):
+                metrics.mean(name, float(rewards_N[side_N].sum()), int(side_N.sum()))
+            metrics.last("kl", float(z0))
+            return Share(loss_N.sum() / len(batch.samples), metrics)
+
+        return share
+
+    @torch.no_grad()
+    def _reference_point(self, module: nn.Module, batch: Batch) -> Tensor:
+        own = [i for micro in batch.micro_batches for i in micro]
+        ratios = []
+        for micro in by_tokens(own, self._mismatched.lengths, budget=self._tokens_per_forward):
+            policy_N = answer_logprobs(module, pack([self._mismatched[i] for i in micro]).to(self._device))
+            ratios.append(policy_N - self._mismatched_reference.of(micro).squeeze(1).to(self._device))
+        return kto_reference_point(torch.cat(ratios))
+
+    def _pack(self, indices: Sequence[int]) -> PackedTokens:
+        return pack([self._answers[i].example for i in indices])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"answers": self._reference.state_dict(), "mismatched": self._mismatched_reference.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._reference.load_state_dict(state["answers"])
+        self._mismatched_reference.load_state_dict(state["mismatched"])
+
+
+class Mismatched(Sequence["Example"]):
+    """Each prompt of a data set with the answer to another one: in random order, the next that has another prompt.
+
+    Where all prompts are the same there is no such answer, and any will do. Pairs are put together when asked for.
+    """
+
+    def __init__(self, answers: Sequence[Judged], *, max_len: int, seed: int) -> None:
+        self._answers = answers
+        self._max_len = max_len
+        prompts: list[bytes] = []
+        self._sizes: list[tuple[int, int]] = []
+        for answer in answers:
+            prompt = _prompt(answer.example)
+            prompts.append(hashlib.blake2b(prompt.numpy().tobytes(), digest_size=16).digest())
+            self._sizes.append((len(prompt), len(answer.example.token_ids) - len(prompt)))
+        self._partner = _partners(prompts, seed=seed)
+        self.lengths = [
+            size + self._room(size, self._sizes[self._partner[i]][1]) for i, (size, _) in enumerate(self._sizes)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __getitem__(self, index: Any) -> Any:
+        asked, answered = self._answers[index].example, self._answers[self._partner[index]].example
+        prompt = _prompt(asked)
+        answer = answered.token_ids[len(_prompt(answered)) :]
+        answer = answer[: self._room(len(prompt), len(answer))]
+        mask = torch.arange(len(prompt) + len(answer)) >= len(prompt)
+        return dataclasses.replace(asked, token_ids=torch.cat([prompt, answer]), target_mask=mask)
+
+    def _room(self, prompt: int, answer: int) -> int:
+        """Tokens of the answer that fit, at least one."""
+        return max(1, min(answer, self._max_len - prompt))
+
+
+def _partners(prompts: Sequence[bytes], *, seed: int) -> dict[int, int]:
+    order = list(range(len(prompts)))
+    random.Random(seed).shuffle(order)
+    partner: dict[int, int] = {}
+    # From behind and twice around: the second round knows what follows the end of the order.
+    for after, here in pairwise(reversed([*order, *order, order[0]])):
+        partner[here] = after if prompts[here] != prompts[after] else partner.get(after, after)
+    return partner
+
+
+def _prompt(example: Example) -> Tensor:
+    return example.token_ids[: int(example.target_mask.int().argmax())]

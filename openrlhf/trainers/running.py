@@ -1,0 +1,114 @@
+"""What every run shares, whatever it trains: how its process is set up, what watches it, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from openrlhf.agents.episodes import AgentFileError
+from openrlhf.agents.host import kill_every_host
+from openrlhf.config.roots import Config
+from openrlhf.config.schema import to_dict
+from openrlhf.config.training import TrainSection
+from openrlhf.data.sources import DataError
+from openrlhf.models.loading import ModelLoadError, silence_progress_bars
+from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, Logger, remote_loggers
+from openrlhf.observability.progress import Progress
+from openrlhf.observability.report import write_report
+from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.rewards.base import RewardError
+from openrlhf.rollout.runner import RolloutError
+from openrlhf.utils import interrupts
+
+logger = logging.getLogger(__name__)
+
+USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError)
+"""Errors whose text is all a user needs: no traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run leaves behind."""
+
+    run_dir: Path
+    model_dir: Path
+    evaluation: dict[str, float]
+    """The last one; empty if there was none."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a run ended, as an exit status."""
+
+    status: int = 0
+
+
+@contextlib.contextmanager
+def user_errors_end_the_run() -> Iterator[Ending]:
+    """Errors that users can mend become one line and status 1; a signal 128 + its number. Defects keep a traceback."""
+    ending = Ending()
+    try:
+        yield ending
+    except USER_ERRORS as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        ending.status = 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        ending.status = interrupts.exit_status()
+
+
+def prepare_process(train: TrainSection) -> torch.device:
+    """Logging, seeds, determinism; returns the device of this process."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    silence_progress_bars()
+    torch.manual_seed(train.seed)
+    if train.full_determinism_enable:
+        torch.use_deterministic_algorithms(True)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observers:
+    """Who is told how a run goes."""
+
+    logger: Logger
+    progress: Progress
+
+
+@contextlib.contextmanager
+def observed(config: Config, run_dir: RunDirectory, *, steps: int, title: str) -> Iterator[Observers]:
+    """Progress and logs of a run; the report is written however it ends."""
+    status = "failed"
+    try:
+        with contextlib.ExitStack() as held:
+            metrics = held.enter_context(contextlib.closing(JsonlLogger(run_dir.metrics)))
+            elsewhere = remote_loggers(config.logger, to_dict(config), directory=run_dir.path)
+            remote = held.enter_context(contextlib.closing(elsewhere))
+            progress = held.enter_context(Progress(steps, title))
+            yield Observers(logger=CompositeLogger([metrics, remote]), progress=progress)
+        status = ""
+    except KeyboardInterrupt:
+        interrupts.end_at_once_on_the_next(last=kill_every_host)
+        status = "interrupted"
+        raise
+    finally:
+        try:
+            write_report(run_dir.path, status=status)
+        except Exception:
+            # A page that cannot be written must not hide why the run ended.
+            logger.exception("report.html could not be written")
+        if status:
+            logger.info("the run so far is in %s", run_dir.path)
+
+
+def link_model(run_dir: RunDirectory, model_dir: Path) -> None:
+    """`model` in the run directory leads to the exported model, wherever that is, unless the name is taken."""
+    if not os.path.lexists(run_dir.model):
+        run_dir.model.symlink_to(os.path.relpath(model_dir.resolve(), run_dir.path.resolve()))

@@ -1,0 +1,32 @@
+"""From flags to what models and backends are told."""
+
+from __future__ import annotations
+
+import torch
+
+from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.config.optimizer import OptimizerSection
+
+
+def model_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+def optimizer_settings(section: OptimizerSection, *, total_steps: int) -> OptimizerSettings:
+    muon = section.muon
+    return OptimizerSettings(
+        lr=section.adam.lr,
+        betas=section.adam.betas,
+        eps=section.adam.eps,
+        weight_decay=section.adam.weight_decay,
+        muon=MuonSettings(lr=muon.lr, momentum=muon.momentum, ns_steps=muon.ns_steps, nesterov=muon.nesterov)
+        if section.optim == "muon"
+        else None,
+        max_norm=section.max_norm,
+        scheduler=section.lr_scheduler,
+        warmup_ratio=section.lr_warmup_ratio,
+        min_lr_ratio=section.min_lr_ratio,
+        total_steps=total_steps,
+    )

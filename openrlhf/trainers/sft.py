@@ -1,0 +1,54 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of the tokens to be learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.supervised import Batch, MetricNames, Share
+from openrlhf.types import PackedTokens
+
+if TYPE_CHECKING:
+    from openrlhf.data.examples import Example, ExampleSet
+
+
+class SFTObjective:
+    """L = −Σ log π(token | tokens before it) / (number of targets in the step). Implements `Objective`.
+
+    A mean over the tokens of the whole step: a token counts the same whatever micro-batch it is in.
+    """
+
+    names = MetricNames(evaluation={"gpt_loss": "eval gpt_loss"}, smoothed={"gpt_loss": "loss_mean"})
+
+    def __init__(self, examples: ExampleSet, *, device: torch.device) -> None:
+        self._examples = examples
+        self._device = device
+        self._target_counts = examples.target_counts
+        self.lengths = examples.lengths
+
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+        targets = sum(self._target_counts[i] for i in batch.samples)
+
+        def share(micro: Sequence[int]) -> Share:
+            tokens = pack([self._examples[i] for i in micro]).to(self._device)
+            nll = -module(tokens, temperature=1.0).logprobs_A.sum()
+            metrics = Metrics()
+            metrics.mean("gpt_loss", float(nll.detach()), tokens.num_actions)
+            return Share(nll / targets, metrics)
+
+        return share
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def pack(examples: Sequence[Example]) -> PackedTokens:
+    """Examples end to end; their targets are the actions."""
+    return PackedTokens.from_sequences([e.token_ids for e in examples], [e.target_mask for e in examples])

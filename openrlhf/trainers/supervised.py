@@ -1,0 +1,265 @@
+"""The supervised loop. One loop for fine-tuning, reward models and preference training: those are its objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.backends.base import Backend
+from openrlhf.data.packing import by_tokens
+from openrlhf.observability.loggers import Logger
+from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.progress import Progress
+from openrlhf.observability.timing import PhaseClock
+
+
+class Batch(Protocol):
+    """Samples, by their index in the data set, whose losses are summed. `data.schedule.Step` is one."""
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """All of them, on every rank: what the weights of the loss are worked out from."""
+        ...
+
+    @property
+    def micro_batches(self) -> Sequence[Sequence[int]]:
+        """Those of this rank, as they are run forward."""
+        ...
+
+
+class WholeSet(NamedTuple):
+    """Everything that is measured, as one batch."""
+
+    samples: Sequence[int]
+    micro_batches: Sequence[Sequence[int]]
+
+
+class StepSchedule(Protocol):
+    """Which samples form which optimizer step. `data.schedule.Schedule` is one."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def __len__(self) -> int:
+        """Steps of the whole run."""
+        ...
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The steps that are left."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Share(NamedTuple):
+    """What one micro-batch contributes to its step."""
+
+    loss: Tensor
+    """Weighted: the shares of a step add up to its loss, and so do their gradients."""
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricNames:
+    """What people call an objective's metrics."""
+
+    evaluation: dict[str, str]
+    """Metric → its name in an evaluation; others are left out there."""
+    smoothed: dict[str, str]
+    """Metric of a training step → the name of its running mean."""
+
+
+class Objective(Protocol):
+    """A data set, and what is learnt from it: L = Σ_i w_i l_i over the samples of an optimizer step."""
+
+    names: MetricNames
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each sample."""
+        ...
+
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+        """Work out what needs the whole step, the weights w above all; gives the function for its micro-batches.
+
+        So cutting and order cannot change the gradient.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run could not work out again to the bit."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Checkpointer(Protocol):
+    """Keeps the state of a run."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None: ...
+
+    def load(self) -> dict[str, Any] | None:
+        """The latest state to continue from; None: start anew."""
+        ...
+
+
+class NoCheckpoints:
+    """Keeps nothing. Implements `Checkpointer`."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        pass
+
+    def load(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Periods:
+    """When things happen, in optimizer steps. Evaluation is due at the end of every epoch besides."""
+
+    eval_every: int | None = None
+    save_every: int | None = None
+    log_every: int = 1
+
+
+@dataclass(slots=True)
+class RunningMeans:
+    """m_t = Σ_k ρ^k x_{t−k} / Σ_k ρ^k: means that forget, unbiased from the first step on."""
+
+    decay: float = 0.9
+    totals: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def update(self, name: str, value: float) -> float:
+        self.totals[name] = self.decay * self.totals.get(name, 0.0) + value
+        self.weights[name] = self.decay * self.weights.get(name, 0.0) + 1.0
+        return self.totals[name] / self.weights[name]
+
+
+class SupervisedTrainer:
+    """Drives the parts; they do not know it."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        objective: Objective,
+        evaluation: Objective | None,
+        schedule: StepSchedule,
+        periods: Periods,
+        tokens_per_forward: int,
+        logger: Logger,
+        progress: Progress,
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
+        """`evaluation`: the same objective on data that is measured only. `tokens_per_forward`: its token budget."""
+        self.backend = backend
+        self.objective = objective
+        self.evaluation = evaluation
+        self.schedule = schedule
+        self.periods = periods
+        self.tokens_per_forward = tokens_per_forward
+        self.logger = logger
+        self.progress = progress
+        self.checkpointer = checkpointer or NoCheckpoints()
+        self.clock = PhaseClock(on_phase=progress.phase)
+        self.steps_done = 0
+        self.means = RunningMeans()
+        self.last_evaluation: dict[str, float] = {}
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none."""
+        if (state := self.checkpointer.load()) is not None:
+            self.load_state_dict(state)
+        for batch in self.schedule:
+            metrics = self.step(batch)
+            self.steps_done += 1
+            self.report(metrics)
+            if self._evaluation_is_due():
+                self.evaluate()
+            if self.periods.save_every and self.steps_done % self.periods.save_every == 0:
+                with self.clock.phase("checkpoint"):
+                    self.checkpointer.save(self.steps_done, self.state_dict())
+        return self.last_evaluation
+
+    def step(self, batch: Batch) -> Metrics:
+        """One optimizer step."""
+        metrics = Metrics()
+        with self.clock.phase("train"):
+            self.backend.module.train()
+            share_of = self.objective.begin(self.backend.module, batch)
+            for micro in batch.micro_batches:
+                share = share_of(micro)
+                self.backend.backward(share.loss)
+                metrics.merge(share.metrics)
+            metrics.last("lr", self.backend.learning_rate)
+            metrics.last("grad_norm", self.backend.step())
+        timings = self.clock.take()
+        tokens = sum(self.objective.lengths[i] for i in batch.samples)
+        for name, seconds in timings.items():
+            metrics.last(name, seconds)
+        metrics.last("perf/tokens_per_second", tokens / max(timings["timing/step_total"], 1e-9))
+        return metrics
+
+    def report(self, metrics: Metrics) -> None:
+        values = metrics.values()
+        for source, name in self.objective.names.smoothed.items():
+            if source in values:
+                values[name] = self.means.update(name, values[source])
+        self.progress.step(self.steps_done, values)
+        if self.steps_done % self.periods.log_every == 0:
+            self.logger.log(self.steps_done, {**values, "global_step": self.steps_done}, kind="train")
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.periods.eval_every
+        ends_epoch = self.steps_done % self.schedule.steps_per_epoch == 0
+        return ends_epoch or (every is not None and self.steps_done % every == 0)
+
+    def evaluate(self) -> None:
+        if self.evaluation is None:
+            return
+        with self.clock.phase("evaluation"):
+            self.last_evaluation = measure(
+                self.evaluation, self.backend.module, tokens_per_forward=self.tokens_per_forward
+            )
+        self.clock.take()  # evaluation is no part of the next step's time
+        self.progress.evaluation(self.steps_done, self.last_evaluation)
+        self.logger.log(self.steps_done, {**self.last_evaluation, "global_step": self.steps_done}, kind="eval")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps_done,
+            "schedule": self.schedule.state_dict(),
+            "backend": self.backend.state_dict(),
+            "objective": self.objective.state_dict(),
+            "evaluation": self.evaluation.state_dict() if self.evaluation else None,
+            "running_means": {"totals": dict(self.means.totals), "weights": dict(self.means.weights)},
+            "last_evaluation": dict(self.last_evaluation),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.steps_done = state["steps"]
+        self.backend.load_state_dict(state["backend"])
+        self.objective.load_state_dict(state["objective"])
+        if self.evaluation and state["evaluation"] is not None:
+            self.evaluation.load_state_dict(state["evaluation"])
+        self.means = RunningMeans(**state["running_means"])
+        self.last_evaluation = dict(state["last_evaluation"])
+
+
+@torch.no_grad()
+def measure(objective: Objective, module: nn.Module, *, tokens_per_forward: int) -> dict[str, float]:
+    """An objective's metrics over its whole data set, without learning, by their names in an evaluation."""
+    module.eval()
+    samples = range(len(objective.lengths))
+    batch = WholeSet(samples, by_tokens(samples, objective.lengths, budget=tokens_per_forward))
+    share_of = objective.begin(module, batch)
+    values = Metrics.merged(share_of(micro).metrics for micro in batch.micro_batches).values()
+    return {name: values[source] for source, name in objective.names.evaluation.items() if source in values}

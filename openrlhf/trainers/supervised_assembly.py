@@ -1,0 +1,335 @@
+"""Binds the supervised loop to one process and plain torch: SFT, reward models, DPO. From a configuration to a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from openrlhf.algorithms.preferences import get_reward_loss
+from openrlhf.backends.torch import TorchBackend
+from openrlhf.checkpoint.export import export_policy, export_value_model
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
+from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
+from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
+from openrlhf.data.reading import Format
+from openrlhf.data.schedule import Schedule
+from openrlhf.data.sources import load_records
+from openrlhf.data.token_cache import default_folder
+from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
+from openrlhf.models.policy import Policy
+from openrlhf.observability.loggers import require_loggers
+from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.kto import KTOObjective
+from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
+from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
+from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
+from openrlhf.trainers.settings import model_dtype, optimizer_settings
+from openrlhf.trainers.sft import SFTObjective
+from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer
+
+logger = logging.getLogger(__name__)
+
+SupervisedConfig = SFTConfig | RMConfig | DPOConfig
+MODEL_FLAG = "--model.model_name_or_path"
+
+
+def run_supervised(config: SupervisedConfig) -> int:
+    """Train as the configuration says; returns the process's exit status."""
+    with user_errors_end_the_run() as ending:
+        train(config)
+    return ending.status
+
+
+def train(config: SupervisedConfig) -> RunResult:
+    """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
+    device = prepare_process(config.train)
+    _refuse_several_processes()
+    require_loggers(config.logger)
+    model_dir = checked_model_dir(config.ckpt.output_dir)
+    tokenizer = _tokenizer(config)
+    kind = _KINDS[_kind(config)]
+    samples = _samples(config, kind, tokenizer)
+    held_out = _samples(config, kind, tokenizer, evaluation=True) if config.eval.dataset else kind.stand_in(samples)
+    schedule = Schedule(
+        samples.lengths,
+        batch_size=config.train.batch_size,
+        epochs=config.train.max_epochs,
+        seed=config.train.seed,
+        token_budget=config.tokens_per_forward,
+    )
+    parts = kind.assemble(config, device)
+    backend = TorchBackend(parts.module, optimizer_settings(config, total_steps=len(schedule)))
+    run_dir = create_run_directory(config)
+    logger.info("run directory %s", run_dir.path)
+    title = f"{Path(config.model.model_name_or_path).name} · {_kind(config)}"
+    with observed(config, run_dir, steps=len(schedule), title=title) as seen:
+        trainer = SupervisedTrainer(
+            backend=backend,
+            objective=parts.objective(samples),
+            evaluation=None if held_out is None else parts.objective(held_out),
+            schedule=schedule,
+            periods=Periods(
+                eval_every=config.eval.period, save_every=config.ckpt.period, log_every=config.logger.logging_steps
+            ),
+            tokens_per_forward=config.tokens_per_forward,
+            logger=seen.logger,
+            progress=seen.progress,
+        )
+        evaluation = trainer.fit()
+        seen.progress.phase("export")
+        with backend.weights_to_save():
+            parts.export(tokenizer, model_dir, evaluation)
+        link_model(run_dir, model_dir)
+        seen.progress.note(f"model in {model_dir}")
+    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+
+
+# ------------------------------------------------------------------------------------------ what is trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """A model to train, what it learns from some samples, and how it is written."""
+
+    module: nn.Module
+    objective: Callable[[Any], Objective]
+    export: Callable[[Any, Path, Mapping[str, float]], object]
+    """Given the tokenizer, the folder, and the last evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """One of the things this loop trains."""
+
+    samples: type[TokenisedSet[Any]]
+    format: Callable[[Any], Format]
+    assemble: Callable[[Any, torch.device], _Parts]
+    stand_in: Callable[[TokenisedSet[Any]], _First | None] = lambda samples: None
+    """What is evaluated without evaluation data."""
+
+
+def _kind(config: SupervisedConfig) -> str:
+    match config:
+        case SFTConfig():
+            return "sft"
+        case RMConfig():
+            return "reward model"
+    return "ipo" if config.model.ipo_enable else config.model.loss_type
+
+
+def _sft(config: SFTConfig, device: torch.device) -> _Parts:
+    policy = _policy(config, device)
+    return _Parts(
+        module=policy,
+        objective=lambda examples: SFTObjective(examples, device=device),
+        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+    )
+
+
+def _reward_model(config: RMConfig, device: torch.device) -> _Parts:
+    path = config.model.model_name_or_path
+    with reading_model(path, flag=MODEL_FLAG):
+        model = load_value_model(
+            path,
+            head_prefix=config.ds.value_head_prefix,
+            seed=config.train.seed,
+            **_loading(config, device),
+        )
+    warn_of_positions(model.model.config, max_len=config.data.max_len)
+    loss = get_reward_loss(config.model.loss_type)
+    return _Parts(
+        module=model,
+        objective=lambda pairs: RewardObjective(
+            pairs, loss=loss, margins=config.model.margin_loss_enable, device=device
+        ),
+        export=lambda tokenizer, folder, evaluation: export_value_model(
+            model, tokenizer, folder, statistics=reward_statistics(evaluation)
+        ),
+    )
+
+
+def _dpo(config: DPOConfig, device: torch.device) -> _Parts:
+    settings = PairLossSettings(
+        beta=config.model.beta,
+        ipo=config.model.ipo_enable,
+        label_smoothing=config.model.label_smoothing,
+        nll_coef=config.model.nll_loss_coef,
+    )
+    policy, reference = _policy(config, device), _reference(config, device)
+    return _Parts(
+        module=policy,
+        objective=lambda pairs: DPOObjective(pairs, settings, reference=reference, device=device),
+        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+    )
+
+
+def _kto(config: DPOConfig, device: torch.device) -> _Parts:
+    policy, reference = _policy(config, device), _reference(config, device)
+    return _Parts(
+        module=policy,
+        objective=lambda answers: KTOObjective(
+            answers,
+            beta=config.model.beta,
+            reference=reference,
+            max_len=config.data.max_len,
+            tokens_per_forward=config.tokens_per_forward,
+            seed=config.train.seed,
+            device=device,
+        ),
+        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+    )
+
+
+def _policy(config: SFTConfig | DPOConfig, device: torch.device) -> Policy:
+    path = config.model.model_name_or_path
+    with reading_model(path, flag=MODEL_FLAG):
+        policy = load_policy(path, **_loading(config, device))
+    warn_of_positions(policy.model.config, max_len=config.data.max_len)
+    return policy
+
+
+def _reference(config: DPOConfig, device: torch.device) -> Reference:
+    path = config.reference_path
+    flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
+    with reading_model(path, flag=flag):
+        model = load_policy(path, **_loading(config, device) | {"gradient_checkpointing": False, "flag": flag})
+    if config.ref.offload:
+        model.to("cpu")
+    return Reference(model.requires_grad_(False), device=device, offload=config.ref.offload)
+
+
+def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
+    """What all models of a run are loaded with."""
+    return {
+        "dtype": model_dtype(config.ds.param_dtype, device),
+        "device": device,
+        "trust_remote_code": config.model.trust_remote_code,
+        "attn_implementation": config.ds.attn_implementation,
+        "gradient_checkpointing": config.model.gradient_checkpointing_enable,
+        "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
+        "flag": MODEL_FLAG,
+    }
+
+
+# --------------------------------------------------------------------------------------- what it is trained on
+
+
+def _tokenizer(config: SupervisedConfig) -> Any:
+    path = config.model.model_name_or_path
+    with reading_model(path, flag=MODEL_FLAG):
+        tokenizer = load_tokenizer(
+            path,
+            use_fast=not config.data.disable_fast_tokenizer,
+            trust_remote_code=config.model.trust_remote_code,
+            flag=MODEL_FLAG,
+        )
+    if config.data.tokenizer_chat_template:
+        tokenizer.chat_template = config.data.tokenizer_chat_template
+    return tokenizer
+
+
+def _samples(config: SupervisedConfig, kind: _Kind, tokenizer: Any, *, evaluation: bool = False) -> TokenisedSet[Any]:
+    """Training or evaluation data, checked and tokenised."""
+    flag = "--eval.dataset" if evaluation else "--data.dataset"
+    records = load_records(
+        config.eval.dataset if evaluation else config.data.dataset,
+        split=config.eval.split if evaluation else config.data.dataset_split,
+        max_samples=None if evaluation else config.data.max_samples,
+        probs=None if evaluation else config.data.dataset_probs,
+        seed=config.train.seed,
+        trust_remote_code=config.data.trust_remote_code,
+        flag=flag,
+    )
+    return kind.samples(
+        records,
+        kind.format(config),
+        tokenizer=tokenizer,
+        max_len=config.data.max_len,
+        workers=config.data.dataloader_num_workers or None,
+        cache_dir=default_folder(),
+        flag=flag,
+    )
+
+
+def _example_format(config: SFTConfig) -> ExampleFormat:
+    data = config.data
+    return ExampleFormat(
+        input_key=data.input_key,
+        output_key=data.output_key,
+        input_template=data.prompt_template,
+        apply_chat_template=data.apply_chat_template,
+        multiturn=data.multiturn,
+        pretrain=config.model.pretrain_mode_enable,
+    )
+
+
+def _pair_format(config: RMConfig | DPOConfig) -> PairFormat:
+    data = config.data
+    return PairFormat(
+        prompt_key=data.prompt_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        input_template=data.prompt_template,
+        apply_chat_template=data.apply_chat_template,
+        answers_only=isinstance(config, DPOConfig),
+    )
+
+
+def _judged_format(config: DPOConfig) -> JudgedFormat:
+    data = config.data
+    return JudgedFormat(
+        prompt_key=data.prompt_key or "prompt",
+        response_key=data.response_key,
+        label_key=data.label_key,
+        input_template=data.prompt_template,
+        apply_chat_template=data.apply_chat_template,
+    )
+
+
+class _First(Sequence[Any]):
+    """The first `count` samples of a data set."""
+
+    def __init__(self, samples: TokenisedSet[Any], count: int) -> None:
+        self._samples = samples
+        self.lengths = samples.lengths[:count]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[range(len(self))[index]]
+
+
+def _first_hundredth(samples: TokenisedSet[Any]) -> _First:
+    """A reward model always has statistics of its rewards: of training data where nothing else is given."""
+    count = max(1, len(samples) // 100)
+    logger.info("no --eval.dataset: mean and std of the rewards are taken over the first %d training pairs", count)
+    return _First(samples, count)
+
+
+_KINDS = {
+    "sft": _Kind(samples=ExampleSet, format=_example_format, assemble=_sft),
+    "reward model": _Kind(samples=PairSet, format=_pair_format, assemble=_reward_model, stand_in=_first_hundredth),
+    "dpo": _Kind(samples=PairSet, format=_pair_format, assemble=_dpo),
+    "ipo": _Kind(samples=PairSet, format=_pair_format, assemble=_dpo),
+    "kto": _Kind(samples=JudgedSet, format=_judged_format, assemble=_kto),
+}
+
+
+def _refuse_several_processes() -> None:
+    """Each would train a model of its own, and all would write to the same folder."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdigit() and int(count) > 1:
+        raise ConfigError(
+            f"the launcher starts {count} processes (WORLD_SIZE), and this version trains in one: start it with "
+            "python -m, or tell the launcher to start one"
+        )

@@ -1,0 +1,186 @@
+"""The supervised loop: when it does what, what it logs, and that it continues where it stopped."""
+
+import copy
+
+import pytest
+import torch
+from small_supervised import CPU, Samples, make_backend, make_policy, make_trainer, random_pairs
+
+from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.sft import SFTObjective
+from openrlhf.trainers.supervised import Batch, MetricNames, RunningMeans, Share, WholeSet
+
+EXAMPLES = Samples(p.chosen for p in random_pairs(8))
+
+
+class FakeBackend:
+    """A module with one number, and a list of what was asked of it."""
+
+    def __init__(self):
+        self.module = torch.nn.Linear(1, 1, bias=False)
+        self.events = []
+        self.learning_rate = 0.5
+
+    def backward(self, loss):
+        self.events.append(f"backward {float(loss):g}")
+
+    def step(self):
+        self.events.append("step")
+        self.learning_rate /= 2
+        return 3.0
+
+    def state_dict(self):
+        return {"rate": self.learning_rate}
+
+    def load_state_dict(self, state):
+        self.learning_rate = state["rate"]
+
+
+class FakeObjective:
+    """The loss of sample i is i; of a step, the sum over its samples divided by their number."""
+
+    names = MetricNames(evaluation={"loss": "eval_loss"}, smoothed={"loss": "loss_mean"})
+    lengths = (10,) * 8
+
+    def __init__(self, events):
+        self.events = events
+
+    def begin(self, module, batch: Batch):
+        self.events.append(f"{'train' if module.training else 'eval'} {list(batch.samples)}")
+
+        def share(micro):
+            metrics = Metrics()
+            metrics.mean("loss", sum(micro), len(micro))
+            return Share(torch.tensor(sum(micro) / len(batch.samples)), metrics)
+
+        return share
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.events.append("loaded")
+
+
+class Drawer:
+    """A checkpointer that keeps everything it is given."""
+
+    def __init__(self, state=None):
+        self.saved, self._state = {}, state
+
+    def save(self, step, state):
+        self.saved[step] = copy.deepcopy(state)
+
+    def load(self):
+        return self._state
+
+
+def fake_trainer(*, steps=8, evaluation=True, **periods):
+    backend = FakeBackend()
+    objective = FakeObjective(backend.events)
+    return make_trainer(
+        backend,
+        objective,
+        batch_size=2,
+        budget=10,
+        steps=steps,
+        evaluation=FakeObjective(backend.events) if evaluation else None,
+        **periods,
+    )
+
+
+def test_a_step_is_every_micro_batch_and_one_optimizer_step():
+    """Samples 2 and 3 in two micro-batches: 2/2, then 3/2."""
+    trainer, _ = fake_trainer(evaluation=False)
+    metrics = trainer.step(WholeSet([2, 3], [[2], [3]])).values()
+    assert trainer.backend.events == ["train [2, 3]", "backward 1", "backward 1.5", "step"]
+    assert (metrics["loss"], metrics["lr"], metrics["grad_norm"]) == (2.5, 0.5, 3.0)
+    assert metrics["perf/tokens_per_second"] == pytest.approx(20 / metrics["timing/step_total"])
+
+
+def test_what_is_logged():
+    """Losses 0.5, 2.5, 4.5; their running mean with decay 0.9 is (0.9·0.5 + 2.5) / 1.9 after the second."""
+    trainer, memory = fake_trainer(steps=3)
+    trainer.fit()
+    steps = memory.of("train")
+    assert [s["global_step"] for s in steps] == [1, 2, 3]
+    assert [s["loss"] for s in steps] == [0.5, 2.5, 4.5]
+    assert [s["lr"] for s in steps] == [0.5, 0.25, 0.125]
+    assert steps[0]["loss_mean"] == 0.5
+    assert steps[1]["loss_mean"] == pytest.approx((0.9 * 0.5 + 2.5) / 1.9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "expected"),
+    [
+        (8, None, [4, 8]),
+        (8, 3, [3, 4, 6, 8]),
+        (8, 4, [4, 8]),
+        (6, 5, [4, 5]),
+    ],
+)
+def test_evaluation_comes_at_its_period_and_at_the_end_of_epochs(steps, every, expected):
+    """Four steps an epoch. No step is evaluated twice."""
+    trainer, memory = fake_trainer(steps=steps, eval_every=every)
+    last = trainer.fit()
+    assert [r["step"] for r in memory.of("eval")] == expected
+    assert last == {"eval_loss": 3.5}, "the mean of 0 … 7"
+    assert memory.of("eval")[0] == {"step": expected[0], "kind": "eval", "eval_loss": 3.5, "global_step": expected[0]}
+    assert trainer.backend.events.count("eval [0, 1, 2, 3, 4, 5, 6, 7]") == len(expected)
+
+
+def test_without_evaluation_data_nothing_is_evaluated():
+    trainer, memory = fake_trainer(evaluation=False, eval_every=1)
+    assert trainer.fit() == {}
+    assert memory.of("eval") == []
+
+
+def test_logging_may_be_sparse():
+    trainer, memory = fake_trainer(log_every=3)
+    trainer.fit()
+    assert [r["step"] for r in memory.of("train")] == [3, 6]
+
+
+def test_checkpoints_come_at_their_period_and_a_run_continues_from_one():
+    trainer, memory = fake_trainer(save_every=3)
+    trainer.checkpointer = drawer = Drawer()
+    trainer.fit()
+    assert list(drawer.saved) == [3, 6]
+
+    resumed, continued = fake_trainer(save_every=3)
+    resumed.checkpointer = Drawer(drawer.saved[3])
+    resumed.fit()
+    assert resumed.backend.events[:2] == ["loaded", "loaded"]
+    timeless = [{k: v for k, v in r.items() if "/" not in k} for r in memory.records]
+    again = [{k: v for k, v in r.items() if "/" not in k} for r in continued.records]
+    assert again == [r for r in timeless if r["step"] > 3]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_resumed_run_ends_with_the_same_weights(kind):
+    def make():
+        policy = make_policy(hidden=16)
+        if kind == "sft":
+            objective = SFTObjective(EXAMPLES, device=CPU)
+        else:
+            reference = Reference(make_policy(seed=1, hidden=16), device=CPU)
+            objective = DPOObjective(random_pairs(8), PairLossSettings(beta=0.1), reference=reference, device=CPU)
+        return make_trainer(make_backend(policy), objective, batch_size=4, budget=60, steps=6, save_every=3)[0]
+
+    straight = make()
+    straight.checkpointer = drawer = Drawer()
+    straight.fit()
+    resumed = make()
+    resumed.checkpointer = Drawer(drawer.saved[3])
+    resumed.fit()
+    for one, other in zip(straight.backend.module.parameters(), resumed.backend.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_running_means_forget():
+    """ρ = 0.5 of 4, 0, 0: 4; 2/1.5; 1/1.75."""
+    means = RunningMeans(decay=0.5)
+    assert [means.update("x", v) for v in (4.0, 0.0, 0.0)] == pytest.approx([4.0, 2 / 1.5, 1 / 1.75])
+    assert means.update("y", 7.0) == 7.0
