@@ -38,6 +38,7 @@ bench: $(BENCH)/stamp
 	$(BENCH)/bin/python -m bench.engine
 	$(BENCH)/bin/python -m bench.rl_step
 	$(BENCH)/bin/python -m bench.logprobs
+	$(BENCH)/bin/python -m bench.packing
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
