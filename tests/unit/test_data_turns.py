@@ -97,6 +97,11 @@ class TestEveryTurn:
     def test_turns_without_an_end_of_their_own(self):
         assert learnt(LAST_ENDS, chat("q1", "a1", "q2", "a2")) == ["a1", "a2</s>"]
 
+    def test_what_stands_between_generation_prompt_and_words_is_the_answers(self):
+        """Asked with `assistant:`, the policy has to write the space itself."""
+        template = LAST_ENDS.replace("assistant: {%", "assistant:{%")
+        assert learnt(template, chat("q1", "a1", "q2", "a2")) == [" a1", " a2</s>"]
+
     def test_a_template_that_moves_things_to_the_last_question(self):
         assert learnt(SYSTEM_LAST, chat("q1", "a1", "q2", "a2")) == ["a1</s>", " a2</s>"]
 
