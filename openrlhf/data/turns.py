@@ -42,7 +42,7 @@ def mark_turns(messages: Messages, tokenizer: Any, *, first: int = 0) -> MarkedT
     else:
         spans = [_span(text, messages, i, tokenizer) for i in turns]
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        raise _cannot_tell("its messages")
+        raise _cannot_tell("each message")
     said = "".join(text[start:end] for start, end in spans)
     return MarkedText.of(text, spans, altered=any(_words(messages[i]) not in said for i in turns))
 
