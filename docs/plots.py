@@ -27,7 +27,8 @@ from typing import Any, Literal
 import yaml
 from plot_svg import figure
 
-from openrlhf.cli.demo import MAX_STEPS, prepare, rl_flags
+from openrlhf.cli.demo import MAX_STEPS, PROMPTS, prepare, rl_flags
+from openrlhf.demo.sorting import make_task
 from openrlhf.observability.loggers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,7 +166,7 @@ class Run:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         config = self.directory / "flags.yaml"
-        flags = rl_flags(self.folder, seed=self.seed, steps=plan["steps"]) | {
+        flags = rl_flags(make_task(seed=0), self.folder, seed=self.seed, steps=plan["steps"]) | {
             "logger.run_dir": str(self.directory),
             "ckpt.output_dir": str(self.directory / "model"),
             "eval.steps": EVAL_EVERY,
@@ -208,7 +209,7 @@ def make_all(wanted: Sequence[Run], *, folder: Path, jobs: int, steps: int) -> i
     inputs = folder.resolve() / "inputs"
     if not (inputs / "ready").exists():
         inputs.mkdir(parents=True, exist_ok=True)
-        prepare(inputs, seed=0)
+        prepare(make_task(seed=0), inputs, seed=0)
         (inputs / "ready").touch()
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
@@ -237,8 +238,7 @@ def collect(name: str, found: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]
 
 def _points(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     train = [record for record in records if record["kind"] == "train"]
-    per_step = rl_flags(Path(), seed=0, steps=1)["rollout.batch_size"]
-    asked = [record.get("rollout/judged_groups", per_step) for record in train]
+    asked = [record.get("rollout/judged_groups", PROMPTS) for record in train]
     prompts = [0, *accumulate(asked)]
     chosen = [r for r in records if r["kind"] == panel.kind and isinstance(r.get(panel.metric), int | float)]
     return [(r["step"] if panel.by == "step" else prompts[r["step"]], r[panel.metric]) for r in chosen]

@@ -316,9 +316,26 @@ class Segment:
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Columns cross processes as arrays: pickle makes an archive of every tensor, 0.9 ms a segment and not 0.06."""
+        columns = [getattr(self, name) for name in SEGMENT_COLUMNS]
+        arrays = [None if column is None else column.numpy() for column in columns]
+        return _segment_from_arrays, (arrays, self.position_ids, self.multimodal)
+
     @property
     def num_actions(self) -> int:
         return int(self.action_mask.sum())
+
+
+SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards")
+"""One entry per token."""
+
+
+def _segment_from_arrays(
+    arrays: list[Any], position_ids: Tensor | None, multimodal: dict[str, Tensor] | None
+) -> Segment:
+    columns = [None if array is None else torch.from_numpy(array) for array in arrays]
+    return Segment(**dict(zip(SEGMENT_COLUMNS, columns, strict=True)), position_ids=position_ids, multimodal=multimodal)
 
 
 class Outcome(StrEnum):

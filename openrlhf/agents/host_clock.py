@@ -8,6 +8,7 @@ whoever is late by that clock hangs by itself.
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class LoopWatch:
     def run(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
         clock = current_clock.get()
         function = current_function.get()
-        computed = time.thread_time()
+        computed, waits = time.thread_time(), _waits()
         began = time.monotonic()
         with self._lock:
             self._holder, self._since = clock, began
@@ -54,8 +55,8 @@ class LoopWatch:
                 self._total += held
                 if clock is not None:
                     clock.held += held
-        # Computing is not blocking: another thread would not make it faster.
-        if function is not None and held - (time.thread_time() - computed) > BLOCKED_SECONDS:
+        # Computing is not blocking, nor is waiting for a core of a busy machine: a thread would not make it faster.
+        if function is not None and held - (time.thread_time() - computed) > BLOCKED_SECONDS and _waits() > waits:
             self._on_block(function)
 
     def held_by_others(self, clock: CallClock) -> float:
@@ -63,6 +64,13 @@ class LoopWatch:
         with self._lock:
             running = 0.0 if self._since is None or self._holder is clock else time.monotonic() - self._since
             return self._total - clock.held + running
+
+
+def _waits() -> float:
+    """Grows whenever this thread gives up its core to wait for something; all the time where that is not counted."""
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        return time.monotonic()
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):

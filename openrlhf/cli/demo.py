@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-WARM_UP_UNTIL = 0.04
-"""Probability of a right answer at which supervised warm-up hands over to RL."""
+if TYPE_CHECKING:
+    from openrlhf.demo.task import Task
+
+PROMPTS = 128
+"""Of an RL step."""
 
 MAX_STEPS = 62
 """RL steps after which every training problem has been asked once."""
@@ -24,30 +27,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     import yaml
 
     from openrlhf.config.entry import enter
+    from openrlhf.demo import hunt, sorting
     from openrlhf.observability.run_directory import free_directory
 
-    run_dir = free_directory(Path(options.run_dir or f"runs/demo-seed{options.seed}"))
+    task = (hunt if options.agent else sorting).make_task(seed=options.seed)
+    name = "agent-demo" if options.agent else "demo"
+    run_dir = free_directory(Path(options.run_dir or f"runs/{name}-seed{options.seed}"))
     config_file = run_dir / "inputs" / "rl.yaml"
     config_file.parent.mkdir(parents=True, exist_ok=True)
-    config_file.write_text(yaml.safe_dump(rl_flags(run_dir, seed=options.seed, steps=options.steps), sort_keys=False))
+    flags = rl_flags(task, run_dir, seed=options.seed, steps=options.steps or task.steps)
+    config_file.write_text(yaml.safe_dump(flags, sort_keys=False))
     command = ["--config", str(config_file), *overrides]
-    return enter("train_ppo_ray", command, lambda config: run(config, run_dir, seed=options.seed, command=command))
+    return enter(
+        "train_ppo_ray", command, lambda config: run(config, task, run_dir, seed=options.seed, command=command)
+    )
 
 
-def run(config: Any, run_dir: Path, *, seed: int, command: Sequence[str]) -> int:
+def run(config: Any, task: Task, run_dir: Path, seed: int, command: Sequence[str]) -> int:
     """The demo itself; `command` is what a user would type for its RL phase."""
     from openrlhf.observability.loggers import read_metrics
     from openrlhf.trainers.assembly import train, user_errors_end_the_run
 
     with user_errors_end_the_run() as ended:
         started = time.monotonic()
-        prepare(run_dir / "inputs", seed=seed)
+        prepare(task, run_dir / "inputs", seed=seed)
         _say(f"Now RL: python -m openrlhf.cli.train_ppo_ray {' '.join(command)}")
         result = train(config)
         seconds = time.monotonic() - started
         records = read_metrics(result.run_dir / "metrics.jsonl")
-        scores = [record["eval_sorting_pass1"] for record in records if record["kind"] == "eval"]
-        _say(f"Right answers on problems never trained on: {scores[0]:.1%} before RL, {scores[-1]:.1%} after.")
+        scores = [record[task.score] for record in records if record["kind"] == "eval"]
+        _say(f"Success on problems never trained on: {scores[0]:.1%} before RL, {scores[-1]:.1%} after.")
         _say(f"Curves and samples: {result.run_dir / 'report.html'}")
         summary = {
             "score_before": scores[0],
@@ -59,53 +68,44 @@ def run(config: Any, run_dir: Path, *, seed: int, command: Sequence[str]) -> int
     return ended.status
 
 
-def prepare(inputs: Path, *, seed: int) -> None:
+def prepare(task: Task, inputs: Path, *, seed: int) -> None:
     """Write data and a warmed-up model to `inputs`: what a user would bring."""
     from openrlhf.demo.model import write_model
-    from openrlhf.demo.task import make_task, write_problems
     from openrlhf.demo.warmup import warm_up
     from openrlhf.models.loading import silence_progress_bars
 
     silence_progress_bars()
     started = time.monotonic()
-    task = make_task(seed=seed)
-    write_problems(task.train, inputs / "train.jsonl")
-    write_problems(task.held_out, inputs / "held_out.jsonl")
-    write_model(inputs / "model", seed=seed)
-    example = task.train[0]
-    _say(f"Task: put digits in order, `{example.prompt}` → `{example.answer}`.")
+    task.write(inputs)
+    write_model(inputs / "model", seed=seed, characters=task.characters)
+    _say(f"Task: {task.description}.")
     _say(f"{len(task.train):,} problems to train on, {len(task.held_out)} others to measure on.")
     _say("Warm-up: supervised steps on a model with random weights.")
 
     def on_step(step: int, probability: float) -> None:
         if step % 25 == 0:
-            _say(f"  step {step:4d}  right with probability {probability:.2f}")
+            _say(f"  step {step:4d}  as worked with probability {probability:.2f}")
 
-    steps = warm_up(inputs / "model", task.train, seed=seed, until=WARM_UP_UNTIL, on_step=on_step)
+    steps = warm_up(inputs / "model", task.train, seed=seed, until=task.warm_up_until, on_step=on_step)
     _say(f"  enough after {steps} steps, {time.monotonic() - started:.0f} s")
 
 
-def rl_flags(run_dir: Path, *, seed: int, steps: int) -> dict[str, Any]:
+def rl_flags(task: Task, run_dir: Path, *, seed: int, steps: int) -> dict[str, Any]:
     """The RL phase, as flags."""
-    from openrlhf.demo.task import RESPONSE_TOKENS, REWARD_FILE
-
-    prompts, samples, updates = 128, 8, 4
+    samples, updates = 8, 4
     return {
         "actor.model_name_or_path": str(run_dir / "inputs" / "model"),
         "data.prompt_dataset": str(run_dir / "inputs" / "train.jsonl"),
         "data.label_key": "label",
-        "data.max_samples": prompts * steps,
-        "data.max_len": 16,
-        "reward.remote_url": str(REWARD_FILE),
+        "data.max_samples": PROMPTS * steps,
+        **task.flags,
         "algo.advantage.estimator": "reinforce_baseline",
         "algo.kl.init_coef": 0,
-        "rollout.batch_size": prompts,
+        "rollout.batch_size": PROMPTS,
         "rollout.n_samples_per_prompt": samples,
-        "rollout.max_new_tokens": RESPONSE_TOKENS,
-        "train.batch_size": prompts * samples // updates,
+        "train.batch_size": PROMPTS * samples // updates,
         "train.dynamic_batch_enable": True,
         "train.seed": seed,
-        "actor.adam.lr": 1e-4,
         "eval.dataset": str(run_dir / "inputs" / "held_out.jsonl"),
         "eval.n_samples_per_prompt": 1,
         "eval.steps": 10,
@@ -136,8 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--seed", type=int, default=0, help="of the task, the model and the training (default 0)")
-    parser.add_argument("--steps", type=_steps, default=50, help=f"RL steps, at most {MAX_STEPS} (default 50)")
-    parser.add_argument("--run_dir", help="folder of the run (default runs/demo-seed<seed>, numbered if taken)")
+    parser.add_argument("--agent", action="store_true", help="a multi-turn task, played by an agent file")
+    parser.add_argument("--steps", type=_steps, help=f"RL steps, at most {MAX_STEPS} (default 50)")
+    parser.add_argument("--run_dir", help="folder of the run (default runs/[agent-]demo-seed<seed>, numbered if taken)")
     return parser
 
 

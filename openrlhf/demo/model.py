@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from openrlhf.demo.sorting import CHARACTERS
+
 PAD, EOS = "<pad>", "<eos>"
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """Digits, an arrow, padding and end of sequence: byte-level BPE without merges, so one token per character."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *"0123456789>"])}
+def make_tokenizer(characters: str = CHARACTERS) -> Qwen2Tokenizer:
+    """Padding, end of sequence and these: byte-level BPE without merges, so one token per character."""
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *characters])}
     return Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=PAD, pad_token=PAD, eos_token=EOS)
 
 
@@ -36,8 +38,8 @@ def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     )
 
 
-def write_model(directory: Path, *, seed: int) -> None:
+def write_model(directory: Path, *, seed: int, characters: str = CHARACTERS) -> None:
     """A model folder as users have them."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(characters)
     make_model(tokenizer, seed=seed).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

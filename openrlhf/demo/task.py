@@ -1,66 +1,63 @@
-"""The demo's task: put five different digits in order, `73914>` → `13479`."""
+"""What a demo is made of: problems, and how a beginner works through them."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
-
-REWARD_FILE = Path(__file__).with_name("reward.py")
-"""What a user would pass as --reward.remote_url."""
-
-DIGITS = 5
-RESPONSE_TOKENS = DIGITS + 1
-"""The digits and the end-of-sequence token."""
+from typing import Any, NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Digits out of order."""
+class Turn(NamedTuple):
+    """What the policy says, and what it hears."""
 
-    digits: str
+    action: str
+    """Without the end-of-sequence token, which ends every action."""
+    feedback: str = ""
 
-    @property
-    def prompt(self) -> str:
-        return f"{self.digits}>"
+
+class Problem(Protocol):
+    """One record of a demo's data."""
 
     @property
-    def answer(self) -> str:
-        return "".join(sorted(self.digits))
+    def prompt(self) -> str: ...
+
+    @property
+    def label(self) -> str: ...
+
+    def worked(self, rng: random.Random) -> Sequence[Turn]:
+        """An example of how to go about it, for the warm-up."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Problems to train on and problems to measure on; no answer is on both sides."""
+    """Everything in which one demo differs from another."""
 
+    name: str
+    """Evaluation reports it under this."""
+    description: str
+    characters: str
+    """All that prompts, actions and feedback are written with."""
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
+    """Problems to measure on. No prompt is on both sides."""
+    warm_up_until: float
+    """How likely the warmed-up model acts as a worked example does, end to end."""
+    steps: int
+    """RL steps after which it has learned."""
+    flags: Mapping[str, Any]
+    """What a user would pass for this task."""
 
+    @property
+    def score(self) -> str:
+        """The metric that evaluation follows."""
+        return f"eval_{self.name}_pass1"
 
-def make_task(*, seed: int, train: int = 8000, held_out: int = 500) -> Task:
-    """Distinct problems. A tenth of the 252 possible answers is set apart for measuring."""
-    rng = random.Random(seed)
-    answers = ["".join(digits) for digits in combinations("0123456789", DIGITS)]
-    rng.shuffle(answers)
-    apart = len(answers) // 10
-    return Task(
-        train=_shuffled(answers[apart:], count=train, rng=rng),
-        held_out=_shuffled(answers[:apart], count=held_out, rng=rng),
-    )
-
-
-def _shuffled(answers: Sequence[str], *, count: int, rng: random.Random) -> tuple[Problem, ...]:
-    """`count` distinct orders of the digits of randomly chosen answers."""
-    problems: dict[Problem, None] = {}
-    while len(problems) < count:
-        problems[Problem("".join(rng.sample(rng.choice(answers), DIGITS)))] = None
-    return tuple(problems)
-
-
-def write_problems(problems: Sequence[Problem], path: Path) -> None:
-    """A prompt data set as users have them: one JSON object per line."""
-    lines = (json.dumps({"input": p.prompt, "label": p.answer, "datasource": "sorting"}) for p in problems)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    def write(self, folder: Path) -> None:
+        """`train.jsonl` and `held_out.jsonl`, as users have them: one JSON object per line."""
+        for side in ("train", "held_out"):
+            records = ({"input": p.prompt, "label": p.label, "datasource": self.name} for p in getattr(self, side))
+            (folder / f"{side}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Supervised steps that bring the demo's random model to where RL can take over: right now and then, not reliably."""
+"""Supervised steps that bring a demo's random model to where RL can take over: right now and then, not reliably."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -31,8 +32,8 @@ def warm_up(
     until: float,
     on_step: Callable[[int, float], None],
 ) -> int:
-    """Train the model in `directory` on worked examples until it would sample the right answer with probability
-    `until`, and write it back. Returns the number of steps; `on_step(step, probability)` hears of each.
+    """Train the model in `directory` on worked examples until it would act as they do with probability `until`, and
+    write it back. Returns the number of steps; `on_step(step, probability)` hears of each.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = load_policy(str(directory), dtype=torch.float32, device=device)
@@ -44,12 +45,12 @@ def warm_up(
     rng = random.Random(seed)
     recent: deque[float] = deque(maxlen=WINDOW)
     for step in range(1, MAX_STEPS + 1):
-        tokens = _pack(rng.choices(problems, k=BATCH), tokenizer).to(device)
+        tokens = _pack(rng.choices(problems, k=BATCH), tokenizer, rng).to(device)
         logprobs_A = backend.module(tokens, temperature=1.0).logprobs_A
         backend.backward(-logprobs_A.mean())
         backend.step()
-        answers = torch.zeros(BATCH, device=device).index_add_(0, tokens.action_sequences(), logprobs_A.detach())
-        recent.append(float(answers.exp().mean()))
+        examples = torch.zeros(BATCH, device=device).index_add_(0, tokens.action_sequences(), logprobs_A.detach())
+        recent.append(float(examples.exp().mean()))
         on_step(step, recent[-1])
         if len(recent) == WINDOW and fmean(recent) >= until:
             break
@@ -57,11 +58,20 @@ def warm_up(
     return step
 
 
-def _pack(problems: Sequence[Problem], tokenizer) -> PackedTokens:
+def _pack(problems: Sequence[Problem], tokenizer: Any, rng: random.Random) -> PackedTokens:
+    """Worked examples; their actions are what is learned."""
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
     sequences, masks = [], []
     for problem in problems:
-        prompt = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
-        answer = [*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        sequences.append(torch.tensor(prompt + answer))
-        masks.append(torch.tensor([False] * len(prompt) + [True] * len(answer)))
+        tokens = ids(problem.prompt)
+        mask = [False] * len(tokens)
+        for turn in problem.worked(rng):
+            action, feedback = [*ids(turn.action), tokenizer.eos_token_id], ids(turn.feedback)
+            tokens += action + feedback
+            mask += [True] * len(action) + [False] * len(feedback)
+        sequences.append(torch.tensor(tokens))
+        masks.append(torch.tensor(mask))
     return PackedTokens.from_sequences(sequences, masks)

@@ -76,24 +76,33 @@ class Inputs:
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Inputs:
     from openrlhf.demo.model import write_model
-    from openrlhf.demo.task import make_task, write_problems
+    from openrlhf.demo.sorting import make_task
 
     folder = tmp_path_factory.mktemp("inputs")
     write_model(folder / "model", seed=0)
-    write_problems(make_task(seed=0).train[:8], folder / "train.jsonl")
+    make_task(seed=0, train=8).write(folder)
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     return Inputs(model=folder / "model", data=folder / "train.jsonl", records=records)
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory) -> Path:
+def demo(tmp_path_factory):
     """The demo's data and warmed-up model."""
-    from openrlhf.cli.demo import prepare
+    from demo_runs import Demo
 
-    folder = tmp_path_factory.mktemp("demo")
-    (folder / "inputs").mkdir()
-    prepare(folder / "inputs", seed=0)
-    return folder
+    from openrlhf.demo.sorting import make_task
+
+    return Demo.prepared(make_task(seed=0), tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="session")
+def agent_demo(tmp_path_factory):
+    """The same of the multi-turn demo."""
+    from demo_runs import Demo
+
+    from openrlhf.demo.hunt import make_task
+
+    return Demo.prepared(make_task(seed=0), tmp_path_factory.mktemp("agent_demo"))
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_the_value_network_is_saved_and_is_not_the_one_it_started_from(demo, tmp
     )
     folder = run_dir / "model_critic"
     saved = load_value_model(folder, dtype=torch.float32, device="cpu", fresh_head=False)
-    start = load_value_model(demo / "inputs" / "model", dtype=torch.float32, device="cpu", seed=42)
+    start = load_value_model(demo.folder / "inputs" / "model", dtype=torch.float32, device="cpu", seed=42)
     names = dict(start.named_parameters())
     assert all(not torch.equal(p, names[name]) for name, p in saved.named_parameters())
     classifier = AutoModelForSequenceClassification.from_pretrained(folder)

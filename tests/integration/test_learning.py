@@ -40,7 +40,7 @@ def test_without_a_learning_rate_nothing_moves_and_the_export_reproduces_the_sco
     run_dir = run(demo, tmp_path / "run", "--actor.adam.lr", "0", "--eval.temperature", "0", steps=2)
     before, after = scores(run_dir)
     assert before == after
-    assert exact_match(run_dir / "model", demo / "inputs" / "held_out.jsonl") == pytest.approx(after, abs=1e-9)
+    assert exact_match(run_dir / "model", demo.folder / "inputs" / "held_out.jsonl") == pytest.approx(after, abs=1e-9)
 
 
 def test_what_a_run_leaves_behind(demo, tmp_path):

@@ -1,18 +1,36 @@
-"""Short real runs on the demo's task."""
+"""Short real runs on the demos' tasks."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from openrlhf.cli.demo import rl_flags
+from openrlhf.cli.demo import prepare, rl_flags
 from openrlhf.config import parse
+from openrlhf.demo.task import Task
 from openrlhf.observability.loggers import read_metrics
 from openrlhf.trainers.assembly import train
 
 
-def run(demo: Path, run_dir: Path, *overrides: str, steps: int) -> Path:
+@dataclass(frozen=True)
+class Demo:
+    """A task, and the folder with its data and warmed-up model."""
+
+    task: Task
+    folder: Path
+
+    @staticmethod
+    def prepared(task: Task, folder: Path) -> Demo:
+        (folder / "inputs").mkdir()
+        prepare(task, folder / "inputs", seed=0)
+        return Demo(task, folder)
+
+
+def run(demo: Demo, run_dir: Path, *overrides: str, steps: int) -> Path:
     """The demo's RL phase from its warmed-up model, with these words over its flags; returns the run directory."""
-    flags = rl_flags(demo, seed=0, steps=steps)
+    flags = rl_flags(demo.task, demo.folder, seed=0, steps=steps)
     flags |= {"logger.run_dir": str(run_dir), "ckpt.output_dir": str(run_dir / "model"), "eval.steps": -1}
     run_dir.mkdir()
     (run_dir / "flags.yaml").write_text(yaml.safe_dump(flags))
@@ -21,7 +39,8 @@ def run(demo: Path, run_dir: Path, *overrides: str, steps: int) -> Path:
 
 def scores(run_dir: Path) -> list[float]:
     """On held-out problems, one for each evaluation."""
-    return [r["eval_sorting_pass1"] for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "eval"]
+    evaluations = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "eval"]
+    return [next(r[name] for name in r if name.endswith("_pass1")) for r in evaluations]
 
 
 def column(run_dir: Path, name: str) -> list[float]:

@@ -1,25 +1,39 @@
-"""The demo's task is a fair one: enough problems, none on both sides, no answer that pays off blindly."""
+"""The demos' tasks are fair ones: enough problems, none on both sides, no answer that pays off blindly."""
 
+import asyncio
+import random
 from collections import Counter
 
 import pytest
+from scripted_engine import CharTokenizer, ScriptedEngine
 
+from openrlhf.agents.user_agent import load_agent
 from openrlhf.cli.demo import MAX_STEPS, rl_flags
 from openrlhf.config import parse
 from openrlhf.config.unbuilt import refuse_unbuilt
+from openrlhf.demo import hunt, sorting
 from openrlhf.demo.model import make_model, make_tokenizer
 from openrlhf.demo.reward import reward_func
-from openrlhf.demo.task import make_task
+from openrlhf.types import SamplingParams
+
+MODULES = [sorting, hunt]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_problems_are_many_and_disjoint_and_no_answer_is_common(module, seed):
+    task = module.make_task(seed=seed)
+    assert len(set(task.train)) == len(task.train) >= 1000
+    assert not {p.prompt for p in task.train} & {p.prompt for p in task.held_out}
+    for side in (task.train, task.held_out):
+        actions = Counter("".join(turn.action for turn in p.worked(random.Random(0))) for p in side)
+        assert actions.most_common(1)[0][1] <= 0.1 * len(side)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_problems_are_many_and_disjoint_and_no_answer_is_common(seed):
-    task = make_task(seed=seed)
-    assert len(set(task.train)) == len(task.train) >= 1000
-    assert not set(task.train) & set(task.held_out)
-    assert not {p.answer for p in task.train} & {p.answer for p in task.held_out}
-    for side in (task.train, task.held_out):
-        assert Counter(p.answer for p in side).most_common(1)[0][1] <= 0.1 * len(side)
+def test_no_sorted_answer_is_on_both_sides(seed):
+    task = sorting.make_task(seed=seed)
+    assert not {p.label for p in task.train} & {p.label for p in task.held_out}
 
 
 def test_only_the_right_order_with_an_end_is_rewarded():
@@ -28,19 +42,59 @@ def test_only_the_right_order_with_an_end_is_rewarded():
     assert result["rewards"] == result["scores"] == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_the_tokenizer_is_one_token_per_character_and_round_trips():
-    tokenizer = make_tokenizer()
-    ids = tokenizer("73914>", add_special_tokens=False)["input_ids"]
-    assert len(ids) == 6
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id]) == "73914><eos>"
+class TestHunt:
+    PROBLEM = hunt.Hunt("dkbxsph", "5271")
+
+    def play(self, *answers):
+        """The hunt, with these answers in turn."""
+        engine = ScriptedEngine(lambda prompt, params: [ord(c) for c in answers[len(engine.asked) - 1]])
+        player = load_agent(hunt.AGENT_FILE)
+        params = SamplingParams(max_tokens=7)
+        return asyncio.run(player.play(self.PROBLEM.prompt, self.PROBLEM.label, params, 64, CharTokenizer(), engine))
+
+    def test_right_answers_earn_the_next_clue(self):
+        """Places 5, 2, 7, 1 of d k b x s p h."""
+        episode = self.play("s<eos>", "k<eos>", "h<eos>", "d<eos>")
+        assert episode.text == "dkbxsph5s<eos>2k<eos>7h<eos>1d<eos>"
+        assert (episode.reward, episode.score, episode.extra_logs) == (1.0, 1.0, {"found": 4.0})
+        assert [r for r in episode.segments[0].turn_rewards.tolist() if r] == [0.25] * 4
+
+    @pytest.mark.parametrize("wrong", ["x<eos>", "k", "k2<eos>", "<eos>"])
+    def test_a_wrong_one_ends_it_without_a_clue(self, wrong):
+        episode = self.play("s<eos>", wrong)
+        assert episode.text == "dkbxsph5s<eos>2" + wrong
+        assert (episode.reward, episode.score, episode.extra_logs) == (0.25, 0.0, {"found": 1.0})
+
+    def test_worked_examples_are_games_that_are_won(self):
+        problem = hunt.make_task(seed=0, train=1, held_out=1).train[0]
+        turns = problem.worked(random.Random(0))
+        self.PROBLEM = problem
+        episode = self.play(*(f"{turn.action}<eos>" for turn in turns))
+        assert episode.score == 1.0
+        assert episode.text == problem.prompt + "".join(f"{turn.action}<eos>{turn.feedback}" for turn in turns)
 
 
-def test_the_model_has_one_to_three_million_parameters():
-    assert 1e6 <= make_model(make_tokenizer(), seed=0).num_parameters() <= 3e6
+@pytest.mark.parametrize("module", MODULES)
+def test_the_tokenizer_is_one_token_per_character_and_round_trips(module):
+    task = module.make_task(seed=0, train=1, held_out=1)
+    tokenizer = make_tokenizer(task.characters)
+    ids = tokenizer(task.train[0].prompt, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(task.train[0].prompt)
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id]) == f"{task.train[0].prompt}<eos>"
 
 
-def test_its_flags_are_a_users_flags(tmp_path):
-    flags = rl_flags(tmp_path, seed=0, steps=MAX_STEPS)
+@pytest.mark.parametrize("module", MODULES)
+def test_the_model_has_one_to_three_million_parameters(module):
+    characters = module.make_task(seed=0, train=1, held_out=1).characters
+    assert 1e6 <= make_model(make_tokenizer(characters), seed=0).num_parameters() <= 3e6
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_its_flags_are_a_users_flags(module, tmp_path):
+    task = module.make_task(seed=0)
+    flags = rl_flags(task, tmp_path, seed=0, steps=MAX_STEPS)
     config = parse("train_ppo_ray", [part for name, value in flags.items() for part in (f"--{name}", str(value))])
     refuse_unbuilt(config)
-    assert config.data.max_samples <= len(make_task(seed=0).train)
+    assert config.data.max_samples <= len(task.train)
+    assert 1 <= task.steps <= MAX_STEPS

@@ -24,7 +24,7 @@ KEPT = sorted((DOCS / "images" / "data").glob("*.json"))
 
 @pytest.mark.parametrize("run", plots.runs(list(plots.FAMILIES), folder=Path("runs"), seeds=1), ids=str)
 def test_every_run_of_every_family_could_start(run, capsys):
-    flags = plots.rl_flags(Path("runs"), seed=0, steps=50)
+    flags = plots.rl_flags(plots.make_task(seed=0), Path("runs"), seed=0, steps=50)
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     config = parse("train_ppo_ray", words)
     changed = parse("train_ppo_ray", [*_without(words, run.plan(50)["words"]), *run.plan(50)["words"]])

@@ -38,6 +38,18 @@ def trajectory(prompt: int = 0, sample: int = 0) -> Trajectory:
     return Trajectory(key=SampleKey(prompt, sample), segments=(segment(),), outcome=Outcome.FINISHED)
 
 
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_a_segment_crosses_processes_as_it_is(logprobs):
+    """And what arrives can be written to, as any tensor."""
+    sent = segment(logprobs=logprobs)
+    arrived = pickle.loads(pickle.dumps(sent))
+    for name in ("token_ids", "action_mask", "versions", "turn_rewards", "rollout_logprobs"):
+        before, after = getattr(sent, name), getattr(arrived, name)
+        assert (before is after is None) or (before.dtype == after.dtype and torch.equal(before, after))
+    arrived.turn_rewards[-1] = 1.0
+    assert sent.turn_rewards[-1] == 0.0
+
+
 def test_prompt_must_not_be_empty():
     with pytest.raises(ValueError, match="prompt 3 is empty"):
         Prompt(ordinal=3, text="")

@@ -1,0 +1,32 @@
+"""The demo's environment, in the form every user's agent file has: a right letter is answered by the next clue."""
+
+from openrlhf.demo.hunt import letter_at
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class AgentInstance(AgentInstanceBase):
+    """One hunt."""
+
+    def __init__(self, *args, **kwargs):
+        self.found = 0
+
+    async def reset(self, states, **kwargs):
+        self.row, self.clues = states["observation"][:-1], states["label"]
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        right = states["action_text"] == letter_at(self.row, self.clues[self.found]) + "<eos>"
+        self.found += right
+        won = self.found == len(self.clues)
+        return {
+            "rewards": right / len(self.clues),
+            "scores": float(won),
+            "environment_feedback": self.clues[self.found] if right and not won else "",
+            "done": won or not right,
+            "extra_logs": {"found": self.found},
+        }
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)

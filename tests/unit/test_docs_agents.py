@@ -1,0 +1,124 @@
+"""The agents of docs/agents.md play, and the episode it shows is the one its first agent plays."""
+
+import asyncio
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from scripted_engine import CharTokenizer, ScriptedEngine
+
+from openrlhf.agents.user_agent import load_agent
+from openrlhf.agents.user_calls import AgentError
+from openrlhf.types import SamplingParams
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+AGENTS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+TEN_LINES, CALCULATOR, THINKER, DRAFTS, JUDGED, OLDER = AGENTS
+
+
+class SpeakingEngine(ScriptedEngine):
+    """Says these texts in turn, the last one again and again; tokens are characters."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(lambda prompt, params: [ord(c) for c in texts[min(len(self.asked), len(texts)) - 1]])
+
+    async def generate(self, token_ids, sampling_params):
+        answer = await super().generate(token_ids, sampling_params)
+        return dataclasses.replace(answer, text="".join(map(chr, answer.token_ids)))
+
+
+@pytest.fixture
+def play(tmp_path):
+    def played(source: str, *texts: str, prompt="2+3=", label="5", max_steps=None):
+        """The episode in which the policy says these texts, and what the engine was asked."""
+        file = tmp_path / "agent.py"
+        file.write_text(source)
+        engine = SpeakingEngine(*texts)
+        episode = asyncio.run(
+            load_agent(file).play(
+                prompt, label, SamplingParams(seed=7), 200, CharTokenizer(), engine, max_steps=max_steps
+            )
+        )
+        return episode, engine
+
+    return played
+
+
+def as_shown(segment) -> str:
+    """Tokens, actions and rewards of turns, under each other."""
+    mask = segment.action_mask.tolist()
+    ends = [action and not after for action, after in zip(mask, [*mask[1:], False], strict=True)]
+    rows = {
+        "token": [chr(token).replace(" ", "␣") for token in segment.token_ids.tolist()],
+        "action": ["1" if action else " " for action in mask],
+        "reward": [f"{r:g}" if end else " " for r, end in zip(segment.turn_rewards.tolist(), ends, strict=True)],
+    }
+    return "".join(f"{name:9}{' '.join(row)}".rstrip() + "\n" for name, row in rows.items())
+
+
+def test_the_first_agent_plays_the_episode_that_is_shown(play):
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    episode, _ = play(TEN_LINES, "6.", "5.")
+    assert as_shown(episode.segments[0]) == shown
+    assert (episode.reward, episode.score, episode.truncated) == (1.0, 1.0, False)
+
+
+def test_it_is_ten_lines():
+    lines = [line for line in TEN_LINES.splitlines() if line.strip() and not line.startswith(("#", "from", "class"))]
+    assert len(lines) <= 10
+
+
+def test_it_gives_up_after_three_and_a_limit_of_turns_truncates(play):
+    assert play(TEN_LINES, "6.")[0].segments[0].action_mask.sum() == 6
+    assert not play(TEN_LINES, "6.")[0].truncated
+    assert play(TEN_LINES, "6.", max_steps=2)[0].truncated
+
+
+def test_the_calculator(play):
+    """0.1 for a sum, 1 for the answer; the second turn is sampled at the temperature that the first step returned."""
+    episode, engine = play(CALCULATOR, "2+3", "5.")
+    assert episode.text == "2+3=\nWrite a sum: 2+3\nThat is 5. The answer: 5."
+    assert [r for r in episode.segments[0].turn_rewards.tolist() if r] == pytest.approx([0.1, 1.0])
+    assert episode.extra_logs == {"terms": 2.0, "right": 1.0}
+    assert [params.temperature for _, params in engine.asked] == [1.0, 0.5]
+
+
+def test_an_executor_keeps_its_own_books(play):
+    episode, engine = play(THINKER, "it is five", "5")
+    assert episode.text == "2+3=it is five So: 5"
+    assert episode.extra_logs == {"thoughts": 10.0}
+    assert episode.unexplained == 0
+    assert [params.max_tokens for _, params in engine.asked] == [16, 4]
+    assert episode.segments[0].turn_rewards.nonzero().flatten().tolist() == [len(episode.segments[0]) - 1]
+
+
+def test_the_engines_calls_are_the_episode(play):
+    """Three calls that do not go on from each other; the reward stands once."""
+    episode, _ = play(DRAFTS, "4", "5", "B")
+    assert [int(segment.action_mask.sum()) for segment in episode.segments] == [1, 1, 1]
+    assert episode.reward == 1.0
+    assert sum(float(segment.turn_rewards.sum()) for segment in episode.segments) == 1.0
+
+
+def test_a_subclass_adds_to_the_dict(play):
+    episode, _ = play(JUDGED, "it is 5")
+    assert (episode.reward, episode.extra_logs) == (1.0, {"characters": 7.0})
+
+
+def test_the_older_shape_plays_the_same_tokens(play):
+    old, new = play(OLDER, "6.", "5.")[0], play(TEN_LINES, "6.", "5.")[0]
+    assert old.segments[0].token_ids.tolist() == new.segments[0].token_ids.tolist()
+    assert old.segments[0].turn_rewards.tolist() == new.segments[0].turn_rewards.tolist()
+    assert old.extra_logs == {"tries": 2.0}
+
+
+def test_a_value_that_cannot_be_used_is_told_with_its_place(play):
+    with pytest.raises(AgentError, match=r"agent\.py:9: step's 'rewards' must be one number, got 'yes'"):
+        play(TEN_LINES.replace("float(right)", "'yes'"), "5.")
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)", TEXT))
+def test_links_lead_somewhere(link):
+    if link != "openai_agents.md":
+        assert (Path(__file__).resolve().parents[2] / "docs" / link).exists()
