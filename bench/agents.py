@@ -83,7 +83,7 @@ def main() -> None:
     times: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_model(folder / "model", seed=0, characters="0123456789>")
+        write_model(folder / "model", seed=0)
         for name, wait in WAITS.items():
             agent = folder / f"{name}.py"
             agent.write_text(AGENT.replace("WAIT", wait).replace("TURNS", str(TURNS)))

@@ -334,8 +334,9 @@ SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "
 def _segment_from_arrays(
     arrays: list[Any], position_ids: Tensor | None, multimodal: dict[str, Tensor] | None
 ) -> Segment:
-    columns = [None if array is None else torch.from_numpy(array) for array in arrays]
-    return Segment(**dict(zip(SEGMENT_COLUMNS, columns, strict=True)), position_ids=position_ids, multimodal=multimodal)
+    columns: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
+    named = dict(zip(SEGMENT_COLUMNS, columns, strict=True))
+    return Segment(**named, position_ids=position_ids, multimodal=multimodal)
 
 
 class Outcome(StrEnum):

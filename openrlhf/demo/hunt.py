@@ -19,8 +19,6 @@ AGENT_FILE = Path(__file__).with_name("agent.py")
 
 LETTERS = 7
 CLUES = 4
-SKILL = 0.4
-"""How often a beginner knows the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,7 @@ class Hunt:
         return self.clues
 
     def worked(self, rng: random.Random) -> list[Turn]:
-        """A beginner answers every clue, rightly when it knows, and with any letter of the row when not."""
-        answers = [letter_at(self.row, clue) if rng.random() < SKILL else rng.choice(self.row) for clue in self.clues]
+        answers = [letter_at(self.row, clue) for clue in self.clues]
         return [Turn(*turn) for turn in zip(answers, [*self.clues[1:], ""], strict=True)]
 
 
@@ -64,7 +61,7 @@ def make_task(*, seed: int, train: int = 8000, held_out: int = 500) -> Task:
         characters=ascii_lowercase + places,
         train=problems[:train],
         held_out=problems[train:],
-        warm_up_until=0.0045,
+        warm_up_until=0.04,
         steps=50,
         flags={
             "train.agent_func_path": str(AGENT_FILE),
