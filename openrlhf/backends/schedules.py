@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from transformers import get_scheduler
 
 DECAY_SHARE = 0.1
 """Share of the run that `warmup_stable_decay` spends decaying; more gains nothing (MiniCPM, arXiv 2404.06395)."""
@@ -24,6 +23,8 @@ def rate_factor(name: str, *, total_steps: int, warmup_ratio: float, min_lr_rati
     A factor of the step alone, so that one schedule serves parameters with different peaks, and resuming needs only
     the number of steps. `name` is one of `config.optimizer.SCHEDULES`; `min_lr_ratio` is for `*_with_min_lr`.
     """
+    from transformers import get_scheduler  # brings transformers' trainer along, and peft where it is installed
+
     warmup = share_of(total_steps, warmup_ratio)
     specific: dict[str, float] = {}
     if name.endswith("with_min_lr"):

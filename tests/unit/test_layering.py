@@ -1,6 +1,7 @@
 """The shape of the tree: heavy libraries in one place each, light folders light, documents true."""
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -22,6 +23,7 @@ ALLOWED = {
 """Heavy library → the folders that may import it."""
 
 
+@functools.cache
 def imported_by(path: Path) -> set[str]:
     """Top-level names of every import in a file, lazy ones included."""
     names = set()

@@ -276,7 +276,7 @@ def engine_of(script: Script) -> ScriptedEngine:
     return engine
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(scripts)
 def test_what_is_trained_on_is_what_the_engine_read_and_wrote(script):
     tokenizer, engine = bpe_tokenizer(), engine_of(script)
@@ -335,7 +335,7 @@ def test_what_is_trained_on_is_what_the_engine_read_and_wrote(script):
         assert told["action_text"] == tokenizer.decode(answer.token_ids, skip_special_tokens=False)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(scripts)
 def test_the_dict_that_users_may_change_says_the_same_as_the_episode(script):
     """An executor that only passes on what `super().execute` returned trains on the same tokens, masks, log-probs,
