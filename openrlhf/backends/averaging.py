@@ -25,11 +25,6 @@ class WeightAverage:
     def update(self) -> None:
         torch._foreach_lerp_(list(self._average.values()), list(self._masters.values()), 1.0 - self._beta)
 
-    def restart(self) -> None:
-        """From the weights as they are now."""
-        for name, average in self._average.items():
-            average.copy_(self._masters[name].detach())
-
     @contextlib.contextmanager
     def swapped_into(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """While open, `parameters` hold the average, in their dtype; then the very tensors they held before.
@@ -45,9 +40,6 @@ class WeightAverage:
             for name, parameter in parameters.items():
                 parameter.data = live[name]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._average)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, average in self._average.items():
-            average.copy_(state[name])
+    def of(self, name: str) -> Tensor:
+        """The average of one parameter: to be read, or to be written when a run continues."""
+        return self._average[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -36,6 +37,26 @@ class Backend(Protocol):
         """
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def numbers(self) -> dict[str, Any]:
+        """What of the state is no tensor, as JSON holds it: {"steps": 12}."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained parameters in fp32, and what optimizers and averages keep for each, one at a time.
+
+        Whole tensors, named `<kind>/<parameter>`: `parameters`; `exp_avg`, `exp_avg_sq` and `step` (no dimension) of
+        AdamW; `momentum_buffer` of Muon; `average`. A parameter that was never updated has no optimizer state. The
+        names of parameters are those of `module.named_parameters()`, so what one backend wrote another continues from.
+
+        Collective: every rank iterates to the end and sees the same names in the same order. A tensor is whole on the
+        main rank, may be empty elsewhere, and is valid until the next is asked for.
+        """
+        ...
+
+    def load(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Continue from there; on every rank. `tensors` is lazy: it reads its file when asked for a name.
+
+        Without an average in it, one that is kept starts from its weights. A state of another module or other
+        optimizers is a ValueError (`state.require_names`).
+        """
+        ...

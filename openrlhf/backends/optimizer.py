@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +120,12 @@ def make_optimizers(
     return optimizers
 
 
+STATE_KINDS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
+
+
 class ScheduledOptimizers:
     """Optimizers that step together. One schedule scales the learning rate of every group, each from its own peak."""
 
@@ -128,6 +134,7 @@ class ScheduledOptimizers:
         self._optimizers = optimizers
         self._factor = factor
         self._steps = 0
+        self._owner = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
         for group in self._groups():
             group["initial_lr"] = group["lr"]
         self._set_rates()
@@ -145,14 +152,33 @@ class ScheduledOptimizers:
         self._steps += 1
         self._set_rates()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
+    @property
+    def steps(self) -> int:
+        """Taken so far."""
+        return self._steps
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self._steps = state["steps"]
+    @steps.setter
+    def steps(self, count: int) -> None:
+        """Go on as after that many."""
+        self._steps = count
         self._set_rates()
+
+    def kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Names of the tensors that are kept for a parameter, once it has been updated."""
+        return STATE_KINDS[type(self._owner[parameter])]
+
+    def kept_for(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """By their names; empty before the first update."""
+        return dict(self._owner[parameter].state.get(parameter, {}))
+
+    def keep_for(self, parameter: nn.Parameter, kept: Mapping[str, Tensor]) -> None:
+        """Go on with these, which are copied; with none, as if the parameter had never been updated."""
+        state = self._owner[parameter].state
+        state.pop(parameter, None)
+        if kept:
+            state[parameter] = {
+                kind: tensor.to(parameter.device, torch.float32, copy=True) for kind, tensor in kept.items()
+            }
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for optimizer in self._optimizers for group in optimizer.param_groups)

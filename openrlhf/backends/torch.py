@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from openrlhf.backends.averaging import WeightAverage
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
 from openrlhf.backends.schedules import rate_factor
+from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 
 
 class TorchBackend:
@@ -75,24 +77,29 @@ class TorchBackend:
     def weights_to_save(self) -> contextlib.AbstractContextManager[None]:
         return self._average.swapped_into(self._trained) if self._average else contextlib.nullcontext()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "parameters": {name: master.detach() for name, master in self._masters.items()},
-            "optimizers": self._optimizers.state_dict(),
-            "average": self._average.state_dict() if self._average else None,
-        }
+    def numbers(self) -> dict[str, Any]:
+        return {"steps": self._optimizers.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A state that has no average starts one from its weights."""
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                master.copy_(state["parameters"][name])
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, master in self._masters.items():
+            yield f"{PARAMETERS}/{name}", master.detach()
+            for kind, tensor in self._optimizers.kept_for(master).items():
+                yield f"{kind}/{name}", tensor
+            if self._average:
+                yield f"{AVERAGE}/{name}", self._average.of(name)
+
+    @torch.no_grad()
+    def load(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        kinds = {name: self._optimizers.kinds(master) for name, master in self._masters.items()}
+        require_names(tensors, kinds)
+        for name, master in self._masters.items():
+            master.copy_(whole(tensors, f"{PARAMETERS}/{name}", master.shape))
+            kept = [kind for kind in kinds[name] if f"{kind}/{name}" in tensors]
+            self._optimizers.keep_for(master, {kind: tensors[f"{kind}/{name}"] for kind in kept})
+            if self._average:
+                self._average.of(name).copy_(tensors.get(f"{AVERAGE}/{name}", master))
         self._round_into_module()
-        self._optimizers.load_state_dict(state["optimizers"])
-        if self._average and state["average"]:
-            self._average.load_state_dict(state["average"])
-        elif self._average:
-            self._average.restart()
+        self._optimizers.steps = numbers["steps"]
 
     @torch.no_grad()
     def _round_into_module(self) -> None:

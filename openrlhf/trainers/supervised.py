@@ -100,12 +100,12 @@ class Objective(Protocol):
 
 
 class Checkpointer(Protocol):
-    """Keeps the state of a run."""
+    """Keeps the state of a run: what is trained, which it knows, and the loop's own, which it is given."""
 
     def save(self, step: int, state: dict[str, Any]) -> None: ...
 
     def load(self) -> dict[str, Any] | None:
-        """The latest state to continue from; None: start anew."""
+        """What is trained is as it was at the latest checkpoint; the loop's own state of then. None: start anew."""
         ...
 
 
@@ -233,10 +233,10 @@ class SupervisedTrainer:
         self.logger.log(self.steps_done, {**self.last_evaluation, "global_step": self.steps_done}, kind="eval")
 
     def state_dict(self) -> dict[str, Any]:
+        """Without the backend's: whoever keeps checkpoints asks it for its tensors one by one."""
         return {
             "steps": self.steps_done,
             "schedule": self.schedule.state_dict(),
-            "backend": self.backend.state_dict(),
             "objective": self.objective.state_dict(),
             "evaluation": self.evaluation.state_dict() if self.evaluation else None,
             "running_means": {"totals": dict(self.means.totals), "weights": dict(self.means.weights)},
@@ -246,7 +246,6 @@ class SupervisedTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.schedule.load_state_dict(state["schedule"])
         self.steps_done = state["steps"]
-        self.backend.load_state_dict(state["backend"])
         self.objective.load_state_dict(state["objective"])
         if self.evaluation and state["evaluation"] is not None:
             self.evaluation.load_state_dict(state["evaluation"])

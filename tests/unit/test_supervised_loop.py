@@ -31,11 +31,14 @@ class FakeBackend:
         self.learning_rate /= 2
         return 3.0
 
-    def state_dict(self):
+    def numbers(self):
         return {"rate": self.learning_rate}
 
-    def load_state_dict(self, state):
-        self.learning_rate = state["rate"]
+    def tensors(self):
+        return iter(())
+
+    def load(self, numbers, tensors):
+        self.learning_rate = numbers["rate"]
 
 
 class FakeObjective:
@@ -67,14 +70,20 @@ class FakeObjective:
 class Drawer:
     """A checkpointer that keeps everything it is given."""
 
-    def __init__(self, state=None):
-        self.saved, self._state = {}, state
+    def __init__(self, trainer, content=None):
+        self.saved, self._backend, self._content = {}, trainer.backend, content
+        trainer.checkpointer = self
 
     def save(self, step, state):
-        self.saved[step] = copy.deepcopy(state)
+        tensors = {name: tensor.clone() for name, tensor in self._backend.tensors()}
+        self.saved[step] = copy.deepcopy((state, self._backend.numbers())), tensors
 
     def load(self):
-        return self._state
+        if self._content is None:
+            return None
+        (state, numbers), tensors = self._content
+        self._backend.load(numbers, tensors)
+        return state
 
 
 def fake_trainer(*, steps=8, evaluation=True, **periods):
@@ -145,12 +154,12 @@ def test_logging_may_be_sparse():
 
 def test_checkpoints_come_at_their_period_and_a_run_continues_from_one():
     trainer, memory = fake_trainer(save_every=3)
-    trainer.checkpointer = drawer = Drawer()
+    drawer = Drawer(trainer)
     trainer.fit()
     assert list(drawer.saved) == [3, 6]
 
     resumed, continued = fake_trainer(save_every=3)
-    resumed.checkpointer = Drawer(drawer.saved[3])
+    Drawer(resumed, drawer.saved[3])
     resumed.fit()
     assert resumed.backend.events[:2] == ["loaded", "loaded"]
     timeless = [{k: v for k, v in r.items() if "/" not in k} for r in memory.records]
@@ -170,10 +179,10 @@ def test_a_resumed_run_ends_with_the_same_weights(kind):
         return make_trainer(make_backend(policy), objective, batch_size=4, budget=60, steps=6, save_every=3)[0]
 
     straight = make()
-    straight.checkpointer = drawer = Drawer()
+    drawer = Drawer(straight)
     straight.fit()
     resumed = make()
-    resumed.checkpointer = Drawer(drawer.saved[3])
+    Drawer(resumed, drawer.saved[3])
     resumed.fit()
     for one, other in zip(straight.backend.module.parameters(), resumed.backend.module.parameters(), strict=True):
         assert torch.equal(one, other)

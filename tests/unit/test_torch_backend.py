@@ -1,6 +1,6 @@
 """Plain torch training: fp32 masters, gradients that add up, clipping, the schedule at work, state."""
 
-import io
+import json
 import math
 
 import pytest
@@ -14,6 +14,17 @@ from openrlhf.backends.torch import TorchBackend
 def linear(dtype=torch.float32) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(4, 3).to(dtype)
+
+
+def copied_state(backend: TorchBackend) -> tuple[dict, dict]:
+    """As a file keeps it: nothing is shared with the backend, and numbers are JSON."""
+    return json.loads(json.dumps(backend.numbers())), {name: tensor.clone() for name, tensor in backend.tensors()}
+
+
+def descend(backend: TorchBackend) -> TorchBackend:
+    backend.backward(sum((p.float() ** 2).sum() for p in backend.module.parameters()))
+    backend.step()
+    return backend
 
 
 def test_first_adam_step_is_the_learning_rate_in_the_gradients_direction():
@@ -103,13 +114,53 @@ def test_state_continues_bit_for_bit(dtype, ema_beta, muon):
     advance(straight, range(6))
     first = TorchBackend(linear(dtype), settings, ema_beta=ema_beta)
     advance(first, range(3))
-    buffer = io.BytesIO()
-    torch.save(first.state_dict(), buffer)
-    buffer.seek(0)
     second = TorchBackend(nn.Linear(4, 3).to(dtype), settings, ema_beta=ema_beta)
-    second.load_state_dict(torch.load(buffer, weights_only=True))
+    second.load(*copied_state(first))
     advance(second, range(3, 6))
     assert torch.equal(second.module.weight, straight.module.weight)
     assert torch.equal(second.module.bias, straight.module.bias)
     assert all(torch.equal(a, b) for a, b in zip(saved(second), saved(straight), strict=True))
     assert second.learning_rate == straight.learning_rate
+
+
+ADAMW, MUON = OptimizerSettings(lr=0.1), OptimizerSettings(lr=0.1, muon=MuonSettings(lr=0.1))
+
+
+def test_a_state_names_each_tensor_by_its_kind_and_parameter():
+    """Muon has the matrix, AdamW the bias; all in fp32, whatever the module computes in."""
+    backend = descend(TorchBackend(linear(torch.bfloat16), MUON, ema_beta=0.9))
+    tensors = dict(backend.tensors())
+    kinds = {"weight": {"momentum_buffer"}, "bias": {"step", "exp_avg", "exp_avg_sq"}}
+    assert set(tensors) == {f"{k}/{name}" for name in kinds for k in kinds[name] | {"parameters", "average"}}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert backend.numbers() == {"steps": 1}
+
+
+def test_before_its_first_step_a_state_is_its_parameters():
+    backend = TorchBackend(linear(), ADAMW)
+    assert [name for name, _ in backend.tensors()] == ["parameters/weight", "parameters/bias"]
+
+
+def test_a_state_from_before_the_first_step_forgets_what_came_after():
+    """Loaded into a backend that has gone on: its moments must go too."""
+    state = copied_state(TorchBackend(linear(), ADAMW))
+    backend = descend(TorchBackend(linear(), ADAMW))
+    backend.load(*state)
+    descend(backend)
+    assert torch.equal(backend.module.weight, descend(TorchBackend(linear(), ADAMW)).module.weight)
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "said"),
+    [
+        (nn.Linear(5, 3), ADAMW, r"parameters/weight has shape \(3, 4\), in this run \(3, 5\)"),
+        (nn.Linear(4, 3, bias=False), ADAMW, "has bias, which is not trained now"),
+        (nn.Sequential(nn.Linear(4, 3)), ADAMW, "no 0.weight and 1 more, which is trained now"),
+        (nn.Linear(4, 3), MUON, "another optimizer: for weight it has exp_avg"),
+    ],
+    ids=["shape", "less", "more", "optimizer"],
+)
+def test_a_state_of_something_else_is_refused(module, settings, said):
+    state = copied_state(descend(TorchBackend(linear(), ADAMW)))
+    with pytest.raises(ValueError, match=said):
+        TorchBackend(module, settings).load(*state)
