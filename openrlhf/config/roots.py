@@ -46,7 +46,7 @@ from openrlhf.config.reporting import (
     logger_for,
 )
 from openrlhf.config.rl import AlgoSection, RolloutSection, VLLMSection
-from openrlhf.config.training import RLTrainSection, TrainSection
+from openrlhf.config.training import RLTrainSection, SupervisedTrainSection
 
 RewardSource = Literal["agent", "function", "http", "model"]
 
@@ -172,7 +172,7 @@ class SFTConfig(TrainerSection, OptimizerSection):
     adam: AdamSection = field(default=AdamSection(lr=5e-6))
     model: SFTModelSection = field(default=SFTModelSection())
     data: SFTDataSection = field(default=SFTDataSection(input_template="User: {}\nAssistant: "))
-    train: TrainSection = field(default=TrainSection(micro_batch_size=8, max_epochs=2))
+    train: SupervisedTrainSection = field(default=SupervisedTrainSection(micro_batch_size=8, max_epochs=2))
     ds: CausalBackendSection = field(default=CausalBackendSection())
     eval: EvalSection = field(default=EvalSection())
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_sft"))
@@ -191,7 +191,7 @@ class RMConfig(TrainerSection, OptimizerSection):
     adam: AdamSection = field(default=AdamSection(lr=9e-6))
     model: RMModelSection = field(default=RMModelSection())
     data: PreferenceDataSection = field(default=PreferenceDataSection(max_len=512))
-    train: TrainSection = field(default=TrainSection())
+    train: SupervisedTrainSection = field(default=SupervisedTrainSection())
     ds: RMBackendSection = field(default=RMBackendSection())
     eval: EvalSection = field(default=EvalSection())
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_rm"))
@@ -211,7 +211,7 @@ class DPOConfig(TrainerSection, OptimizerSection):
     model: DPOModelSection = field(default=DPOModelSection())
     ref: DPORefSection = field(default=DPORefSection())
     data: DPODataSection = field(default=DPODataSection(max_len=512))
-    train: TrainSection = field(default=TrainSection(micro_batch_size=8))
+    train: SupervisedTrainSection = field(default=SupervisedTrainSection(micro_batch_size=8))
     ds: CausalBackendSection = field(default=CausalBackendSection())
     eval: EvalSection = field(default=EvalSection(split="test"))
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_dpo"))
