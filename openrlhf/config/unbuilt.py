@@ -50,7 +50,6 @@ LIGER = Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger
 
 TRAINERS: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
     FOUR_BIT,
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
     EXPERTS,
