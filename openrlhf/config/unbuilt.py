@@ -23,10 +23,6 @@ class Unbuilt:
     remedy: str
 
 
-def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
-    return (Unbuilt(name, lambda _: True, "this command parses its flags but does not run yet", remedy),)
-
-
 FOUR_BIT = Unbuilt("--ds.load_in_4bit", lambda c: c.ds.load_in_4bit, "4-bit weights", "leave it out")
 EXPERTS = Unbuilt(
     "--ds.experts_implementation",
@@ -100,7 +96,7 @@ UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
     RMConfig: SUPERVISED,
     DPOConfig: (LIGER, *SUPERVISED),
     ServeRMConfig: (FOUR_BIT, EXPERTS, MODELSCOPE),
-    LoraCombinerConfig: _whole_command("lora_combiner", "merge with peft's merge_and_unload"),
+    LoraCombinerConfig: (),
 }
 
 

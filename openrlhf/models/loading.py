@@ -127,7 +127,8 @@ def load_value_model(
             "They were written by another class: name the folder that this family's save_pretrained wrote."
         )
     if weight is None:
-        logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
+        if fresh_head is None:
+            logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
         weight = _fresh_head(config.get_text_config().hidden_size, seed=seed)
     head = ScalarHead(weight.shape[1])
     head.weight.data = weight
@@ -198,9 +199,13 @@ def check_model_path(path: str | os.PathLike[str], *, flag: str) -> None:
         raise ModelLoadError(f"{flag} {path}: no such folder.")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
 def _check_tokenizer_files(folder: Path, *, flag: str) -> None:
     """Transformers makes an empty tokenizer for a folder that has none, and says nothing."""
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         raise ModelLoadError(
             f"{flag} {folder}: cannot load the tokenizer: the folder has none. Copy the files that its base model has "
             "(tokenizer.json, tokenizer_config.json) beside the weights."

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.models.adapters import LoraSettings
 from openrlhf.models.loading import load_policy
@@ -106,6 +106,28 @@ def test_dpo_measures_against_the_model_below_the_adapter(run, inputs, tmp_path,
     assert [r["loss"] for r in own] == [r["loss"] for r in other]
     for name, tensor in adapter(tmp_path / "out").items():
         assert torch.equal(tensor, adapter(tmp_path / "other")[name])
+
+
+def test_a_reward_model_is_merged_into_one_that_scores_as_it_did_in_training(run, inputs, data, tmp_path):
+    from openrlhf.cli.lora_combiner import main
+
+    metrics = run("train_rm", *LORA, "--eval.dataset", str(data / "pairs.jsonl"))
+    assert metrics[-1]["acc"] > 0.9
+    paths = ["--model_path", inputs.model, "--lora_path", tmp_path / "out", "--output_path", tmp_path / "merged"]
+    assert main([*map(str, paths), "--is_rm"]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    scores = []
+    for line in (data / "pairs.jsonl").read_text().splitlines():
+        pair = json.loads(line)
+        for answer in (pair["chosen"], pair["rejected"]):
+            ids = tokenizer(pair["prompt"] + answer + "<eos>", return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                scores.append(model(ids).logits.item())
+    evaluation = [r for r in read_metrics(tmp_path / "run_out" / "metrics.jsonl") if r["kind"] == "eval"][-1]
+    assert torch.tensor(scores).mean().item() == pytest.approx(evaluation["reward_mean"], abs=1e-4)
+    assert torch.tensor(scores).std(correction=0).item() == pytest.approx(evaluation["reward_std"], rel=1e-3)
+    assert model.config.mean == pytest.approx(evaluation["reward_mean"])
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_baseline", "gae"])

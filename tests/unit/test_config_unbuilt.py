@@ -99,19 +99,6 @@ def test_rewards_from_elsewhere(reward, flags, capsys):
         assert_refused([*argv, *reward.split()], flags, capsys)
 
 
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("lora_combiner", "--model_path a --lora_path b --output_path c"),
-    ],
-)
-def test_whole_commands(command, text, capsys):
-    config = parse(command, text.split())
-    require_runnable(config)
-    if UNBUILT.get(type(config)):
-        assert_refused(text.split(), command, capsys, command=command)
-
-
 @pytest.mark.parametrize("entry", UNBUILT[ServeRMConfig], ids=lambda entry: entry.flags)
 def test_what_the_reward_server_lacks(entry, capsys):
     assert_refused(["--reward_pretrain", "r", *ASKS[entry.flags].split()], entry.flags, capsys, command="serve_rm")
@@ -120,6 +107,13 @@ def test_what_the_reward_server_lacks(entry, capsys):
 def test_the_reward_server_is_let_through():
     text = "--reward_pretrain r --port 5000 --bf16 --flash_attn --normalize_reward --max_len 8192 --batch_size 16"
     config = parse("serve_rm", text.split())
+    require_runnable(config)
+    refuse_unbuilt(config)
+
+
+def test_merging_is_let_through():
+    text = "--model_path a --lora_path b --output_path c --is_rm --bf16"
+    config = parse("lora_combiner", text.split())
     require_runnable(config)
     refuse_unbuilt(config)
 
