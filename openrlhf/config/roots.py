@@ -140,6 +140,11 @@ class RLConfig(TrainerSection):
         return self.algo.kl.init_coef > 0
 
     @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the actor without its adapter, and needs no weights of its own."""
+        return self.uses_reference and self.ds.lora.rank > 0
+
+    @property
     def reward_source(self) -> RewardSource | None:
         """Where rewards come from, the first of several places; an agent wins over the others. None: nowhere."""
         if self.train.agent_func_path:
@@ -221,6 +226,11 @@ class DPOConfig(TrainerSection, OptimizerSection):
     def reference_path(self) -> str | None:
         """Reference model: as given, else the one that is trained."""
         return self.ref.model_name_or_path or self.model.model_name_or_path
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the trained model without its adapter, and needs no weights of its own."""
+        return self.ds.lora.rank > 0 and self.reference_path == self.model.model_name_or_path
 
     @property
     def tokens_per_forward(self) -> int:

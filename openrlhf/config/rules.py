@@ -71,7 +71,7 @@ NEEDS: dict[type, tuple[Rule, ...]] = {
 NOTES: dict[type, tuple[Rule, ...]] = {
     SFTConfig: (notes.template_is_not_used,),
     RMConfig: (notes.template_is_not_used,),
-    DPOConfig: (notes.template_is_not_used, notes.smoothing_is_not_used),
+    DPOConfig: (notes.template_is_not_used, notes.smoothing_is_not_used, notes.reference_offload_is_not_used),
     RLConfig: (
         notes.template_is_not_used,
         notes.gamma_is_one,
@@ -79,6 +79,7 @@ NOTES: dict[type, tuple[Rule, ...]] = {
         notes.clip_is_not_used,
         notes.normalisation_is_not_used,
         notes.kl_settings_are_not_used,
+        notes.reference_offload_is_not_used,
         notes.agent_replaces_remote_reward,
         notes.reward_servers_have_a_path,
         notes.reward_key_is_not_used,

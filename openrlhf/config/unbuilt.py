@@ -23,10 +23,6 @@ class Unbuilt:
     remedy: str
 
 
-def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
-    return (Unbuilt(name, lambda _: True, "this command parses its flags but does not run yet", remedy),)
-
-
 FOUR_BIT = Unbuilt("--ds.load_in_4bit", lambda c: c.ds.load_in_4bit, "4-bit weights", "leave it out")
 EXPERTS = Unbuilt(
     "--ds.experts_implementation",
@@ -50,7 +46,6 @@ LIGER = Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger
 
 TRAINERS: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
     FOUR_BIT,
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
     EXPERTS,
@@ -101,7 +96,7 @@ UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
     RMConfig: SUPERVISED,
     DPOConfig: (LIGER, *SUPERVISED),
     ServeRMConfig: (FOUR_BIT, EXPERTS, MODELSCOPE),
-    LoraCombinerConfig: _whole_command("lora_combiner", "merge with peft's merge_and_unload"),
+    LoraCombinerConfig: (),
 }
 
 

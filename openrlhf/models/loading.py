@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from openrlhf.models.adapters import AdapterError, LoraSettings, add_adapter
 from openrlhf.models.heads import read_tensor, scalar_heads
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
@@ -43,13 +44,14 @@ def load_policy(
     attn_implementation: str | None = None,
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
+    lora: LoraSettings | None = None,
     flag: str = "--actor.model_name_or_path",
 ) -> Policy:
     """The causal language model at `path`, in training mode, its dropout off.
 
     Attention is packed whatever `attn_implementation` says, except "eager" and "sdpa", which name the implementation of
-    models that have to run one sequence at a time. Gradient checkpointing acts in training mode only. `flag` is what
-    errors call the path.
+    models that have to run one sequence at a time. Gradient checkpointing acts in training mode only. With `lora` the
+    weights are frozen and an adapter is trained. `flag` is what errors call the path.
     """
     check_model_path(path, flag=flag)
     config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
@@ -69,8 +71,10 @@ def load_policy(
         support = examine(model, native_attention=model.config._attn_implementation)
     except UnsupportedModelError as error:
         raise ModelLoadError(f"{flag} {path}: {error}") from error
+    if lora:
+        _add_adapter(model, lora, dtype=dtype, what=f"{flag} {path}")
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
+        _checkpoint_gradients(model, reentrant=gradient_checkpointing_reentrant)
     policy = Policy(model, packed=support.packed, transform=support.transform, config_changes=changed)
     return policy.train()
 
@@ -88,6 +92,7 @@ def load_value_model(
     attn_implementation: str | None = None,
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
+    lora: LoraSettings | None = None,
     flag: str = "--reward.model_name_or_path",
 ) -> ValueModel:
     """The body of the model at `path` with a scalar head, in training mode, its dropout off.
@@ -95,7 +100,7 @@ def load_value_model(
     `fresh_head`: False: the head must be there; True: it is not looked for; None: kept where there is one, and fresh on
     a language model. A fresh one is N(0, 1 / (hidden + 1)²), from `seed`. The head is called `head_prefix` unless the
     model's config.json has a `value_head_prefix`. `normalise` takes `mean` and `std` from there. The rest as in
-    `load_policy`.
+    `load_policy`; beside a `lora` the head is trained too.
     """
     check_model_path(path, flag=flag)
     config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
@@ -122,14 +127,17 @@ def load_value_model(
             "They were written by another class: name the folder that this family's save_pretrained wrote."
         )
     if weight is None:
-        logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
+        if fresh_head is None:
+            logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
         weight = _fresh_head(config.get_text_config().hidden_size, seed=seed)
     head = ScalarHead(weight.shape[1])
     head.weight.data = weight
     head, body = head.to(dtype=dtype, device=device), body.to(device)
     reason = examine_body(body, native_attention=body.config._attn_implementation)
+    if lora:
+        _add_adapter(body, lora, dtype=dtype, what=f"{flag} {path}")
     if gradient_checkpointing:
-        body.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
+        _checkpoint_gradients(body, reentrant=gradient_checkpointing_reentrant)
     model = ValueModel(
         body,
         head,
@@ -175,6 +183,11 @@ def check_model_path(path: str | os.PathLike[str], *, flag: str) -> None:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelLoadError(
+                f"{flag} {path}: this folder holds a LoRA adapter. Merge it into its base model first "
+                "(python -m openrlhf.cli.lora_combiner), and name the result."
+            )
         if not (folder / "config.json").is_file():
             raise ModelLoadError(
                 f"{flag} {path}: this folder has no config.json, so it holds no Hugging Face model. "
@@ -186,9 +199,13 @@ def check_model_path(path: str | os.PathLike[str], *, flag: str) -> None:
         raise ModelLoadError(f"{flag} {path}: no such folder.")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
 def _check_tokenizer_files(folder: Path, *, flag: str) -> None:
     """Transformers makes an empty tokenizer for a folder that has none, and says nothing."""
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         raise ModelLoadError(
             f"{flag} {folder}: cannot load the tokenizer: the folder has none. Copy the files that its base model has "
             "(tokenizer.json, tokenizer_config.json) beside the weights."
@@ -201,6 +218,20 @@ def _load(loader: Any, path: str | os.PathLike[str], *, flag: str, **kwargs: Any
         return loader.from_pretrained(os.path.expanduser(path), **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"{flag} {path}: cannot load the {what}: {error}") from error
+
+
+def _add_adapter(model: Any, lora: LoraSettings, *, dtype: torch.dtype, what: str) -> None:
+    try:
+        add_adapter(model, lora, dtype=dtype)
+    except AdapterError as error:
+        raise ModelLoadError(f"{what}: {error}") from error
+
+
+def _checkpoint_gradients(model: Any, *, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        # It passes gradients on only where an input wants one, and the embeddings below an adapter are frozen.
+        model.enable_input_require_grads()
 
 
 def _stored_head(path: str | os.PathLike[str], config: Any, prefix: str, *, required: bool, flag: str) -> Tensor | None:

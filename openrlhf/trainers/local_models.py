@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
@@ -22,11 +23,12 @@ from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySe
 from openrlhf.learners.samples import RewardShaping
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
+from openrlhf.models.adapters import LoraSettings, WithoutAdapter
 from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
-from openrlhf.trainers.settings import model_dtype, optimizer_settings
+from openrlhf.trainers.settings import lora_settings, model_dtype, optimizer_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +36,35 @@ class LocalModels:
     """What a local run has loaded."""
 
     policy: Policy
-    reference: Policy | None
+    reference: nn.Module | None
     critic: ValueModel | None
 
 
 def load_models(config: RLConfig, device: torch.device) -> LocalModels:
-    """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae."""
-    policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable)
+    """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae.
+
+    Of a policy with an adapter the reference is the policy without it.
+    """
+    lora = lora_settings(config.ds.lora, seed=config.train.seed)
+    policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable, lora=lora)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
-    reference = None
-    if config.uses_reference:
+    reference: nn.Module | None = None
+    if config.reference_is_base:
+        reference = WithoutAdapter(policy)
+    elif config.uses_reference:
         reference = _load_policy(config, device).requires_grad_(False)
         if config.ref.offload:
             reference.to("cpu")
-    return LocalModels(policy=policy, reference=reference, critic=_load_critic(config, device))
+    return LocalModels(policy=policy, reference=reference, critic=_load_critic(config, device, lora=lora))
 
 
-def _load_policy(config: RLConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> Policy:
+def _load_policy(
+    config: RLConfig,
+    device: torch.device,
+    *,
+    gradient_checkpointing: bool = False,
+    lora: LoraSettings | None = None,
+) -> Policy:
     path = config.actor.model_name_or_path
     with reading_model(path, flag="--actor.model_name_or_path"):
         return load_policy(
@@ -61,10 +75,11 @@ def _load_policy(config: RLConfig, device: torch.device, *, gradient_checkpointi
             attn_implementation=config.ds.attn_implementation,
             gradient_checkpointing=gradient_checkpointing,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+            lora=lora,
         )
 
 
-def _load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
+def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings | None) -> ValueModel | None:
     path = config.critic_path
     if path is None:
         return None
@@ -80,6 +95,7 @@ def _load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
             attn_implementation=config.ds.attn_implementation,
             gradient_checkpointing=config.actor.gradient_checkpointing_enable,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+            lora=lora,
             flag="--critic.model_name_or_path",
         )
 
@@ -132,7 +148,7 @@ class LocalTraining:
                     policy_logprobs,
                     batching=scoring,
                     device=device,
-                    offload=config.ref.offload,
+                    offload=config.ref.offload and not config.reference_is_base,
                 ),
             )
         return LocalWorkers(

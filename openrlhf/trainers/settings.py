@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.config.backend import LoraSection
 from openrlhf.config.optimizer import OptimizerSection
+from openrlhf.models.adapters import LoraSettings
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -29,4 +31,17 @@ def optimizer_settings(section: OptimizerSection, *, total_steps: int) -> Optimi
         warmup_ratio=section.lr_warmup_ratio,
         min_lr_ratio=section.min_lr_ratio,
         total_steps=total_steps,
+    )
+
+
+def lora_settings(section: LoraSection, *, seed: int) -> LoraSettings | None:
+    """None: all weights are trained."""
+    if not section.rank:
+        return None
+    return LoraSettings(
+        rank=section.rank,
+        alpha=section.alpha,
+        targets=section.target_modules,
+        dropout=section.dropout,
+        seed=seed,
     )

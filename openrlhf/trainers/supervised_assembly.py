@@ -23,6 +23,7 @@ from openrlhf.data.reading import Format
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import load_records
 from openrlhf.data.token_cache import default_folder
+from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import require_loggers
@@ -32,7 +33,7 @@ from openrlhf.trainers.preflight import checked_model_dir, create_run_directory,
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
-from openrlhf.trainers.settings import model_dtype, optimizer_settings
+from openrlhf.trainers.settings import lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer
 
@@ -164,7 +165,8 @@ def _dpo(config: DPOConfig, device: torch.device) -> _Parts:
         label_smoothing=config.model.label_smoothing,
         nll_coef=config.model.nll_loss_coef,
     )
-    policy, reference = _policy(config, device), _reference(config, device)
+    policy = _policy(config, device)
+    reference = _reference(config, policy, device)
     return _Parts(
         module=policy,
         objective=lambda pairs: DPOObjective(pairs, settings, reference=reference, device=device),
@@ -173,7 +175,8 @@ def _dpo(config: DPOConfig, device: torch.device) -> _Parts:
 
 
 def _kto(config: DPOConfig, device: torch.device) -> _Parts:
-    policy, reference = _policy(config, device), _reference(config, device)
+    policy = _policy(config, device)
+    reference = _reference(config, policy, device)
     return _Parts(
         module=policy,
         objective=lambda answers: KTOObjective(
@@ -197,11 +200,15 @@ def _policy(config: SFTConfig | DPOConfig, device: torch.device) -> Policy:
     return policy
 
 
-def _reference(config: DPOConfig, device: torch.device) -> Reference:
+def _reference(config: DPOConfig, policy: Policy, device: torch.device) -> Reference:
     path = config.reference_path
+    if config.reference_is_base:
+        return Reference(WithoutAdapter(policy), device=device)
     flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
     with reading_model(path, flag=flag):
-        model = load_policy(path, **_loading(config, device) | {"gradient_checkpointing": False, "flag": flag})
+        model = load_policy(
+            path, **_loading(config, device) | {"gradient_checkpointing": False, "lora": None, "flag": flag}
+        )
     if config.ref.offload:
         model.to("cpu")
     return Reference(model.requires_grad_(False), device=device, offload=config.ref.offload)
@@ -216,6 +223,7 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
         "attn_implementation": config.ds.attn_implementation,
         "gradient_checkpointing": config.model.gradient_checkpointing_enable,
         "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
+        "lora": lora_settings(config.ds.lora, seed=config.train.seed),
         "flag": MODEL_FLAG,
     }
 

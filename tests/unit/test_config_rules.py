@@ -159,6 +159,8 @@ NOTED = [
     ("template_is_not_used", "train_sft", ["--input_template", "no braces"], "--data.input_template has no {}"),
     ("template_is_not_used", "train_rm", ["--input_template", "{}\\n"], "backslash"),
     ("smoothing_is_not_used", "train_dpo", ["--ipo", "--label_smoothing", "0.1"], "--model.label_smoothing is not used"),
+    ("reference_offload_is_not_used", "train_dpo", ["--lora_rank", "4", "--ref_offload"], "--ref.offload is not used"),
+    ("reference_offload_is_not_used", "train_ppo_ray", ["--lora_rank", "4", "--ref.offload"], "--ref.offload is not used"),
     ("gamma_is_one", "train_ppo_ray", ["--gamma", "0.9", "--advantage_estimator", "rloo"], "--algo.advantage.gamma 0.9 is not used"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--use_kl_loss"], "k2 or k3 is recommended"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--kl_estimator", "k3"], "k1 is recommended"),
