@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from openrlhf.backends.optimizer import STATE_KINDS, OptimizerSettings, ScheduledOptimizers, make_optimizers
+from openrlhf.backends.optimizer import (
+    STATE_KINDS,
+    OptimizerSettings,
+    ScheduledOptimizers,
+    make_optimizers,
+    whole_shape,
+)
 from openrlhf.backends.schedules import rate_factor
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 
@@ -99,7 +105,9 @@ class DeepSpeedBackend:
         )
         dtype = next(iter(trained.values())).dtype
         zero = _with_fp32_sums(zero, dtype)
-        config = deepspeed_config(zero, dtype=dtype, max_norm=settings.max_norm)
+        # Without ZeRO nobody measures the gradient, and it is whole only inside step(): we do it there, and clip too.
+        self._unwrapped = zero.stage == 0
+        config = deepspeed_config(zero, dtype=dtype, max_norm=0.0 if self._unwrapped else settings.max_norm)
         self._engine = _start(module, config, optimizer)
         self._tensor_group = tensor_group(zero)
         self._splits = _splits(module, self._tensor_group)
@@ -107,11 +115,9 @@ class DeepSpeedBackend:
         # Gradients are averaged over the ranks that have different samples; ours are to be summed.
         self._loss_scale = dist.get_world_size() // zero.tensor_parallel_size
         self._base: torch.optim.Optimizer = optimizer
-        self._unwrapped = self._engine.optimizer is optimizer
         self._norm_unwrapped = math.nan
         if self._unwrapped:
-            # Without ZeRO nobody measures the gradient, and it is whole only inside step().
-            optimizer.register_step_pre_hook(self._measure)
+            optimizer.register_step_pre_hook(self._clip)
         # AutoTP has put its own layers, with their own parameters, in place of some.
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._begin_optimizer_state()
@@ -137,8 +143,9 @@ class DeepSpeedBackend:
             self._update_average()
         return math.nan if norm is None else float(norm)
 
-    def _measure(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._norm_unwrapped = float(nn.utils.get_total_norm([p.grad for p in self._trained.values()]))
+    def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        norm = nn.utils.clip_grad_norm_(list(self._trained.values()), self._max_norm or math.inf)
+        self._norm_unwrapped = float(norm)
 
     # ------------------------------------------------------------------------------------------- state, whole
 
@@ -258,7 +265,7 @@ class DeepSpeedBackend:
                     parameter.copy_(part)
 
     def _whole_shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
-        shape = list(getattr(parameter, "ds_shape", parameter.shape))
+        shape = list(whole_shape(parameter))
         if name in self._splits:
             shape[self._splits[name]] *= dist.get_world_size(self._tensor_group)
         return torch.Size(shape)

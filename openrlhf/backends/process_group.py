@@ -62,8 +62,9 @@ def first_host(nodes: str) -> str:
 class ProcessRanks:
     """Ranks of torch's default process group. Implements `Ranks`."""
 
-    def __init__(self, *, tensor_parallel_size: int = 1) -> None:
-        """So many neighbours share every layer, and so have the same samples."""
+    def __init__(self, *, tensor_parallel_size: int = 1, owned: bool = True) -> None:
+        """So many neighbours share every layer, and so have the same samples. `owned`: the group ends with the run."""
+        self._owned = owned
         self.index = dist.get_rank() // tensor_parallel_size
         self.count = dist.get_world_size() // tensor_parallel_size
         self.is_main = dist.get_rank() == 0
@@ -83,11 +84,12 @@ class ProcessRanks:
             raise TimeoutError(f"waited {DEADLINE} for the other ranks: {name} ({error})") from error
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self._owned:
+            dist.destroy_process_group()
 
 
 def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
-    """Meet the processes that were started together with this one.
+    """Meet the processes that were started together with this one, unless they have met already.
 
     `also_alone`: one process by itself makes a group of one, for libraries that ask for a group.
     """
@@ -95,6 +97,8 @@ def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if dist.is_initialized():
+        return ProcessRanks(tensor_parallel_size=tensor_parallel_size, owned=False)
     if launch.count > 1:
         name_the_meeting_place(os.environ, launch)
         dist.init_process_group(backend, timeout=DEADLINE)

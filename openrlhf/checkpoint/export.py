@@ -43,7 +43,7 @@ def export_policy(
     Everything is written beside its place first: a new folder appears complete or not at all; in one that is already
     there the model's files are replaced one by one, and other files stay. Of a policy with an adapter the adapter is
     written, as `peft.PeftModel.from_pretrained(base, directory)` loads it. `state_dict` stands in for the policy's own
-    weights (names of `policy.model`), for backends that shard.
+    weights (names of `policy`), for backends that shard.
     """
     with _draft_of(Path(directory)) as draft:
         _write(policy, tokenizer, draft, state_dict)
@@ -92,11 +92,12 @@ def _write(
     folder: Path,
     state_dict: Mapping[str, Tensor] | None,
 ) -> None:
+    own = None if state_dict is None else {name.removeprefix("model."): t for name, t in state_dict.items()}
     if has_adapter(policy.model):
-        tensors = adapter_tensors(policy.model.state_dict() if state_dict is None else state_dict)
+        tensors = adapter_tensors(policy.model.state_dict() if own is None else own)
         _write_adapter(policy.model, folder, tensors, task="CAUSAL_LM")
     else:
-        policy.model.save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
+        policy.model.save_pretrained(folder, state_dict=own)
         _users_config(policy.model.config, policy.config_changes).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

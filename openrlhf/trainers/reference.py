@@ -24,7 +24,8 @@ class Reference:
 
     def __init__(self, module: nn.Module, *, device: torch.device, offload: bool = False) -> None:
         """`offload`: the weights are on `device` only while they are used."""
-        self._module = module.eval()
+        module.eval()
+        self._module = module
         self._device = device
         self._offload = offload
 

@@ -1,21 +1,18 @@
-"""Binds the supervised loop to one process and plain torch: SFT, reward models, DPO. From a configuration to a run."""
+"""Binds the supervised loop to models, data and the processes of a run: SFT, reward models, DPO, KTO."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from openrlhf.algorithms.preferences import get_reward_loss
-from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy, export_value_model
-from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
@@ -27,6 +24,7 @@ from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import require_loggers
+from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
@@ -52,8 +50,9 @@ def run_supervised(config: SupervisedConfig) -> int:
 
 def train(config: SupervisedConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
-    device = prepare_process(config.train)
-    _refuse_several_processes()
+    distribution = Distribution.of(config.train.backend, config.ds)
+    ranks = distribution.ranks
+    device = prepare_process(config.train, ranks)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     tokenizer = _tokenizer(config)
@@ -65,12 +64,13 @@ def train(config: SupervisedConfig) -> RunResult:
         batch_size=config.train.batch_size,
         epochs=config.train.max_epochs,
         seed=config.train.seed,
+        rank=ranks.index,
+        ranks=ranks.count,
         token_budget=config.tokens_per_forward,
     )
-    parts = kind.assemble(config, device)
-    backend = TorchBackend(parts.module, optimizer_settings(config, total_steps=len(schedule)))
-    run_dir = create_run_directory(config)
-    logger.info("run directory %s", run_dir.path)
+    parts = kind.assemble(config, _Place(device, distribution))
+    backend = distribution.train(parts.module, optimizer_settings(config, total_steps=len(schedule)))
+    run_dir = create_run_directory(config) if ranks.is_main else None
     title = f"{Path(config.model.model_name_or_path).name} · {_kind(config)}"
     with observed(config, run_dir, steps=len(schedule), title=title) as seen:
         trainer = SupervisedTrainer(
@@ -84,17 +84,28 @@ def train(config: SupervisedConfig) -> RunResult:
             tokens_per_forward=config.tokens_per_forward,
             logger=seen.logger,
             progress=seen.progress,
+            ranks=ranks,
         )
         evaluation = trainer.fit()
         seen.progress.phase("export")
-        with backend.weights_to_save():
-            parts.export(tokenizer, model_dir, evaluation)
-        link_model(run_dir, model_dir)
+        with backend.weights_to_save() as weights:
+            if run_dir:
+                parts.export(tokenizer, model_dir, evaluation, weights)
+                link_model(run_dir, model_dir)
         seen.progress.note(f"model in {model_dir}")
-    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+    ranks.barrier("the export of the model")
+    ranks.close()
+    return RunResult(run_dir=run_dir.path if run_dir else None, model_dir=model_dir, evaluation=evaluation)
 
 
 # ------------------------------------------------------------------------------------------ what is trained
+
+
+class _Place(NamedTuple):
+    """Where models live."""
+
+    device: torch.device
+    distribution: Distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +114,8 @@ class _Parts:
 
     module: nn.Module
     objective: Callable[[Any], Objective]
-    export: Callable[[Any, Path, Mapping[str, float]], object]
-    """Given the tokenizer, the folder, and the last evaluation."""
+    export: Callable[[Any, Path, Mapping[str, float], Mapping[str, Tensor] | None], object]
+    """Given the tokenizer, the folder, the last evaluation, and the weights where the model does not hold them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +124,7 @@ class _Kind:
 
     samples: type[TokenisedSet[Any]]
     format: Callable[[Any], Format]
-    assemble: Callable[[Any, torch.device], _Parts]
+    assemble: Callable[[Any, _Place], _Parts]
     stand_in: Callable[[TokenisedSet[Any]], _First | None] = lambda samples: None
     """What is evaluated without evaluation data."""
 
@@ -127,56 +138,56 @@ def _kind(config: SupervisedConfig) -> str:
     return "ipo" if config.model.ipo_enable else config.model.loss_type
 
 
-def _sft(config: SFTConfig, device: torch.device) -> _Parts:
-    policy = _policy(config, device)
+def _sft(config: SFTConfig, place: _Place) -> _Parts:
+    policy = _policy(config, place)
     return _Parts(
         module=policy,
-        objective=lambda examples: SFTObjective(examples, device=device),
-        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+        objective=lambda examples: SFTObjective(examples, device=place.device),
+        export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
 
 
-def _reward_model(config: RMConfig, device: torch.device) -> _Parts:
+def _reward_model(config: RMConfig, place: _Place) -> _Parts:
     path = config.model.model_name_or_path
-    with reading_model(path, flag=MODEL_FLAG):
+    loading = _loading(config, place.device)
+    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
         model = load_value_model(
-            path,
-            head_prefix=config.ds.value_head_prefix,
-            seed=config.train.seed,
-            **_loading(config, device),
+            path, head_prefix=config.ds.value_head_prefix, seed=config.train.seed, **loading
         )
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     loss = get_reward_loss(config.model.loss_type)
     return _Parts(
         module=model,
         objective=lambda pairs: RewardObjective(
-            pairs, loss=loss, margins=config.model.margin_loss_enable, device=device
+            pairs, loss=loss, margins=config.model.margin_loss_enable, device=place.device
         ),
-        export=lambda tokenizer, folder, evaluation: export_value_model(
-            model, tokenizer, folder, statistics=reward_statistics(evaluation)
+        export=lambda tokenizer, folder, evaluation, weights: export_value_model(
+            model, tokenizer, folder, statistics=reward_statistics(evaluation), state_dict=weights
         ),
     )
 
 
-def _dpo(config: DPOConfig, device: torch.device) -> _Parts:
+def _dpo(config: DPOConfig, place: _Place) -> _Parts:
     settings = PairLossSettings(
         beta=config.model.beta,
         ipo=config.model.ipo_enable,
         label_smoothing=config.model.label_smoothing,
         nll_coef=config.model.nll_loss_coef,
     )
-    policy = _policy(config, device)
-    reference = _reference(config, policy, device)
+    policy = _policy(config, place)
+    reference = _reference(config, policy, place)
     return _Parts(
         module=policy,
-        objective=lambda pairs: DPOObjective(pairs, settings, reference=reference, device=device),
-        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+        objective=lambda pairs: DPOObjective(
+            pairs, settings, reference=reference, device=place.device, ranks=place.distribution.ranks
+        ),
+        export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
 
 
-def _kto(config: DPOConfig, device: torch.device) -> _Parts:
-    policy = _policy(config, device)
-    reference = _reference(config, policy, device)
+def _kto(config: DPOConfig, place: _Place) -> _Parts:
+    policy = _policy(config, place)
+    reference = _reference(config, policy, place)
     return _Parts(
         module=policy,
         objective=lambda answers: KTOObjective(
@@ -186,32 +197,32 @@ def _kto(config: DPOConfig, device: torch.device) -> _Parts:
             max_len=config.data.max_len,
             tokens_per_forward=config.tokens_per_forward,
             seed=config.train.seed,
-            device=device,
+            device=place.device,
+            ranks=place.distribution.ranks,
         ),
-        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+        export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
 
 
-def _policy(config: SFTConfig | DPOConfig, device: torch.device) -> Policy:
-    path = config.model.model_name_or_path
-    with reading_model(path, flag=MODEL_FLAG):
-        policy = load_policy(path, **_loading(config, device))
+def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
+    path, loading = config.model.model_name_or_path, _loading(config, place.device)
+    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
+        policy = load_policy(path, **loading)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     return policy
 
 
-def _reference(config: DPOConfig, policy: Policy, device: torch.device) -> Reference:
-    path = config.reference_path
+def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
+    path, loading = config.reference_path, _loading(config, place.device)
     if config.reference_is_base:
-        return Reference(WithoutAdapter(policy), device=device)
+        return Reference(WithoutAdapter(policy), device=place.device)
     flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
-    with reading_model(path, flag=flag):
-        model = load_policy(
-            path, **_loading(config, device) | {"gradient_checkpointing": False, "lora": None, "flag": flag}
-        )
-    if config.ref.offload:
+    with reading_model(path, flag=flag), place.distribution.loading(loading["dtype"]):
+        model = load_policy(path, **loading | {"gradient_checkpointing": False, "lora": None, "flag": flag})
+    offload = config.ref.offload and not place.distribution.shares_out_weights
+    if offload:
         model.to("cpu")
-    return Reference(model.requires_grad_(False), device=device, offload=config.ref.offload)
+    return Reference(place.distribution.freeze(model), device=place.device, offload=offload)
 
 
 def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
@@ -332,12 +343,3 @@ _KINDS = {
     "kto": _Kind(samples=JudgedSet, format=_judged_format, assemble=_kto),
 }
 
-
-def _refuse_several_processes() -> None:
-    """Each would train a model of its own, and all would write to the same folder."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    if count.isdigit() and int(count) > 1:
-        raise ConfigError(
-            f"the launcher starts {count} processes (WORLD_SIZE), and this version trains in one: start it with "
-            "python -m, or tell the launcher to start one"
-        )

@@ -215,7 +215,7 @@ class TestExport:
 
     def test_weights_can_be_handed_in(self, tmp_path, folder):
         policy = load(folder)
-        weights = {name: torch.ones_like(value) for name, value in policy.model.state_dict().items()}
+        weights = {name: torch.ones_like(value) for name, value in policy.state_dict().items()}
         out = export_policy(policy, None, tmp_path / "export", state_dict=weights)
         model = AutoModelForCausalLM.from_pretrained(out)
         assert all(bool((p == 1).all()) for p in model.parameters())
