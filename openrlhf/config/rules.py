@@ -30,9 +30,11 @@ COMMON_RULES: tuple[Rule, ...] = (
     limits.probabilities_fit_datasets,
 )
 RULES: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (agreements.multiturn_needs_a_chat_template,),
-    DPOConfig: (agreements.pair_options_have_pairs,),
+    SFTConfig: (agreements.four_bit_weights_have_an_adapter, agreements.multiturn_needs_a_chat_template),
+    RMConfig: (agreements.four_bit_weights_have_an_adapter,),
+    DPOConfig: (agreements.four_bit_weights_have_an_adapter, agreements.pair_options_have_pairs),
     RLConfig: (
+        agreements.four_bit_weights_have_an_adapter,
         agreements.group_estimators_need_samples,
         limits.clip_range_is_valid,
         limits.dual_clip_is_above_one,

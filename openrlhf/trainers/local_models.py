@@ -76,6 +76,9 @@ def _load_policy(
             gradient_checkpointing=gradient_checkpointing,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
             lora=lora,
+            load_in_4bit=config.ds.load_in_4bit,
+            experts_implementation=config.ds.experts_implementation,
+            use_liger_kernel=config.ds.use_liger_kernel,
         )
 
 
@@ -96,6 +99,8 @@ def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings |
             gradient_checkpointing=config.actor.gradient_checkpointing_enable,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
             lora=lora,
+            load_in_4bit=config.ds.load_in_4bit,
+            experts_implementation=config.ds.experts_implementation,
             flag="--critic.model_name_or_path",
         )
 

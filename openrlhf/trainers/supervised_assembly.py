@@ -195,7 +195,7 @@ def _kto(config: DPOConfig, device: torch.device) -> _Parts:
 def _policy(config: SFTConfig | DPOConfig, device: torch.device) -> Policy:
     path = config.model.model_name_or_path
     with reading_model(path, flag=MODEL_FLAG):
-        policy = load_policy(path, **_loading(config, device))
+        policy = load_policy(path, use_liger_kernel=config.ds.use_liger_kernel, **_loading(config, device))
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     return policy
 
@@ -224,6 +224,8 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
         "gradient_checkpointing": config.model.gradient_checkpointing_enable,
         "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
         "lora": lora_settings(config.ds.lora, seed=config.train.seed),
+        "load_in_4bit": config.ds.load_in_4bit,
+        "experts_implementation": config.ds.experts_implementation,
         "flag": MODEL_FLAG,
     }
 

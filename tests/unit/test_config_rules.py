@@ -33,6 +33,8 @@ CASES = [
     ("probabilities_fit_datasets", "train_sft", "--dataset a,b --dataset_probs 1", ["--data.dataset_probs", "--data.dataset:"], "--dataset a,b --dataset_probs 0.5,0.5"),
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a,b --prompt_data_probs 0.5,0.6", ["--data.prompt_probs", "1.1"], "--prompt_data a,b --prompt_data_probs 0.3,0.7"),
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a --prompt_data_probs half", ["--data.prompt_probs half"], ""),
+    ("four_bit_weights_have_an_adapter", "train_rm", "--load_in_4bit", ["--ds.load_in_4bit", "--ds.lora.rank"], "--load_in_4bit --lora_rank 8"),
+    ("four_bit_weights_have_an_adapter", "train_ppo_ray", "--load_in_4bit", ["--ds.lora.rank"], "--load_in_4bit --lora_rank 8"),
     ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", ["--data.multiturn", "--data.apply_chat_template"], "--multiturn --apply_chat_template"),
     ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --ipo", ["--model.ipo_enable", "--model.loss_type kto"], "--ipo"),
     ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --label_smoothing 0.1", ["--model.label_smoothing"], "--label_smoothing 0.1"),
