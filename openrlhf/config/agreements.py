@@ -11,6 +11,17 @@ def four_bit_weights_have_an_adapter(config: SFTConfig | RMConfig | DPOConfig | 
         yield "--ds.load_in_4bit: weights of 4 bits cannot be trained: add an adapter (--ds.lora.rank), or leave it out"
 
 
+def balanced_routers_are_seen(config: SFTConfig | RMConfig | DPOConfig | RLConfig) -> Iterator[str]:
+    name = "actor" if isinstance(config, RLConfig) else "model"
+    trained = config.actor if isinstance(config, RLConfig) else config.model
+    hidden = trained.gradient_checkpointing_enable and trained.gradient_checkpointing_reentrant
+    if trained.aux_loss_coef and hidden:
+        yield (
+            f"--{name}.aux_loss_coef has no gradient through --{name}.gradient_checkpointing_reentrant: leave one of "
+            "them out"
+        )
+
+
 def multiturn_needs_a_chat_template(config: SFTConfig) -> Iterator[str]:
     if config.data.multiturn and not config.data.apply_chat_template:
         yield "--data.multiturn finds turns by the chat template: add --data.apply_chat_template"

@@ -26,15 +26,6 @@ class Unbuilt:
 MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model")
 
 
-def _aux_loss(section: str) -> Unbuilt:
-    return Unbuilt(
-        f"--{section}.aux_loss_coef",
-        lambda c: getattr(c, section).aux_loss_coef != 0,
-        "the load-balancing loss",
-        "leave it out",
-    )
-
-
 TRAINERS: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
@@ -54,10 +45,9 @@ TRAINERS: tuple[Unbuilt, ...] = (
 )
 """What no trainer has."""
 
-SUPERVISED = (_aux_loss("model"), *TRAINERS)
+SUPERVISED = TRAINERS
 
 RL: tuple[Unbuilt, ...] = (
-    _aux_loss("actor"),
     *TRAINERS,
     Unbuilt(
         "--reward.offload",

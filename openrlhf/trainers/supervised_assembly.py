@@ -27,13 +27,14 @@ from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import require_loggers
+from openrlhf.trainers.balancing import BalancedObjective
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
-from openrlhf.trainers.settings import lora_settings, model_dtype, optimizer_settings
+from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer
 
@@ -75,7 +76,7 @@ def train(config: SupervisedConfig) -> RunResult:
     with observed(config, run_dir, steps=len(schedule), title=title) as seen:
         trainer = SupervisedTrainer(
             backend=backend,
-            objective=parts.objective(samples),
+            objective=_balanced(config, parts, parts.objective(samples)),
             evaluation=None if held_out is None else parts.objective(held_out),
             schedule=schedule,
             periods=Periods(
@@ -190,6 +191,15 @@ def _kto(config: DPOConfig, device: torch.device) -> _Parts:
         ),
         export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
     )
+
+
+def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> Objective:
+    """What is trained on; evaluations measure the objective alone."""
+    coef = config.model.aux_loss_coef
+    if not coef:
+        return objective
+    top_k = balanced_experts(parts.module.model.config, flag=f"--model.aux_loss_coef {coef:g}")
+    return BalancedObjective(objective, coef=coef, top_k=top_k)
 
 
 def _policy(config: SFTConfig | DPOConfig, device: torch.device) -> Policy:

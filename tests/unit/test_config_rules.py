@@ -35,6 +35,8 @@ CASES = [
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a --prompt_data_probs half", ["--data.prompt_probs half"], ""),
     ("four_bit_weights_have_an_adapter", "train_rm", "--load_in_4bit", ["--ds.load_in_4bit", "--ds.lora.rank"], "--load_in_4bit --lora_rank 8"),
     ("four_bit_weights_have_an_adapter", "train_ppo_ray", "--load_in_4bit", ["--ds.lora.rank"], "--load_in_4bit --lora_rank 8"),
+    ("balanced_routers_are_seen", "train_sft", "--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant", ["--model.aux_loss_coef", "--model.gradient_checkpointing_reentrant"], "--aux_loss_coef 0.1 --gradient_checkpointing"),
+    ("balanced_routers_are_seen", "train_ppo_ray", "--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant", ["--actor.aux_loss_coef"], "--gradient_checkpointing --gradient_checkpointing_use_reentrant"),
     ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", ["--data.multiturn", "--data.apply_chat_template"], "--multiturn --apply_chat_template"),
     ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --ipo", ["--model.ipo_enable", "--model.loss_type kto"], "--ipo"),
     ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --label_smoothing 0.1", ["--model.label_smoothing"], "--label_smoothing 0.1"),

@@ -12,8 +12,6 @@ BASE = BUILT.format(estimator="group_norm").split()
 
 # The flags that ask for each entry, added to a run that is built; None: covered by a test of its own.
 ASKS = {
-    "--actor.aux_loss_coef": "--aux_loss_coef 0.1",
-    "--model.aux_loss_coef": "--aux_loss_coef 0.1",
     "--ds.param_dtype fp16": "--param_dtype fp16",
     "--reward.offload": None,
     "--train.async_enable": "--async_train",
@@ -72,7 +70,10 @@ def test_so_is_each_entry_of_the_supervised_trainers(command, capsys):
         ("train_sft", "--multiturn --apply_chat_template --packing_samples --zero_stage 3 --adam_offload"),
         ("train_sft", "--pretrain_mode --gradient_checkpointing --param_dtype bf16 --eval_dataset e --eval_steps 5"),
         ("train_sft", "--lora_rank 8 --lora_alpha 16 --target_modules q_proj v_proj --lora_dropout 0.1"),
-        ("train_sft", "--lora_rank 8 --load_in_4bit --ds.experts_implementation eager --use_liger_kernel"),
+        (
+            "train_sft",
+            "--lora_rank 8 --load_in_4bit --aux_loss_coef 0.1 --ds.experts_implementation eager --use_liger_kernel",
+        ),
         ("train_sft", "--use_wandb SECRET --use_tensorboard t --optim muon --lr_scheduler linear --max_epochs 3"),
         ("train_rm", "--loss logexp --margin_loss --compute_fp32_loss --value_head_prefix value_head"),
         ("train_dpo", "--ipo --nll_loss_coef 0.1 --ref_pretrain r --ref_offload"),
