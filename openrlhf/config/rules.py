@@ -29,10 +29,13 @@ COMMON_RULES: tuple[Rule, ...] = (
     limits.periods_are_positive_or_off,
     limits.probabilities_fit_datasets,
 )
+TRAINER_RULES: tuple[Rule, ...] = (agreements.four_bit_weights_have_an_adapter, agreements.balanced_routers_are_seen)
 RULES: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (agreements.multiturn_needs_a_chat_template,),
-    DPOConfig: (agreements.pair_options_have_pairs,),
+    SFTConfig: (*TRAINER_RULES, agreements.multiturn_needs_a_chat_template),
+    RMConfig: TRAINER_RULES,
+    DPOConfig: (*TRAINER_RULES, agreements.pair_options_have_pairs),
     RLConfig: (
+        *TRAINER_RULES,
         agreements.group_estimators_need_samples,
         limits.clip_range_is_valid,
         limits.dual_clip_is_above_one,

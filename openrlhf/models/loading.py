@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -12,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.adapters import AdapterError, LoraSettings, add_adapter
@@ -45,13 +53,18 @@ def load_policy(
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
     lora: LoraSettings | None = None,
+    load_in_4bit: bool = False,
+    experts_implementation: str | None = None,
+    use_liger_kernel: bool = False,
     flag: str = "--actor.model_name_or_path",
 ) -> Policy:
     """The causal language model at `path`, in training mode, its dropout off.
 
     Attention is packed whatever `attn_implementation` says, except "eager" and "sdpa", which name the implementation of
     models that have to run one sequence at a time. Gradient checkpointing acts in training mode only. With `lora` the
-    weights are frozen and an adapter is trained. `flag` is what errors call the path.
+    weights are frozen and an adapter is trained. `load_in_4bit` holds the matrices of linear layers, the head apart, in
+    NF4; `dtype` is what is computed in. `experts_implementation` is transformers' name of a kernel. Liger kernels
+    replace norms, rotary embeddings and MLPs; log-probs are computed as ever. `flag` is what errors call the path.
     """
     check_model_path(path, flag=flag)
     config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
@@ -62,13 +75,18 @@ def load_policy(
         path,
         flag=flag,
         config=config,
-        dtype=dtype,
         trust_remote_code=trust_remote_code,
         attn_implementation=native,
-    ).to(device)
+        **_how(dtype, device, load_in_4bit=load_in_4bit, experts_implementation=experts_implementation),
+    )
+    if not load_in_4bit:
+        model = model.to(device)
+    if use_liger_kernel:
+        _use_liger_kernels(model)
     # Transformers has chosen a native implementation that the model supports; it serves where packing does not.
     try:
-        support = examine(model, native_attention=model.config._attn_implementation)
+        with _trying(experts_implementation):
+            support = examine(model, native_attention=model.config._attn_implementation)
     except UnsupportedModelError as error:
         raise ModelLoadError(f"{flag} {path}: {error}") from error
     if lora:
@@ -93,6 +111,8 @@ def load_value_model(
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
     lora: LoraSettings | None = None,
+    load_in_4bit: bool = False,
+    experts_implementation: str | None = None,
     flag: str = "--reward.model_name_or_path",
 ) -> ValueModel:
     """The body of the model at `path` with a scalar head, in training mode, its dropout off.
@@ -116,10 +136,10 @@ def load_value_model(
             path,
             flag=flag,
             config=config,
-            dtype=dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation=native,
             output_loading_info=True,
+            **_how(dtype, device, load_in_4bit=load_in_4bit, experts_implementation=experts_implementation),
         )
     if missing := sorted(found["missing_keys"]):
         raise ModelLoadError(
@@ -132,8 +152,11 @@ def load_value_model(
         weight = _fresh_head(config.get_text_config().hidden_size, seed=seed)
     head = ScalarHead(weight.shape[1])
     head.weight.data = weight
-    head, body = head.to(dtype=dtype, device=device), body.to(device)
-    reason = examine_body(body, native_attention=body.config._attn_implementation)
+    head = head.to(dtype=dtype, device=device)
+    if not load_in_4bit:
+        body = body.to(device)
+    with _trying(experts_implementation):
+        reason = examine_body(body, native_attention=body.config._attn_implementation)
     if lora:
         _add_adapter(body, lora, dtype=dtype, what=f"{flag} {path}")
     if gradient_checkpointing:
@@ -218,6 +241,55 @@ def _load(loader: Any, path: str | os.PathLike[str], *, flag: str, **kwargs: Any
         return loader.from_pretrained(os.path.expanduser(path), **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"{flag} {path}: cannot load the {what}: {error}") from error
+
+
+def _how(
+    dtype: torch.dtype, device: torch.device | str, *, load_in_4bit: bool, experts_implementation: str | None
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: how weights are held and computed with."""
+    how: dict[str, Any] = {"dtype": dtype}
+    if experts_implementation:
+        how["experts_implementation"] = experts_implementation
+    if load_in_4bit:
+        _require("bitsandbytes", flag="--ds.load_in_4bit", extra="qlora")
+        # QLoRA's: 4-bit normal floats, their scales quantised too (https://arxiv.org/abs/2305.14314). Quantised weights
+        # do not change places: they are loaded where they are used.
+        how |= {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype,
+            ),
+            "device_map": {"": device},
+        }
+    return how
+
+
+@contextlib.contextmanager
+def _trying(experts_implementation: str | None) -> Iterator[None]:
+    """Around a model's first forward: a kernel that does not run here is told by its flag."""
+    try:
+        yield
+    except (ValueError, RuntimeError, ImportError) as error:
+        if experts_implementation is None or isinstance(error, UnsupportedModelError):
+            raise
+        raise ModelLoadError(
+            f"--ds.experts_implementation {experts_implementation} does not run here: {error}. Choose another, or "
+            "leave it out."
+        ) from error
+
+
+def _use_liger_kernels(model: Any) -> None:
+    _require("liger_kernel", flag="--ds.use_liger_kernel", extra="liger")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _require(library: str, *, flag: str, extra: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        raise ModelLoadError(f"{flag} needs {library}, which is not installed: pip install 'openrlhf[{extra}]'")
 
 
 def _add_adapter(model: Any, lora: LoraSettings, *, dtype: torch.dtype, what: str) -> None:

@@ -19,7 +19,7 @@ from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.local import CriticPart, KLTerm, LocalWorkers
 from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings
+from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.samples import RewardShaping
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
@@ -28,7 +28,7 @@ from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
-from openrlhf.trainers.settings import lora_settings, model_dtype, optimizer_settings
+from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,9 @@ def _load_policy(
             gradient_checkpointing=gradient_checkpointing,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
             lora=lora,
+            load_in_4bit=config.ds.load_in_4bit,
+            experts_implementation=config.ds.experts_implementation,
+            use_liger_kernel=config.ds.use_liger_kernel,
         )
 
 
@@ -96,6 +99,8 @@ def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings |
             gradient_checkpointing=config.actor.gradient_checkpointing_enable,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
             lora=lora,
+            load_in_4bit=config.ds.load_in_4bit,
+            experts_implementation=config.ds.experts_implementation,
             flag="--critic.model_name_or_path",
         )
 
@@ -152,7 +157,11 @@ class LocalTraining:
                 ),
             )
         return LocalWorkers(
-            policy=PolicyLearner(self._policy_backend, policy_settings(config), device=device),
+            policy=PolicyLearner(
+                self._policy_backend,
+                policy_settings(config, balance=balance_settings(config, self._models.policy)),
+                device=device,
+            ),
             policy_scorer=Scorer(self._models.policy, policy_logprobs, batching=scoring, device=device),
             steps=self._steps,
             credit=CreditSettings(
@@ -175,15 +184,25 @@ def step_settings(config: RLConfig) -> StepSettings:
         aggregation=config.loss_aggregation,
         regulariser_aggregation=config.regulariser_aggregation,
         constant_length=config.response_limit,
-        # A critic, a KL term and the entropy want every sample, whatever its advantage.
+        # A critic, a KL term, the entropy and the balance of experts want every sample, whatever its advantage.
         skip_idle=not config.uses_critic
         and config.actor.entropy_coef is None
+        and not config.actor.aux_loss_coef
         and not (config.uses_reference and config.algo.kl.use_loss),
         seed=config.train.seed,
     )
 
 
-def policy_settings(config: RLConfig) -> PolicySettings:
+def balance_settings(config: RLConfig, policy: Policy) -> BalanceSettings | None:
+    coef = config.actor.aux_loss_coef
+    if not coef:
+        return None
+    return BalanceSettings(
+        coef=coef, top_k=balanced_experts(policy.model.config, flag=f"--actor.aux_loss_coef {coef:g}")
+    )
+
+
+def policy_settings(config: RLConfig, *, balance: BalanceSettings | None = None) -> PolicySettings:
     low, high = config.actor.clip_range
     kl, advantage = config.algo.kl, config.algo.advantage
     correction = None
@@ -197,6 +216,7 @@ def policy_settings(config: RLConfig) -> PolicySettings:
         entropy_coef=config.actor.entropy_coef,
         kl_loss=get_kl_estimator(kl.estimator) if config.uses_reference and kl.use_loss else None,
         correction=correction,
+        balance=balance,
     )
 
 

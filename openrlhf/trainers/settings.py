@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.config.backend import LoraSection
+from openrlhf.config.errors import ConfigError
 from openrlhf.config.optimizer import OptimizerSection
 from openrlhf.models.adapters import LoraSettings
+from openrlhf.models.routing import NoRoutersError, experts_per_token
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -45,3 +49,11 @@ def lora_settings(section: LoraSection, *, seed: int) -> LoraSettings | None:
         dropout=section.dropout,
         seed=seed,
     )
+
+
+def balanced_experts(model_config: Any, *, flag: str) -> int:
+    """Experts of a token, for a run that is to keep them equally busy. Raises ConfigError where there are none."""
+    try:
+        return experts_per_token(model_config, flag=flag)
+    except NoRoutersError as error:
+        raise ConfigError(str(error)) from error

@@ -24,6 +24,7 @@ from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import require_loggers
+from openrlhf.trainers.balancing import BalancedObjective
 from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
@@ -31,7 +32,7 @@ from openrlhf.trainers.preflight import checked_model_dir, create_run_directory,
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
-from openrlhf.trainers.settings import lora_settings, model_dtype, optimizer_settings
+from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer
 
@@ -75,7 +76,7 @@ def train(config: SupervisedConfig) -> RunResult:
     with observed(config, run_dir, steps=len(schedule), title=title) as seen:
         trainer = SupervisedTrainer(
             backend=backend,
-            objective=parts.objective(samples),
+            objective=_balanced(config, parts, parts.objective(samples)),
             evaluation=None if held_out is None else parts.objective(held_out),
             schedule=schedule,
             periods=Periods(
@@ -204,10 +205,19 @@ def _kto(config: DPOConfig, place: _Place) -> _Parts:
     )
 
 
+def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> Objective:
+    """What is trained on; evaluations measure the objective alone."""
+    coef = config.model.aux_loss_coef
+    if not coef:
+        return objective
+    top_k = balanced_experts(parts.module.model.config, flag=f"--model.aux_loss_coef {coef:g}")
+    return BalancedObjective(objective, coef=coef, top_k=top_k)
+
+
 def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
     path, loading = config.model.model_name_or_path, _loading(config, place.device)
     with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
-        policy = load_policy(path, **loading)
+        policy = load_policy(path, use_liger_kernel=config.ds.use_liger_kernel, **loading)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     return policy
 
@@ -235,6 +245,8 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
         "gradient_checkpointing": config.model.gradient_checkpointing_enable,
         "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
         "lora": lora_settings(config.ds.lora, seed=config.train.seed),
+        "load_in_4bit": config.ds.load_in_4bit,
+        "experts_implementation": config.ds.experts_implementation,
         "flag": MODEL_FLAG,
     }
 

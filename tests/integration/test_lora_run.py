@@ -95,6 +95,19 @@ def test_sft_trains_an_adapter_and_saves_it_alone(run, inputs, tmp_path):
     assert nll < metrics[0]["gpt_loss"] - 0.5
 
 
+def test_qlora_begins_where_lora_begins_and_learns(run, tmp_path):
+    """From a model that has learnt something: its loss, far from that of guessing, survives 4 bits within 10%."""
+    run("train_sft", name="base", train__max_epochs=2)
+    paths = {"model__model_name_or_path": tmp_path / "base"}
+    whole = run("train_sft", *LORA, name="whole", **paths)
+    four = run("train_sft", *LORA, "--ds.load_in_4bit", name="four", **paths)
+    assert four[0]["gpt_loss"] == pytest.approx(whole[0]["gpt_loss"], rel=0.1)
+    assert four[0]["gpt_loss"] != whole[0]["gpt_loss"]
+    assert four[0]["gpt_loss"] < 0.8 * math.log(14)
+    assert four[-1]["gpt_loss"] < four[0]["gpt_loss"] - 0.2
+    assert adapter(tmp_path / "four").keys() == adapter(tmp_path / "whole").keys()
+
+
 @pytest.mark.parametrize("words", [(), ("--ds.param_dtype", "bf16")])
 def test_dpo_measures_against_the_model_below_the_adapter(run, inputs, tmp_path, words):
     """The same as against a copy of the base model: it is the same function."""
@@ -130,7 +143,7 @@ def test_a_reward_model_is_merged_into_one_that_scores_as_it_did_in_training(run
     assert model.config.mean == pytest.approx(evaluation["reward_mean"])
 
 
-@pytest.mark.parametrize("estimator", ["reinforce_baseline", "gae"])
+@pytest.mark.parametrize("estimator", ["reinforce_baseline", "gae", "rloo"])
 def test_rl_trains_adapters_of_actor_and_critic(cli, tmp_path, estimator):
     """With KL as a loss term against the model below the adapter: 0 in the first round, more in the second."""
     (tmp_path / "any_reward.py").write_text(
@@ -147,6 +160,7 @@ def test_rl_trains_adapters_of_actor_and_critic(cli, tmp_path, estimator):
         critic__adam__lr=1e-2,
         critic__save_value_network=True,
         ds__lora__rank=4,
+        **({"ds__load_in_4bit": True} if estimator == "rloo" else {}),
     )
     assert ran.rc == 0, ran.err
     first, second = (r for r in ran.metrics if r.get("kind", "train") == "train")

@@ -244,3 +244,49 @@ def test_dropout_acts_in_training_mode_only(folder):
     assert not torch.equal(logprobs(policy, tokens), logprobs(policy, tokens))
     policy.eval()
     assert torch.equal(logprobs(policy, tokens), logprobs(policy, tokens))
+
+
+class TestFourBit:
+    def test_frozen_matrices_have_four_bits_and_the_rest_has_the_dtype(self, folder):
+        """Two numbers to a byte; the head is tied to the embeddings and stays as it was."""
+        policy = load(folder, load_in_4bit=True)
+        layer = policy.model.model.layers[0].mlp.up_proj
+        assert layer.base_layer.weight.dtype == torch.uint8
+        assert layer.base_layer.weight.numel() == 24 * 16 // 2
+        assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+        assert policy.model.get_output_embeddings().weight.dtype == torch.float32
+
+    def test_an_error_is_at_most_half_the_widest_gap_between_levels(self, folder):
+        """NF4's levels lie between −1 and 1, widest apart at −1 and −0.696: 0.152 of a block's largest entry, and a
+        little more, as that entry is quantised itself (8 bits, dynamic: within 2%)."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        four, whole = load(folder, load_in_4bit=True), load(folder, lora=None)
+        quantised = four.model.model.layers[1].self_attn.q_proj.base_layer.weight
+        weight = whole.model.model.layers[1].self_attn.q_proj.weight
+        error = (dequantize_4bit(quantised.data, quantised.quant_state) - weight).abs().max()
+        assert 0 < error <= (0.152 + 0.02) * weight.abs().max()
+
+    @pytest.mark.parametrize("value", [False, True])
+    def test_it_trains_and_writes_an_adapter_like_any_other(self, folder, tmp_path, value):
+        model, tokens = load(folder, load_in_4bit=True, value=value), stream(7, 5)
+        frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+        backend = TorchBackend(model, OptimizerSettings(lr=1e-2))
+        for _ in range(2):
+            output = model(tokens, positions=sequence_ends(tokens)) if value else -logprobs(model, tokens)
+            backend.backward(output.sum())
+            assert backend.step() > 0
+        assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+        (export_value_model if value else export_policy)(model, None, tmp_path / "a")
+        saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
+        assert len(saved) == 28 + value
+        assert all(tensor.any() for tensor in saved.values())
+
+    def test_without_the_library_the_line_that_installs_it_is_named(self, folder, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(
+            ModelLoadError, match=r"--ds.load_in_4bit needs bitsandbytes.*pip install 'openrlhf\[qlora\]'"
+        ):
+            load(folder, load_in_4bit=True)
+        with pytest.raises(ModelLoadError, match=r"--ds.use_liger_kernel needs .*pip install 'openrlhf\[liger\]'"):
+            load(folder, use_liger_kernel=True)
