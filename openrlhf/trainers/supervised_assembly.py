@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from openrlhf.algorithms.preferences import get_reward_loss
+from openrlhf.backends.base import Backend
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy, export_value_model
+from openrlhf.checkpoint.manager import CheckpointManager, Trained
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
@@ -26,10 +28,12 @@ from openrlhf.data.token_cache import default_folder
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import require_loggers
+from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
 from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
 from openrlhf.trainers.settings import model_dtype, optimizer_settings
@@ -40,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 SupervisedConfig = SFTConfig | RMConfig | DPOConfig
 MODEL_FLAG = "--model.model_name_or_path"
+MODEL = "model"
+"""The trained model's folder in a checkpoint."""
 
 
 def run_supervised(config: SupervisedConfig) -> int:
@@ -55,6 +61,11 @@ def train(config: SupervisedConfig) -> RunResult:
     _refuse_several_processes()
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
+    with opened_checkpoints(config.ckpt, model=MODEL) as checkpoints:
+        return _train(config, checkpoints, device=device, model_dir=model_dir)
+
+
+def _train(config: SupervisedConfig, checkpoints: Checkpoints, *, device: torch.device, model_dir: Path) -> RunResult:
     tokenizer = _tokenizer(config)
     kind = _KINDS[_kind(config)]
     samples = _samples(config, kind, tokenizer)
@@ -68,7 +79,7 @@ def train(config: SupervisedConfig) -> RunResult:
     )
     parts = kind.assemble(config, device)
     backend = TorchBackend(parts.module, optimizer_settings(config, total_steps=len(schedule)))
-    run_dir = create_run_directory(config)
+    run_dir = create_run_directory(config, checkpoints.found)
     logger.info("run directory %s", run_dir.path)
     title = f"{Path(config.model.model_name_or_path).name} · {_kind(config)}"
     with observed(config, run_dir, steps=len(schedule), title=title) as seen:
@@ -83,7 +94,10 @@ def train(config: SupervisedConfig) -> RunResult:
             tokens_per_forward=config.tokens_per_forward,
             logger=seen.logger,
             progress=seen.progress,
+            checkpointer=_checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir),
         )
+        if checkpoints.found:
+            seen.progress.note(f"continues from {checkpoints.found.path}")
         evaluation = trainer.fit()
         seen.progress.phase("export")
         with backend.weights_to_save():
@@ -91,6 +105,31 @@ def train(config: SupervisedConfig) -> RunResult:
         link_model(run_dir, model_dir)
         seen.progress.note(f"model in {model_dir}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+
+
+def _checkpointer(
+    config: SupervisedConfig,
+    checkpoints: Checkpoints,
+    backend: Backend,
+    parts: _Parts,
+    samples: TokenisedSet[Any],
+    tokenizer: Any,
+    run_dir: RunDirectory,
+) -> CheckpointManager | None:
+    if checkpoints.folder is None:
+        return None
+    identity = {"what is trained": _kind(config), "the digest of --data.dataset's tokens": samples.digest}
+    if isinstance(config, DPOConfig):
+        # What it said of the samples is in the checkpoint.
+        identity["the reference model"] = config.reference_path
+    return CheckpointManager(
+        checkpoints.folder,
+        {MODEL: Trained(backend, lambda folder, state: parts.export(tokenizer, folder, state["last_evaluation"]))},
+        found=checkpoints.found,
+        identity=identity,
+        notes={"run_directory": str(run_dir.path.resolve())},
+        resumable=not config.ckpt.disable_ds,
+    )
 
 
 # ------------------------------------------------------------------------------------------ what is trained
