@@ -1,5 +1,6 @@
 # make demo    train a small language model with RL, from nothing, on this machine (ARGS="--seed 1" passes flags)
 # make test    unit tests, then integration tests, on CPU
+# make faults  runs that are killed and continued (minutes)
 # make check   lint, format and types
 # make docs    rewrite what the documentation takes from the code
 # make bench   speed measurements, side by side with their baselines (minutes)
@@ -12,9 +13,9 @@ BENCH  := .venv-bench
 ARGS   ?=
 
 # Tests use tiny models: more threads than one cost more in waiting for each other than they save.
-test unit: export OMP_NUM_THREADS := 1
+test unit faults: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test unit check format docs bench clean
+.PHONY: demo test unit faults check format docs bench clean
 
 demo: $(VENV)/base.stamp
 	$(BIN)/openrlhf demo $(ARGS)
@@ -24,6 +25,9 @@ test: unit $(VENV)/test.stamp
 
 unit: $(VENV)/test.stamp
 	$(BIN)/pytest -n logical --dist loadfile tests/unit
+
+faults: $(VENV)/test.stamp
+	$(BIN)/pytest tests/faults $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

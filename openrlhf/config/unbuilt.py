@@ -38,9 +38,6 @@ TRAINERS: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "ring attention", "leave it out"),
     Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
-    Unbuilt("--ckpt.save_steps", lambda c: c.ckpt.period is not None, "periodic checkpoints", "leave it out"),
-    Unbuilt("--ckpt.save_hf", lambda c: c.ckpt.save_hf, "periodic exports", "leave it out"),
-    Unbuilt("--ckpt.load_enable", lambda c: c.ckpt.load_enable, "resuming", "leave it out"),
     MODELSCOPE,
 )
 """What no trainer has."""
@@ -49,6 +46,9 @@ SUPERVISED = TRAINERS
 
 RL: tuple[Unbuilt, ...] = (
     *TRAINERS,
+    Unbuilt("--ckpt.save_steps", lambda c: c.ckpt.period is not None, "periodic checkpoints", "leave it out"),
+    Unbuilt("--ckpt.save_hf", lambda c: c.ckpt.save_hf, "periodic exports", "leave it out"),
+    Unbuilt("--ckpt.load_enable", lambda c: c.ckpt.load_enable, "resuming", "leave it out"),
     Unbuilt(
         "--reward.offload",
         lambda c: c.uses_reward_model and c.reward.offload,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,6 +161,14 @@ class TokenisedSet(Sequence[Sample], Generic[Sample]):
         if not len(self):
             return []
         return np.add.reduceat(self._columns.targets, self._starts_NK[:, 0], dtype=np.int64).tolist()
+
+    @property
+    def digest(self) -> str:
+        """Of all tokens and what is learnt of them: two sets with the same one are the same."""
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (self._columns.lengths, self._columns.values, self._columns.ids, self._columns.targets):
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
 
     @property
     def num_truncated(self) -> int:

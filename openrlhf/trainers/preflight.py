@@ -11,12 +11,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from openrlhf.checkpoint.manager import Found
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import Config
 from openrlhf.config.schema import to_dict
 from openrlhf.data.hub import hub_reachable, offline
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.trainers.resuming import run_directory_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +37,13 @@ def checked_model_dir(output_dir: str) -> Path:
     return target
 
 
-def create_run_directory(config: Config) -> RunDirectory:
-    """Raises ConfigError."""
+def create_run_directory(config: Config, found: Found | None = None) -> RunDirectory:
+    """That of the run which wrote the checkpoint `found`, or a new one. Raises ConfigError."""
+    directory, continued = run_directory_of(config.logger, found)
     try:
-        return RunDirectory.create(config.logger.directory, to_dict(config))
+        return RunDirectory.create(directory, to_dict(config), reuse=continued)
     except OSError as error:
-        raise ConfigError(
-            f"--logger.run_dir {config.logger.directory}: {error.strerror or 'this is a file'}"
-        ) from error
+        raise ConfigError(f"--logger.run_dir {directory}: {error.strerror or 'this is a file'}") from error
 
 
 @contextlib.contextmanager

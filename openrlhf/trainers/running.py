@@ -15,6 +15,7 @@ import torch
 from openrlhf.agents.episodes import AgentFileError
 from openrlhf.agents.host import kill_every_host
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.config.roots import Config
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
@@ -30,7 +31,7 @@ from openrlhf.utils import interrupts
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError)
+USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError, CheckpointError)
 """Errors whose text is all a user needs: no traceback."""
 
 

@@ -192,6 +192,7 @@ class SupervisedTrainer:
             if self.periods.save_every and self.steps_done % self.periods.save_every == 0:
                 with self.clock.phase("checkpoint"):
                     self.checkpointer.save(self.steps_done, self.state_dict())
+                self.clock.take()  # nor are checkpoints
         return self.last_evaluation
 
     def step(self, batch: Batch) -> Metrics:
@@ -243,7 +244,6 @@ class SupervisedTrainer:
             "steps": self.steps_done,
             "schedule": self.schedule.state_dict(),
             "objective": self.objective.state_dict(),
-            "evaluation": self.evaluation.state_dict() if self.evaluation else None,
             "running_means": {"totals": dict(self.means.totals), "weights": dict(self.means.weights)},
             "last_evaluation": dict(self.last_evaluation),
         }
@@ -252,8 +252,6 @@ class SupervisedTrainer:
         self.schedule.load_state_dict(state["schedule"])
         self.steps_done = state["steps"]
         self.objective.load_state_dict(state["objective"])
-        if self.evaluation and state["evaluation"] is not None:
-            self.evaluation.load_state_dict(state["evaluation"])
         self.means = RunningMeans(**state["running_means"])
         self.last_evaluation = dict(state["last_evaluation"])
 

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.algorithms.preferences import get_reward_loss
+from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
+from openrlhf.checkpoint.manager import CheckpointManager, Trained
 from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
@@ -24,12 +27,14 @@ from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import require_loggers
+from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.trainers.balancing import BalancedObjective
 from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
 from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
@@ -40,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 SupervisedConfig = SFTConfig | RMConfig | DPOConfig
 MODEL_FLAG = "--model.model_name_or_path"
+MODEL = "model"
+"""The trained model's folder in a checkpoint."""
 
 
 def run_supervised(config: SupervisedConfig) -> int:
@@ -56,6 +63,14 @@ def train(config: SupervisedConfig) -> RunResult:
     device = prepare_process(config.train, ranks)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
+    with opened_checkpoints(config.ckpt, model=MODEL, ranks=ranks) as checkpoints:
+        result = _train(config, checkpoints, _Place(device, distribution), model_dir=model_dir)
+    ranks.close()
+    return result
+
+
+def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *, model_dir: Path) -> RunResult:
+    distribution, ranks = place.distribution, place.distribution.ranks
     tokenizer = _tokenizer(config)
     kind = _KINDS[_kind(config)]
     samples = _samples(config, kind, tokenizer)
@@ -69,9 +84,9 @@ def train(config: SupervisedConfig) -> RunResult:
         ranks=ranks.count,
         token_budget=config.tokens_per_forward,
     )
-    parts = kind.assemble(config, _Place(device, distribution))
+    parts = kind.assemble(config, place)
     backend = distribution.train(parts.module, optimizer_settings(config, total_steps=len(schedule)))
-    run_dir = create_run_directory(config) if ranks.is_main else None
+    run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None
     title = f"{Path(config.model.model_name_or_path).name} · {_kind(config)}"
     with observed(config, run_dir, steps=len(schedule), title=title) as seen:
         trainer = SupervisedTrainer(
@@ -86,7 +101,10 @@ def train(config: SupervisedConfig) -> RunResult:
             logger=seen.logger,
             progress=seen.progress,
             ranks=ranks,
+            checkpointer=_checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks),
         )
+        if checkpoints.found:
+            seen.progress.note(f"continues from {checkpoints.found.path}")
         evaluation = trainer.fit()
         seen.progress.phase("export")
         with backend.weights_to_save() as weights:
@@ -95,8 +113,39 @@ def train(config: SupervisedConfig) -> RunResult:
                 link_model(run_dir, model_dir)
         seen.progress.note(f"model in {model_dir}")
     ranks.barrier("the export of the model")
-    ranks.close()
     return RunResult(run_dir=run_dir.path if run_dir else None, model_dir=model_dir, evaluation=evaluation)
+
+
+def _checkpointer(
+    config: SupervisedConfig,
+    checkpoints: Checkpoints,
+    backend: Backend,
+    parts: _Parts,
+    samples: TokenisedSet[Any],
+    tokenizer: Any,
+    run_dir: RunDirectory | None,
+    ranks: Ranks,
+) -> CheckpointManager | None:
+    if checkpoints.folder is None:
+        return None
+    identity = {"what is trained": _kind(config), "the digest of --data.dataset's tokens": samples.digest}
+    if isinstance(config, DPOConfig):
+        # What it said of the samples is in the checkpoint.
+        identity["the reference model"] = config.reference_path
+    return CheckpointManager(
+        checkpoints.folder,
+        {
+            MODEL: Trained(
+                backend,
+                lambda folder, state, weights: parts.export(tokenizer, folder, state["last_evaluation"], weights),
+            )
+        },
+        found=checkpoints.found,
+        identity=identity,
+        notes={"run_directory": str(run_dir.path.resolve())} if run_dir else {},
+        resumable=not config.ckpt.disable_ds,
+        ranks=ranks,
+    )
 
 
 # ------------------------------------------------------------------------------------------ what is trained
@@ -152,9 +201,7 @@ def _reward_model(config: RMConfig, place: _Place) -> _Parts:
     path = config.model.model_name_or_path
     loading = _loading(config, place.device)
     with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
-        model = load_value_model(
-            path, head_prefix=config.ds.value_head_prefix, seed=config.train.seed, **loading
-        )
+        model = load_value_model(path, head_prefix=config.ds.value_head_prefix, seed=config.train.seed, **loading)
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     loss = get_reward_loss(config.model.loss_type)
     return _Parts(
@@ -354,4 +401,3 @@ _KINDS = {
     "ipo": _Kind(samples=PairSet, format=_pair_format, assemble=_dpo),
     "kto": _Kind(samples=JudgedSet, format=_judged_format, assemble=_kto),
 }
-

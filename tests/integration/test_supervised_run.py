@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from openrlhf.observability.loggers import read_metrics
 
+
 @pytest.fixture
 def run(inputs, data, tmp_path, monkeypatch, capfd, caplog):
     """Runs a command in this process from an empty directory: exit status, metrics, what it said."""

@@ -75,6 +75,7 @@ def test_so_is_each_entry_of_the_supervised_trainers(command, capsys):
             "--lora_rank 8 --load_in_4bit --aux_loss_coef 0.1 --ds.experts_implementation eager --use_liger_kernel",
         ),
         ("train_sft", "--use_wandb SECRET --use_tensorboard t --optim muon --lr_scheduler linear --max_epochs 3"),
+        ("train_sft", "--save_steps 5 --save_hf_ckpt --load_checkpoint --max_ckpt_num 2 --disable_ds_ckpt"),
         ("train_rm", "--loss logexp --margin_loss --compute_fp32_loss --value_head_prefix value_head"),
         ("train_dpo", "--ipo --nll_loss_coef 0.1 --ref_pretrain r --ref_offload"),
         ("train_dpo", "--model.loss_type kto --label_key l --response_key r --beta 0.2"),

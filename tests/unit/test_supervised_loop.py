@@ -161,7 +161,7 @@ def test_checkpoints_come_at_their_period_and_a_run_continues_from_one():
     resumed, continued = fake_trainer(save_every=3)
     Drawer(resumed, drawer.saved[3])
     resumed.fit()
-    assert resumed.backend.events[:2] == ["loaded", "loaded"]
+    assert resumed.backend.events.count("loaded") == 1, "what is only measured has nothing to remember"
     timeless = [{k: v for k, v in r.items() if "/" not in k} for r in memory.records]
     again = [{k: v for k, v in r.items() if "/" not in k} for r in continued.records]
     assert again == [r for r in timeless if r["step"] > 3]

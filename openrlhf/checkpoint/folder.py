@@ -1,0 +1,243 @@
+"""The folder of a run's checkpoints: each appears whole or not at all, and old ones go when new ones are safe.
+
+<folder>/global_step<N>/       a checkpoint; `manifest.json` in it lists what resuming reads, with sizes and checksums
+<folder>/global_step<N>_hf/    its model, by hard links, if asked for
+<folder>/latest                the name of the one to continue from
+<folder>/.global_step…         what is being written (`.partial`) or deleted (`.trash`); a killed run's is removed later
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from openrlhf.checkpoint.disk import Disk
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+TRAINING_STATE = "training_state"
+GIB = 1 << 30
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or continued from. The message says which, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How much is kept. The latest checkpoint always is."""
+
+    max_num: int = 3
+    max_gib: float = float("inf")
+
+
+class CheckpointFolder:
+    """Written by one process at a time: `begin`, fill the folder it gives, `commit`."""
+
+    def __init__(self, path: Path, retention: Retention, *, link_model: str | None = None, disk: Disk | None = None):
+        """`link_model`: the part of each checkpoint that is also wanted as global_step<N>_hf."""
+        self.path = path
+        self._retention = retention
+        self._link_model = link_model
+        self._disk = disk or Disk()
+        self._lock = FileLock(path / ".lock")
+
+    def open(self) -> None:
+        """Take the folder for this process, and remove what a killed one left half done."""
+        try:
+            self._disk.make_folder(self.path)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise CheckpointError(
+                f"--ckpt.path {self.path}: another run writes checkpoints there; wait for it, or name another folder"
+            ) from None
+        except NotImplementedError:
+            logger.warning("--ckpt.path %s: this file system has no locks; start no second run on it", self.path)
+        except OSError as error:
+            raise CheckpointError(f"--ckpt.path {self.path}: cannot be written ({error.strerror})") from error
+        for leftover in [*self.path.glob(".global_step*"), *self.path.glob(".latest*")]:
+            self._disk.remove(leftover)
+
+    def close(self) -> None:
+        self._lock.release()
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def steps(self) -> list[int]:
+        """Of all checkpoints there are, ascending."""
+        if not self.path.is_dir():
+            return []
+        found = (re.fullmatch(r"global_step(\d+)", path.name) for path in self.path.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def newest_complete(self) -> Path | None:
+        """The latest checkpoint; if it is damaged the newest that is not, with a warning; None if there is none.
+
+        Raises CheckpointError if all are damaged.
+        """
+        candidates = [self._tag(step) for step in reversed(self.steps)]
+        named = self._latest()
+        if named is not None and named in candidates:
+            candidates.remove(named)
+            candidates.insert(0, named)
+        elif named is not None and candidates:
+            logger.warning("%s names %s, which is not there", self.path / "latest", named.name)
+        found = []
+        for candidate in candidates:
+            if (damage := damage_of(candidate)) is None:
+                if found:
+                    logger.warning("%s is used instead", candidate)
+                return candidate
+            found.append(f"{candidate.name}: {damage}")
+            logger.warning("checkpoint %s cannot be used: %s", candidate, damage)
+        if found:
+            raise CheckpointError(
+                f"--ckpt.path {self.path}: no checkpoint there can be continued from ({'; '.join(found)}); "
+                "restore one, or start anew with another folder"
+            )
+        return None
+
+    def _latest(self) -> Path | None:
+        try:
+            return self.path / (self.path / "latest").read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def _tag(self, step: int) -> Path:
+        return self.path / f"global_step{step}"
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def require_room(self, expected_bytes: int) -> None:
+        """CheckpointError if there is none for so much; the size of the last checkpoint is the better guess, if any."""
+        if self.steps:
+            expected_bytes = size_of(self._tag(self.steps[-1]))
+        free = shutil.disk_usage(self.path).free
+        if free < expected_bytes:
+            raise CheckpointError(
+                f"--ckpt.path {self.path}: a checkpoint takes about {expected_bytes / GIB:.3g} GiB, and "
+                f"{free / GIB:.3g} GiB are free; make room, or lower --ckpt.max_num"
+            )
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to be filled, which `commit` makes the latest checkpoint."""
+        draft = self.draft(step)
+        self.discard(step)
+        self._disk.make_folder(draft)
+        return draft
+
+    def commit(self, step: int) -> None:
+        draft = self.draft(step)
+        self._disk.write_text(draft / MANIFEST, json.dumps(_manifest(draft, step), indent=1))
+        self._disk.sync_tree(draft)
+        # The linked model first: a run that is killed after it writes this step again, one before it would not.
+        if self._link_model is not None:
+            linked = self._hidden(step, "hf.partial")
+            self._disk.link_tree(draft / self._link_model, linked, without=TRAINING_STATE)
+            self._replace(linked, self._export(step), step)
+        self._replace(draft, self._tag(step), step)
+        pointer = self.path / ".latest.partial"
+        self._disk.write_text(pointer, f"global_step{step}\n")
+        self._disk.rename(pointer, self.path / "latest")
+        self._thin_out(step)
+
+    def discard(self, step: int) -> None:
+        """Remove what `begin` made, if it is there."""
+        if self.draft(step).exists():
+            self._disk.remove(self.draft(step))
+
+    def draft(self, step: int) -> Path:
+        """Where a checkpoint is written."""
+        return self._hidden(step, "partial")
+
+    def _replace(self, new: Path, place: Path, step: int) -> None:
+        """What an abandoned run left in this place makes way."""
+        if place.exists():
+            self._throw_away(place, step)
+        self._disk.rename(new, place)
+
+    def _thin_out(self, newest: int) -> None:
+        """Remove those that are too many. Steps after `newest` are of a run that was not continued: they go first."""
+        sizes = {step: size_of(self._tag(step)) for step in self.steps}
+        for step in sorted(sizes, key=lambda step: (step < newest, step)):
+            full = sum(sizes.values()) > self._retention.max_gib * GIB
+            if step == newest or not (full or len(sizes) > self._retention.max_num):
+                continue
+            for place in (self._export(step), self._tag(step)):
+                if place.exists():
+                    self._throw_away(place, step)
+            del sizes[step]
+
+    def _throw_away(self, place: Path, step: int) -> None:
+        """Renamed first: half of it must never be taken for a checkpoint."""
+        trash = self._hidden(step, f"{'hf.' * place.name.endswith('_hf')}trash")
+        if trash.exists():
+            self._disk.remove(trash)
+        self._disk.rename(place, trash)
+        self._disk.remove(trash)
+
+    def _export(self, step: int) -> Path:
+        return self.path / f"global_step{step}_hf"
+
+    def _hidden(self, step: int, what: str) -> Path:
+        return self.path / f".global_step{step}.{what}"
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with the files that resuming reads; None: nothing."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        wanted = {checkpoint / name: (entry["bytes"], entry["crc32"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is missing or damaged"
+    for path, (size, _) in wanted.items():
+        if not path.is_file():
+            return f"{path.relative_to(checkpoint)} is missing"
+        if path.stat().st_size != size:
+            return f"{path.relative_to(checkpoint)} has {path.stat().st_size} bytes of {size}"
+    try:
+        checksums = _checksums(list(wanted))
+    except OSError as error:
+        return str(error)
+    changed = [path for path, (_, checksum) in wanted.items() if checksums[path] != checksum]
+    return f"{changed[0].relative_to(checkpoint)} is damaged" if changed else None
+
+
+def size_of(folder: Path) -> int:
+    """Bytes in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _manifest(draft: Path, step: int) -> dict[str, object]:
+    """Of what resuming reads. The model folders are for others, who may change them."""
+    state = [path for path in draft.glob("state.*") if path.is_file()]
+    training = [path for path in draft.glob(f"*/{TRAINING_STATE}/*") if path.is_file()]
+    checksums = _checksums(sorted(state + training))
+    files = {
+        str(path.relative_to(draft)): {"bytes": path.stat().st_size, "crc32": crc} for path, crc in checksums.items()
+    }
+    return {"step": step, "files": files}
+
+
+def _checksums(paths: list[Path]) -> dict[Path, int]:
+    # Threads: zlib and reading let go of the interpreter.
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return dict(zip(paths, pool.map(_checksum, paths), strict=True))
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value

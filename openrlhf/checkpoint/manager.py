@@ -1,0 +1,174 @@
+"""Checkpoints of a run: everything that is needed to continue as if it had not been interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.checkpoint.folder import TRAINING_STATE, CheckpointError, CheckpointFolder
+from openrlhf.checkpoint.random_state import random_state, restore_random_state
+from openrlhf.checkpoint.training_state import read_state, read_training_state, write_state, write_training_state
+
+T = TypeVar("T")
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model that a checkpoint holds."""
+
+    backend: Backend
+    export: Callable[[Path, State, Mapping[str, Tensor] | None], object]
+    """Writes it as a Hugging Face folder, on the main rank; given the loop's state, and the weights to write where the
+    module does not hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint to continue from, with its state except that of backends."""
+
+    path: Path
+    state: State
+
+    @property
+    def notes(self) -> State:
+        """What the run that wrote it had to say about itself."""
+        return self.state["notes"]
+
+    def require_same(self, identity: Mapping[str, str]) -> None:
+        """CheckpointError if a run with this identity would not be the same run."""
+        for name, now in identity.items():
+            then = self.state["identity"].get(name)
+            if then != now:
+                raise CheckpointError(
+                    f"{self.path} cannot be continued: {name} was {then}, and is {now} now; resume with the same, name "
+                    "another --ckpt.path, or leave --ckpt.load_enable out and start from the checkpoint's model folder"
+                )
+
+
+def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Found | None:
+    """The one to continue from: the newest that is whole; None if there is none. Raises CheckpointError."""
+    mine = together(ranks, lambda: folder.newest_complete() if ranks.is_main else None)
+    path = next((path for path in ranks.gather(mine) if path is not None), None)
+    if path is None:
+        return None
+    state = read_state(path)
+    if not state["resumable"]:
+        raise CheckpointError(
+            f"{path} has no training state (--ckpt.disable_ds): start a new run from its model folder, with another "
+            "--ckpt.path"
+        )
+    return Found(path, state)
+
+
+class CheckpointManager:
+    """Writes and reads whole checkpoints. Implements the loops' `Checkpointer`."""
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        models: Mapping[str, Trained],
+        *,
+        found: Found | None = None,
+        identity: Mapping[str, str],
+        notes: State,
+        resumable: bool = True,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`models`: by the folder each has in a checkpoint. `found`: what `load` continues from.
+
+        `identity`: what a run may not change when it continues, by the names users know it by. `resumable` False
+        leaves the training state out, which is most of the size.
+        """
+        self._folder = folder
+        self._models = models
+        self._found = found
+        self._identity = dict(identity)
+        self._notes = notes
+        self._resumable = resumable
+        self._ranks = ranks
+
+    def save(self, step: int, state: State) -> None:
+        """Collective. Raises CheckpointError; what was there before is then still there."""
+        draft = self._folder.draft(step)
+        whole = {
+            "resumable": self._resumable,
+            "identity": self._identity,
+            "notes": self._notes,
+            "random": self._ranks.gather(random_state()),
+            "loop": state,
+        }
+        self._on_main(lambda: self._folder.require_room(self._expected_bytes()))
+        try:
+            self._on_main(lambda: self._folder.begin(step))
+            for name, model in self._models.items():
+                self._write_model(model, draft / name, state)
+            self._on_main(lambda: write_state(draft, whole))
+            self._on_main(lambda: self._folder.commit(step))
+        except CheckpointError:
+            self._on_main(lambda: self._folder.discard(step))
+            raise
+
+    def _write_model(self, model: Trained, folder: Path, state: State) -> None:
+        with model.backend.weights_to_save() as weights:
+            self._on_main(lambda: model.export(folder, state, weights))
+        if self._resumable:
+            target, numbers = folder / TRAINING_STATE, model.backend.numbers()
+            tensors, writes = model.backend.tensors(), self._ranks.is_main
+            together(self._ranks, lambda: write_training_state(target, numbers, tensors, writes=writes))
+
+    def load(self) -> State | None:
+        """Models and generators are as they were; returns the loop's state. None: nothing to continue from."""
+        if self._found is None:
+            return None
+        self._found.require_same(self._identity)
+        for name, model in self._models.items():
+            numbers, tensors = read_training_state(self._found.path / name / TRAINING_STATE)
+            try:
+                model.backend.load(numbers, tensors)
+            except ValueError as error:
+                raise CheckpointError(f"{self._found.path} cannot be continued: {error}") from error
+        states = self._found.state["random"]
+        if self._ranks.index < len(states):
+            restore_random_state(states[self._ranks.index])
+        return self._found.state["loop"]
+
+    def _on_main(self, work: Callable[[], object]) -> None:
+        together(self._ranks, lambda: work() if self._ranks.is_main else None)
+
+    def _expected_bytes(self) -> int:
+        """Each model in its dtype, and its trained parameters in fp32 with two moments."""
+        total = 0
+        for model in self._models.values():
+            parameters = list(model.backend.module.parameters())
+            total += sum(_size(p) * p.element_size() for p in parameters)
+            if self._resumable:
+                total += sum(_size(p) * 12 for p in parameters if p.requires_grad)
+        return total
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """All ranks do it. What goes wrong on one is a CheckpointError on all: none waits for another in vain."""
+    result, failure = None, None
+    try:
+        result = work()
+    except CheckpointError as error:
+        failure = str(error)
+    except (OSError, SafetensorError) as error:
+        failure = f"a checkpoint cannot be written or read: {error}"
+    failures = [failure for failure in ranks.gather(failure) if failure is not None]
+    if failures:
+        raise CheckpointError(failures[0])
+    return result  # type: ignore[return-value]
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Elements of a parameter, also of one that DeepSpeed has cut up over ranks and left empty here."""
+    return getattr(parameter, "ds_numel", parameter.numel())

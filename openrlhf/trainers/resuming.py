@@ -1,0 +1,78 @@
+"""Where a run's checkpoints are, what it continues from, and which run directory goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.checkpoint.folder import CheckpointFolder, Retention
+from openrlhf.checkpoint.manager import Found, find_checkpoint, together
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.reporting import LoggerSection, RLCheckpointSection, SupervisedCheckpointSection
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints(NamedTuple):
+    """What a run knows about checkpoints before it loads anything."""
+
+    folder: CheckpointFolder | None
+    """None: it neither writes nor reads any."""
+    found: Found | None
+    """To be continued from."""
+
+
+@contextlib.contextmanager
+def opened_checkpoints(
+    section: SupervisedCheckpointSection | RLCheckpointSection, *, model: str, ranks: Ranks = ALONE
+) -> Iterator[Checkpoints]:
+    """The folder belongs to this run while open. `model`: the part of a checkpoint that `--ckpt.save_hf` links.
+
+    Raises CheckpointError, and ConfigError for a new run that would replace what another one left.
+    """
+    if section.period is None and not section.load_enable:
+        yield Checkpoints(None, None)
+        return
+    folder = CheckpointFolder(
+        Path(section.path).expanduser().resolve(),
+        Retention(max_num=section.max_num, max_gib=section.max_mem),
+        link_model=model if section.save_hf else None,
+    )
+    together(ranks, lambda: folder.open() if ranks.is_main else None)
+    try:
+        if section.load_enable:
+            found = find_checkpoint(folder, ranks=ranks)
+            if found is None:
+                logger.info("--ckpt.load_enable: no checkpoint in %s, a new run begins", folder.path)
+        elif folder.steps:
+            raise ConfigError(
+                f"--ckpt.path {section.path} holds checkpoints of an earlier run, up to global_step{folder.steps[-1]}: "
+                "continue it with --ckpt.load_enable, name another folder, or remove them"
+            )
+        else:
+            found = None
+        yield Checkpoints(folder, found)
+    finally:
+        if ranks.is_main:
+            folder.close()
+
+
+def run_directory_of(section: LoggerSection, found: Found | None) -> tuple[str, bool]:
+    """Where this run writes its logs, and whether it goes on with what is there.
+
+    A continued run goes on in the directory it began in, unless that is gone or another one is asked for. (One whose
+    name was taken has a number behind it.)
+    """
+    begun = Path(found.notes["run_directory"]) if found else None
+    if begun is not None and begun.is_dir():
+        if section.run_dir is None:
+            return str(begun), True
+        wanted = Path(section.run_dir).expanduser().resolve()
+        if begun.parent == wanted.parent and re.fullmatch(re.escape(wanted.name) + r"(-\d+)?", begun.name):
+            return str(begun), True
+    return section.directory, False

@@ -1,0 +1,44 @@
+"""Ten runs of SFT, each killed with SIGKILL once and started again: final weights and metrics as if nothing had been.
+
+Minutes: `make faults`, not part of `make test`.
+"""
+
+import pytest
+from killed_runs import SAVE_STEPS, Sft, assert_same_end, make_inputs
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(files, tmp_path_factory):
+    run = Sft(files, tmp_path_factory.mktemp("straight"))
+    run.run()
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "step"),
+    [
+        ("logged", 1),
+        ("writing", SAVE_STEPS),
+        ("logged", 5),
+        ("logged", 9),
+        ("writing", 3 * SAVE_STEPS),
+        ("logged", 13),
+        ("logged", 18),
+        ("logged", 24),
+        ("writing", 7 * SAVE_STEPS),
+        ("logged", 31),
+    ],
+)
+def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, at, step):
+    run = Sft(files, tmp_path)
+    assert run.killed_when(lambda run: getattr(run, at)(step))
+    run.run()
+    assert_same_end(run, straight)
