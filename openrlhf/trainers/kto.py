@@ -100,7 +100,8 @@ class KTOObjective:
             indices = micro or batch.samples[:1]  # ranks compute together
             policy_N = answer_logprobs(module, pack([self._mismatched[i] for i in indices]).to(self._device))
             own += (policy_N.cpu() - self._mismatched_reference.of(indices).squeeze(1)).tolist() if micro else []
-        return kto_reference_point(torch.tensor(sum(self._ranks.gather(own), []), device=self._device))
+        ratios = [ratio for theirs in self._ranks.gather(own) for ratio in theirs]
+        return kto_reference_point(torch.tensor(ratios, device=self._device))
 
     def _pack(self, indices: Sequence[int]) -> PackedTokens:
         return pack([self._answers[i].example for i in indices])
