@@ -183,5 +183,5 @@ def _move_in(draft: Path, target: Path) -> None:
         weights = path.name.startswith(("model", "adapter_model")) and ".safetensors" in path.name
         if path.name not in new and (weights or path.name in _DESCRIPTIONS):
             path.unlink()
-    for path in sorted(draft.iterdir(), key=lambda p: p.name == "config.json"):
+    for path in sorted(draft.iterdir(), key=lambda p: p.name in _DESCRIPTIONS):
         os.replace(path, target / path.name)

@@ -6,11 +6,6 @@ from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config.roots import DPOConfig, RLConfig, RMConfig, SFTConfig
 
 
-def four_bit_weights_have_an_adapter(config: SFTConfig | RMConfig | DPOConfig | RLConfig) -> Iterator[str]:
-    if config.ds.load_in_4bit and not config.ds.lora.rank:
-        yield "--ds.load_in_4bit: weights of 4 bits cannot be trained: add an adapter (--ds.lora.rank), or leave it out"
-
-
 def balanced_routers_are_seen(config: SFTConfig | RMConfig | DPOConfig | RLConfig) -> Iterator[str]:
     name = "actor" if isinstance(config, RLConfig) else "model"
     trained = config.actor if isinstance(config, RLConfig) else config.model

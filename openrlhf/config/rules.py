@@ -29,13 +29,12 @@ COMMON_RULES: tuple[Rule, ...] = (
     limits.periods_are_positive_or_off,
     limits.probabilities_fit_datasets,
 )
-TRAINER_RULES: tuple[Rule, ...] = (agreements.four_bit_weights_have_an_adapter, agreements.balanced_routers_are_seen)
 RULES: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (*TRAINER_RULES, agreements.multiturn_needs_a_chat_template),
-    RMConfig: TRAINER_RULES,
-    DPOConfig: (*TRAINER_RULES, agreements.pair_options_have_pairs),
+    SFTConfig: (agreements.balanced_routers_are_seen, agreements.multiturn_needs_a_chat_template),
+    RMConfig: (agreements.balanced_routers_are_seen,),
+    DPOConfig: (agreements.balanced_routers_are_seen, agreements.pair_options_have_pairs),
     RLConfig: (
-        *TRAINER_RULES,
+        agreements.balanced_routers_are_seen,
         agreements.group_estimators_need_samples,
         limits.clip_range_is_valid,
         limits.dual_clip_is_above_one,
@@ -59,12 +58,13 @@ RULES: dict[type, tuple[Rule, ...]] = {
     ServeRMConfig: (limits.api_key_is_a_key,),
 }
 NEEDS: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (needs.model_is_named, needs.data_is_named),
-    RMConfig: (needs.model_is_named, needs.data_is_named),
-    DPOConfig: (needs.model_is_named, needs.data_is_named),
+    SFTConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
+    RMConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
+    DPOConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
     RLConfig: (
         needs.model_is_named,
         needs.data_is_named,
+        needs.four_bit_weights_have_an_adapter,
         needs.rewards_come_from_somewhere,
         needs.optimizer_batch_fits_the_round,
     ),

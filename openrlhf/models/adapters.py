@@ -113,7 +113,7 @@ class WithoutAdapter(nn.Module):
 
 
 def _is_adapter(parameter: str) -> bool:
-    return ".lora_" in parameter
+    return ".lora_" in parameter and f".{_NAME}" in parameter
 
 
 def _check_targets(model: Any, targets: tuple[str, ...]) -> None:

@@ -1,7 +1,10 @@
 """Adapters: what is frozen, what is written, and that nothing else notices them."""
 
 import dataclasses
+import importlib.machinery
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -290,3 +293,15 @@ class TestFourBit:
             load(folder, load_in_4bit=True)
         with pytest.raises(ModelLoadError, match=r"--ds.use_liger_kernel needs .*pip install 'openrlhf\[liger\]'"):
             load(folder, use_liger_kernel=True)
+
+
+def test_liger_leaves_the_cross_entropy_alone(folder, monkeypatch):
+    """Log-probs come from our own head; what Liger may replace is below it."""
+    asked = []
+    library, inner = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
+    library.__spec__ = importlib.machinery.ModuleSpec("liger_kernel", None)
+    inner._apply_liger_kernel_to_instance = lambda *, model, **choices: asked.append((type(model), choices))
+    monkeypatch.setitem(sys.modules, "liger_kernel", library)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
+    load(folder, use_liger_kernel=True)
+    assert asked == [(Qwen2ForCausalLM, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
