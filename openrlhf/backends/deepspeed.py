@@ -144,7 +144,14 @@ class DeepSpeedBackend:
         return math.nan if norm is None else float(norm)
 
     def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        norm = nn.utils.clip_grad_norm_(list(self._trained.values()), self._max_norm or math.inf)
+        own = [p for name, p in self._trained.items() if name not in self._splits]
+        norm = nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
+        if self._splits:
+            parts = [self._trained[name].grad for name in self._splits if name in self._trained]
+            squares = nn.utils.get_total_norm([part for part in parts if part is not None]) ** 2
+            dist.all_reduce(squares, group=self._tensor_group)
+            norm = (norm**2 + squares).sqrt()
+        nn.utils.clip_grads_with_norm_(self._trained.values(), self._max_norm or math.inf, norm)
         self._norm_unwrapped = float(norm)
 
     # ------------------------------------------------------------------------------------------- state, whole
@@ -293,8 +300,11 @@ def shard_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
 
 @contextlib.contextmanager
 def sharded_loading(zero: ZeroSettings, *, dtype: torch.dtype) -> Iterator[None]:
-    """While open, transformers loads models of stage 3 shard by shard: no rank ever holds one whole."""
-    if zero.stage < 3:
+    """While open, transformers loads models of stage 3 shard by shard: no rank ever holds one whole.
+
+    Tensor parallelism needs them whole: it cuts layers before ZeRO does.
+    """
+    if zero.stage < 3 or zero.tensor_parallel_size > 1:
         yield
         return
     require_deepspeed()

@@ -103,6 +103,7 @@ def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
         name_the_meeting_place(os.environ, launch)
         dist.init_process_group(backend, timeout=DEADLINE)
     elif also_alone:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         return ALONE

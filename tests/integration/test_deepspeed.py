@@ -1,6 +1,8 @@
 """DeepSpeed on two CPU ranks trains what one process with plain torch trains, step by step, whatever is shared out."""
 
+import itertools
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -35,6 +37,22 @@ TWO_RANKS = {
     "lora": {"ds.zero_stage": 3, "ds.lora.rank": 4},
 }
 CASES = [("sft", way) for way in TWO_RANKS]
+TENSOR_PARALLEL = {
+    "tp zero 0": {"ds.zero_stage": 0},
+    "tp zero 1": {"ds.zero_stage": 1},
+    "tp zero 3": {"ds.zero_stage": 3},
+}
+TENSOR_PARALLEL = {name: {**flags, "ds.tensor_parallel_size": 2} for name, flags in TENSOR_PARALLEL.items()}
+RELAY = [
+    ("alone", {}),
+    ("two", {"ds.zero_stage": 3}),
+    ("two", {"ds.zero_stage": 0}),
+    ("two", {"ds.zero_stage": 2}),
+    ("two", {"ds.zero_stage": 1}),
+    ("alone", {}),
+    ("two", {"ds.tensor_parallel_size": 2}),
+]
+"""Who trains which epoch of one run, each continuing from the checkpoint of the one before."""
 CASES += [(trainer, f"zero {stage}") for trainer in ("rm", "dpo", "kto") for stage in (2, 3)]
 
 
@@ -69,8 +87,14 @@ class Runs:
             "HF_HOME": str(self.folder / "cache"),
         }
         done = subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-6000:]
+        assert done.returncode == 0, done.stderr[-12000:]
         return done
+
+    def train(self, who: str, commands: list[list[str]]) -> None:
+        """One after the other: `alone` in one process, or on `two` ranks."""
+        listed = self.folder / "runs.json"
+        listed.write_text(json.dumps(commands))
+        self.start(*([sys.executable] if who == "alone" else torchrun(2)), str(SUPPORT / "many_runs.py"), str(listed))
 
     def history(self, name: str, *metrics: str) -> list[list[float]]:
         rows = [r for r in read_metrics(self.folder / name / "run" / "metrics.jsonl") if r["kind"] == "train"]
@@ -116,13 +140,13 @@ def runs(tmp_path_factory, data) -> Runs:
     runs = Runs(folder, write_model(folder / "tiny"), data)
     alone = [runs.words(f"alone {t}", t) for t in TRAINERS] + [runs.words("alone lora", "sft", **{"ds.lora.rank": 4})]
     pairs = [runs.words(f"{way} {trainer}", trainer, **TWO_RANKS[way]) for trainer, way in CASES]
-    for name, list_, start in (("alone", alone, [sys.executable]), ("two", pairs, torchrun(2))):
-        (runs.folder / f"{name}.json").write_text(json.dumps(list_))
-        runs.start(*start, str(SUPPORT / "many_runs.py"), str(runs.folder / f"{name}.json"))
+    cut = [runs.words(f"{way} sft", "sft", **flags) for way, flags in TENSOR_PARALLEL.items()]
+    runs.train("alone", alone)
+    runs.train("two", pairs + cut)
     return runs
 
 
-@pytest.mark.parametrize(("trainer", "way"), CASES)
+@pytest.mark.parametrize(("trainer", "way"), [*CASES, *(("sft", way) for way in TENSOR_PARALLEL)])
 def test_losses_and_gradient_norms_are_those_of_one_process(runs, trainer, way):
     loss = "gpt_loss" if trainer == "sft" else "loss"
     expected = runs.history("alone lora" if way == "lora" else f"alone {trainer}", loss, "grad_norm", "lr")
@@ -139,7 +163,9 @@ def test_evaluation_is_that_of_one_process(runs, trainer, way):
     assert expected
 
 
-@pytest.mark.parametrize("way", [way for trainer, way in CASES if trainer == "sft" and way != "lora"])
+@pytest.mark.parametrize(
+    "way", [*(way for trainer, way in CASES if trainer == "sft" and way != "lora"), *TENSOR_PARALLEL]
+)
 def test_the_model_that_is_left_is_that_of_one_process(runs, way):
     expected = AutoModelForCausalLM.from_pretrained(runs.model("alone sft")).state_dict()
     written = AutoModelForCausalLM.from_pretrained(runs.model(f"{way} sft")).state_dict()
@@ -156,3 +182,41 @@ def test_a_reward_model_of_stage_3_has_its_head(runs):
         for name in ("alone rm", "zero 3 rm")
     )
     assert written.detach() == pytest.approx(expected.detach(), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_ranks_stages_and_backends(runs):
+    """One epoch each; the checkpoints, and so the losses, are those of one process that trains them all."""
+    constant = {"lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0}
+    relay = {**constant, "ckpt.path": runs.folder / "relay" / "ckpt", "ckpt.save_steps": 4, "ckpt.load_enable": True}
+    runs.train("alone", [runs.words("undisturbed", "sft", **constant, **{"train.max_epochs": len(RELAY)})])
+    legs = [
+        (who, runs.words("relay", "sft", **relay, **flags, **{"train.max_epochs": epoch}))
+        for epoch, (who, flags) in enumerate(RELAY, start=1)
+    ]
+    for who, group in itertools.groupby(legs, key=operator.itemgetter(0)):
+        runs.train(who, [words for _, words in group])
+    expected, measured = (runs.history(name, "gpt_loss", "grad_norm") for name in ("undisturbed", "relay"))
+    assert len(expected) == 4 * len(RELAY)
+    assert len(measured) == len(expected)
+    for step, (ours, theirs) in enumerate(zip(measured, expected, strict=True)):
+        assert ours == pytest.approx(theirs, rel=1e-3), (step, ours, theirs)
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "python"])
+def test_every_launcher_starts_a_training(runs, launcher):
+    command, *words = runs.words(launcher, "sft", **{"train.max_epochs": 1, "ds.zero_stage": 2})
+    module, bin_ = f"openrlhf.cli.{command}", Path(sys.executable).parent
+    start = {
+        "deepspeed": [str(bin_ / "deepspeed"), "--num_gpus", "2", "--module", module],
+        "torchrun": [str(bin_ / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", module],
+        "python": [sys.executable, "-m", module, "--train.backend", "deepspeed"],
+    }[launcher]
+    runs.start(*start, *words)
+    measured, expected = (
+        runs.history(launcher, "gpt_loss", "grad_norm"),
+        runs.history("alone sft", "gpt_loss", "grad_norm"),
+    )
+    assert len(measured) == 4
+    assert measured[0] == pytest.approx(expected[0], rel=1e-4)
+    assert "model" in {path.name for path in (runs.folder / launcher).iterdir()}

@@ -34,6 +34,7 @@ TRAINERS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray")
 # (name, type, default) -> commands
 ADDED = {
     ("train.launcher", "str auto/local/ray", "auto"): ("train_ppo_ray",),
+    ("train.backend", "str auto/torch/deepspeed", "auto"): ("train_sft", "train_rm", "train_dpo"),
     ("train.async_share_device", "switch", False): ("train_ppo_ray",),
     ("max_steps", "int", None): ("train_ppo_ray",),
     ("rollout.top_k", "int", -1): ("train_ppo_ray",),
