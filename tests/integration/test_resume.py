@@ -29,18 +29,14 @@ def straight(files, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [
-        lambda run: run.logged(2),
-        lambda run: run.logged(19),
-        lambda run: run.writing(12),
-    ],
+    ("at", "step"),
+    [("logged", 2), ("logged", 19), ("writing", 12)],
     ids=["before the first checkpoint", "between two", "inside a write"],
 )
-def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, moment):
+def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, at, step):
     """`tests/faults` does it ten times."""
     run = Sft(files, tmp_path)
-    assert run.killed_when(moment)
+    run.kill(at, step)
     run.run()
     assert_same_end(run, straight)
 
@@ -208,6 +204,19 @@ def test_a_damaged_latest_falls_back(half_done, train):
     assert "global_step4 is used instead" in err
     after = weights(half_done)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_full_disk_ends_the_run_and_leaves_what_was_there(half_done, train, monkeypatch):
+    """Continued for two epochs more, with a kilobyte left."""
+    left = sorted(p.name for p in (half_done / "checkpoints").iterdir())
+    usage = shutil.disk_usage(half_done)._replace(free=1024)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    rc, err = train("train_sft", "a", ckpt__load_enable=True, train__max_epochs=3)
+    assert rc == 1
+    assert "a checkpoint takes about" in err
+    assert "GiB are free; make room" in err
+    assert "Traceback" not in err
+    assert sorted(p.name for p in (half_done / "checkpoints").iterdir()) == left
 
 
 def test_without_training_state_there_is_a_model_and_no_resuming(train, tmp_path):
