@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.checkpoint.training_state import read_state, write_state
@@ -360,6 +360,7 @@ def test_a_group_comes_back_from_a_checkpoint_as_it_was():
         assert (type(other.key), type(other.outcome)) == (SampleKey, Outcome)
 
 
+@settings(deadline=None)  # it writes files
 @given(
     script=st.lists(st.sampled_from([GOOD, BAD, (None, 0.0)]), min_size=1, max_size=24),
     at_once=st.integers(1, 9),
