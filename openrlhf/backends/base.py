@@ -30,10 +30,11 @@ class Backend(Protocol):
         """One optimizer step on the accumulated gradient; returns its norm before clipping."""
         ...
 
-    def weights_to_save(self) -> AbstractContextManager[None]:
-        """While open, the module holds the weights to export: their average if one is kept, else the live ones.
+    def weights_to_save(self) -> AbstractContextManager[Mapping[str, Tensor] | None]:
+        """While open, the weights to export: their average if one is kept, else the live ones. Collective.
 
-        Afterwards it holds the live ones, whatever happened.
+        None: the module holds them, and afterwards the live ones again, whatever happened. Otherwise they are given
+        to the main rank, whole, by their names in the module.
         """
         ...
 

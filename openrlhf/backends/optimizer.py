@@ -47,7 +47,12 @@ class OptimizerSettings:
 
 def no_decay(name: str, parameter: nn.Parameter) -> bool:
     """Biases, and everything that is a vector: the weights of every norm, whatever it is called."""
-    return parameter.dim() < 2 or name.endswith("bias")
+    return len(whole_shape(parameter)) < 2 or name.endswith("bias")
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """Its shape, also where ranks share it out and this one holds a flat piece (ZeRO-3)."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def vocabulary_tables(module: nn.Module) -> set[nn.Parameter]:
@@ -69,7 +74,7 @@ def vocabulary_tables(module: nn.Module) -> set[nn.Parameter]:
 
 def muon_parameters(module: nn.Module) -> set[nn.Parameter]:
     """What Muon updates: matrices inside the network. One row or column is a vector; stacked experts are no matrix."""
-    matrices = {p for p in module.parameters() if p.dim() == 2 and min(p.shape) > 1}
+    matrices = {p for p in module.parameters() if len(whole_shape(p)) == 2 and min(whole_shape(p)) > 1}
     return matrices - vocabulary_tables(module)
 
 

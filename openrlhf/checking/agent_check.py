@@ -10,7 +10,7 @@ from typing import Any
 
 from openrlhf.agents.base import Episode
 from openrlhf.agents.episodes import AgentEpisodes, EpisodeError
-from openrlhf.checking.reward_check import SLOW_SECONDS, range_warnings
+from openrlhf.checking.reward_check import SLOW_SECONDS, about_labels, range_warnings
 from openrlhf.checking.workbench import Workbench
 from openrlhf.types import Prompt, Segment
 
@@ -91,13 +91,13 @@ def agent_warnings(played: Sequence[PlayedEpisode], tokenizer: Any, *, max_steps
     episodes = [one.episode for one in played]
     turns = [sum(span.action for segment in e.segments for span in spans(segment, tokenizer)) for e in episodes]
     return [
-        *_about_rewards(episodes),
+        *_about_rewards(episodes, about_labels([one.prompt for one in played])),
         *_about_ends(episodes, turns, max_steps=max_steps),
         *_about_tokens(episodes, tokenizer),
     ]
 
 
-def _about_rewards(episodes: Sequence[Episode]) -> Iterator[str]:
+def _about_rewards(episodes: Sequence[Episode], labels: str) -> Iterator[str]:
     rewards = [e.reward for e in episodes if e.reward is not None]
     if len(rewards) < len(episodes):
         yield (
@@ -105,20 +105,23 @@ def _about_rewards(episodes: Sequence[Episode]) -> Iterator[str]:
             "--reward.remote_url to judge them"
         )
     if rewards and not any(rewards):
-        yield f"no episode earned anything: all {len(rewards)} rewards are 0"
+        yield f"no episode earned anything: all {len(rewards)} rewards are 0{labels}"
     elif len(rewards) > 1 and len(set(rewards)) == 1:
-        yield f"all {len(rewards)} episodes earned {rewards[0]:g}: nothing can be learned from that"
+        yield f"all {len(rewards)} episodes earned {rewards[0]:g}: nothing can be learned from that{labels}"
     yield from range_warnings(rewards, [e.score for e in episodes if e.score is not None])
 
 
 def _about_ends(episodes: Sequence[Episode], turns: Sequence[int], *, max_steps: int) -> Iterator[str]:
     cut = [e.truncated and n >= max_steps for e, n in zip(episodes, turns, strict=True)]
     if all(cut):
-        yield f"no episode was ever done: all {len(cut)} met the limit of {max_steps} turns (--max_steps)"
+        yield (
+            f"no episode was ever done: all {len(cut)} met this check's limit of {max_steps} turns; --max_steps sets "
+            "it, and a run has none without that flag"
+        )
     if many := sum(len(e.segments) > 1 for e in episodes):
         yield (
-            f"{many} of {len(episodes)} episodes rewrote their history between turns: each is trained on as several "
-            "token sequences"
+            f"{many} of {len(episodes)} episodes are several token sequences, which share the reward: a request did "
+            "not begin with all that had been read and sampled before it"
         )
 
 
@@ -131,9 +134,18 @@ def _about_tokens(episodes: Sequence[Episode], tokenizer: Any) -> Iterator[str]:
             f"{unexplained} action ranges were not sampled by llm_engine.generate as they stand: the policy is trained "
             "on tokens it did not say (was a text tokenised again?)"
         )
-    feedback = [
-        before.text for segment in segments for before, after in pairwise(spans(segment, tokenizer)[1:]) if after.action
-    ]
+    parts = [spans(segment, tokenizer) for segment in segments]
+    feedback = [before.text for each in parts for before, after in pairwise(each[1:]) if after.action]
+
+    def has_markers(text: str) -> bool:
+        return any(marker in text for marker in tokenizer.all_special_tokens)
+
+    bare = next((text for text in feedback if not has_markers(text)), None)
+    if bare is not None and any(has_markers(each[0].text) for each in parts if not each[0].action):
+        yield (
+            f"feedback {bare[-20:]!r} has none of the turn markers that the prompt has: to a chat model it is part of "
+            "its own turn"
+        )
     if glued := next((text for text in feedback if text[-1:].isalnum() or text[-1:] in tuple(".,;!?")), None):
         yield (
             f"feedback ends in {glued[-20:]!r}, and the policy's next turn follows without so much as a space: end it "

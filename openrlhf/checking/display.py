@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,10 +73,11 @@ class Display:
         for name in ("sample", "turns", "tokens", "trained", "reward", "score"):
             table.add_column(name, justify="right")
         table.add_column("ended")
-        for p in played:
+        names = told_apart([p.prompt.text for p in played])
+        for p, name in zip(played, names, strict=True):
             episode = p.episode
             table.add_row(
-                Text(shown(p.prompt.text, 17)),
+                Text(shown(name, 17)),
                 str(p.sample + 1),
                 str(_turns(p, tokenizer)),
                 str(sum(len(segment) for segment in episode.segments)),
@@ -151,6 +153,21 @@ def shown(text: str, most: int, *, lines: bool = False) -> str:
     return "".join(
         c if c.isprintable() or (lines and c == "\n") else "⏎" if c == "\n" else ascii(c)[1:-1] for c in text
     )
+
+
+def told_apart(texts: Sequence[str]) -> list[str]:
+    """Without the lines and special tokens around them that all have in common: mostly those of a chat template."""
+    if len(set(texts)) == 1:
+        return list(texts)
+    start = _in_common(texts, "\n>")
+    end = _in_common([text[start:][::-1] for text in texts], "\n<")
+    return [text[start : len(text) - end] for text in texts]
+
+
+def _in_common(texts: Sequence[str], edges: str) -> int:
+    """Length of the beginning that all have in common, up to the last of `edges` in it."""
+    length = sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False)))
+    return max(texts[0].rfind(edge, 0, length) for edge in edges) + 1
 
 
 def _turns(played: PlayedEpisode, tokenizer: Any) -> int:

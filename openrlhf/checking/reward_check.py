@@ -88,8 +88,14 @@ def reward_warnings(judged: Sequence[JudgedPrompt]) -> list[str]:
     rewards = [reward.reward for call in judged for reward in call.rewards]
     scores = [reward.score for call in judged for reward in call.rewards if reward.score is not None]
     if len(set(rewards)) == 1 and len(rewards) > 1:
-        about = ", right answers included" if any(answer.written for call in judged for answer in call.answers) else ""
-        warnings.append(f"all {len(rewards)} rewards are {rewards[0]:g}{about}: nothing can be learned from that")
+        about, unless = "", ""
+        if any(answer.written for call in judged for answer in call.answers):
+            about = ", right answers included"
+            unless = ", unless it expects another form of answers or labels (--prompt_data takes yours)"
+        labels = about_labels([call.prompt for call in judged])
+        warnings.append(
+            f"all {len(rewards)} rewards are {rewards[0]:g}{about}: nothing can be learned from that{unless}{labels}"
+        )
     elif all(len({reward.reward for reward in call.rewards}) == 1 for call in judged):
         warnings.append(
             "the samples of a prompt always get the same reward: estimators that compare them learn nothing"
@@ -98,6 +104,11 @@ def reward_warnings(judged: Sequence[JudgedPrompt]) -> list[str]:
     if (slowest := max(call.seconds for call in judged)) > SLOW_SECONDS:
         warnings.append(f"a call took {slowest:.1f} s; it is made once per prompt, 16 at a time")
     return warnings
+
+
+def about_labels(prompts: Sequence[Prompt]) -> str:
+    """What may be behind rewards that are all the same: prompts without labels have "", and every text has that too."""
+    return "; every label is empty: is --label_key missing?" if all(prompt.label == "" for prompt in prompts) else ""
 
 
 def range_warnings(rewards: Sequence[float], scores: Sequence[float]) -> list[str]:

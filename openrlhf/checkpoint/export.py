@@ -1,17 +1,19 @@
-"""Writing a model as a Hugging Face folder that anyone's `from_pretrained` loads."""
+"""Writing a model as a Hugging Face folder that anyone's `from_pretrained` loads; of an adapted one, its adapter."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -19,8 +21,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from openrlhf.models.adapters import adapter_config, adapter_tensors, base_names, has_adapter
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import Normalisation, ValueModel
+
+VALUE_HEAD_FILE = "value_head.json"
+"""Beside the adapter of a value model: what `config.json` says of a whole one. With a `config.json` the folder would
+pass for a whole model, and transformers would look for its weights."""
+_DESCRIPTIONS = ("config.json", "adapter_config.json", VALUE_HEAD_FILE)
 
 
 def export_policy(
@@ -33,8 +41,9 @@ def export_policy(
     """Write weights (safetensors), configuration, generation settings and tokenizer to `directory`; returns it.
 
     Everything is written beside its place first: a new folder appears complete or not at all; in one that is already
-    there the model's files are replaced one by one, and other files stay. `state_dict` stands in for the policy's own
-    weights (names of `policy.model`), for backends that shard.
+    there the model's files are replaced one by one, and other files stay. Of a policy with an adapter the adapter is
+    written, as `peft.PeftModel.from_pretrained(base, directory)` loads it. `state_dict` stands in for the policy's own
+    weights (names of `policy`), for backends that shard.
     """
     with _draft_of(Path(directory)) as draft:
         _write(policy, tokenizer, draft, state_dict)
@@ -54,8 +63,9 @@ def export_value_model(
     `AutoModelForSequenceClassification` loads it with its head (and reads the score at the last token that is not the
     configuration's padding token; ours is the last token), and so does `load_value_model`. A family without such a
     class is written as its bare body with the head beside it, for `load_value_model`. The head's name is stored as
-    `value_head_prefix`, `statistics` (default: the model's own normalisation) as `mean` and `std`. `state_dict` stands
-    in for the model's own weights (names of `model`). The rest as in `export_policy`.
+    `value_head_prefix`, `statistics` (default: the model's own normalisation) as `mean` and `std`. An adapter is
+    written together with the head, and `value_head.json` holds what `config.json` would. `state_dict` stands in for
+    the model's own weights (names of `model`). The rest as in `export_policy`.
     """
     with _draft_of(Path(directory)) as draft:
         _write_value_model(model, draft, statistics or model.normalisation, state_dict)
@@ -82,8 +92,13 @@ def _write(
     folder: Path,
     state_dict: Mapping[str, Tensor] | None,
 ) -> None:
-    policy.model.save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
-    _users_config(policy.model.config, policy.config_changes).save_pretrained(folder)
+    own = None if state_dict is None else {name.removeprefix("model."): t for name, t in state_dict.items()}
+    if has_adapter(policy.model):
+        tensors = adapter_tensors(policy.model.state_dict() if own is None else own)
+        _write_adapter(policy.model, folder, tensors, task="CAUSAL_LM")
+    else:
+        policy.model.save_pretrained(folder, state_dict=own)
+        _users_config(policy.model.config, policy.config_changes).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -95,6 +110,21 @@ def _users_config(running: Any, changes: Mapping[str, float]) -> Any:
         setattr(config.get_text_config(), name, value)
     config._attn_implementation = None
     return config
+
+
+def _write_adapter(
+    model: Any, folder: Path, tensors: Mapping[str, Tensor], *, task: str, heads: Sequence[str] = ()
+) -> None:
+    """`tensors` by their names in the model that the adapter is for; `heads`: which of its modules come whole."""
+    config = adapter_config(model)
+    base = model.config.name_or_path
+    config.base_model_name_or_path = os.path.abspath(os.path.expanduser(base)) if os.path.exists(base) else base
+    config.task_type = task
+    config.modules_to_save = list(heads) or None
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    whole = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _write_value_model(
@@ -110,18 +140,23 @@ def _write_value_model(
     if statistics is not None:
         config.mean, config.std = statistics
 
-    writer, names = model.model, {model.head_prefix}
+    writer, family, place = model.model, model.head_prefix, ""
     if classifier := _classifier(config, dtype=model.model.dtype):
-        place = f"{classifier.base_model_prefix}."
-        named = {f"{place}{name}": tensor for name, tensor in body.items()}
-        heads = set(classifier.state_dict()) - set(named)
+        prefix = f"{classifier.base_model_prefix}."
+        heads = set(classifier.state_dict()) - {f"{prefix}{name}" for name in base_names(body)}
         # What is neither body nor one plain matrix would be left random in the file, and change every score.
         if len(heads) == 1 and classifier.get_parameter(*heads).shape == head.shape:
-            writer, body = classifier, named
-            names.add(next(iter(heads)).removesuffix(".weight"))
+            writer, family, place = classifier, next(iter(heads)).removesuffix(".weight"), prefix
+    if has_adapter(model.model):
+        tensors = {f"{place}{name}": tensor for name, tensor in adapter_tensors(body).items()}
+        _write_adapter(model.model, folder, tensors | {f"{family}.weight": head}, task="SEQ_CLS", heads=[family])
+        facts = {"value_head_prefix": model.head_prefix} | (statistics._asdict() if statistics else {})
+        (folder / VALUE_HEAD_FILE).write_text(json.dumps(facts), encoding="utf-8")
+        return
+    tensors = {f"{place}{name}": tensor for name, tensor in body.items()}
     # Under both names where they differ: the family's for its class, the given one for who was told it.
-    body |= {f"{name}.weight": head.detach().clone() for name in names}
-    writer.save_pretrained(folder, state_dict=body)
+    tensors |= {f"{name}.weight": head.detach().clone() for name in (family, model.head_prefix)}
+    writer.save_pretrained(folder, state_dict=tensors)
     config.architectures = [type(writer).__name__]
     config.dtype = writer.dtype
     config.save_pretrained(folder)
@@ -136,13 +171,17 @@ def _classifier(config: Any, *, dtype: torch.dtype) -> Any | None:
 
 
 def _move_in(draft: Path, target: Path) -> None:
-    """Put the files of `draft` in place. What else is in `target` (checkpoints, notes) stays, old weights do not."""
+    """Put the files of `draft` in place. What else is in `target` (checkpoints, notes) stays, old weights do not.
+
+    An old adapter would be taken for the model, and an old configuration for that of an adapter, which has none.
+    """
     if not target.exists():
         draft.rename(target)
         return
     new = {path.name for path in draft.iterdir()}
     for path in target.iterdir():
-        if path.name not in new and path.name.startswith("model") and ".safetensors" in path.name:
+        weights = path.name.startswith(("model", "adapter_model")) and ".safetensors" in path.name
+        if path.name not in new and (weights or path.name in _DESCRIPTIONS):
             path.unlink()
-    for path in sorted(draft.iterdir(), key=lambda p: p.name == "config.json"):
+    for path in sorted(draft.iterdir(), key=lambda p: p.name in _DESCRIPTIONS):
         os.replace(path, target / path.name)

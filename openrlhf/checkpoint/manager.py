@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
@@ -25,8 +25,9 @@ class Trained:
     """A model that a checkpoint holds."""
 
     backend: Backend
-    export: Callable[[Path, State], object]
-    """Writes it as a Hugging Face folder; given the loop's state. All ranks call it, the main one writes."""
+    export: Callable[[Path, State, Mapping[str, Tensor] | None], object]
+    """Writes it as a Hugging Face folder, on the main rank; given the loop's state, and the weights to write where the
+    module does not hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,8 @@ class CheckpointManager:
             raise
 
     def _write_model(self, model: Trained, folder: Path, state: State) -> None:
-        with model.backend.weights_to_save():
-            together(self._ranks, lambda: model.export(folder, state))
+        with model.backend.weights_to_save() as weights:
+            self._on_main(lambda: model.export(folder, state, weights))
         if self._resumable:
             target, numbers = folder / TRAINING_STATE, model.backend.numbers()
             tensors, writes = model.backend.tensors(), self._ranks.is_main

@@ -3,7 +3,18 @@
 from collections.abc import Iterator
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
-from openrlhf.config.roots import DPOConfig, RLConfig, SFTConfig
+from openrlhf.config.roots import DPOConfig, RLConfig, RMConfig, SFTConfig
+
+
+def balanced_routers_are_seen(config: SFTConfig | RMConfig | DPOConfig | RLConfig) -> Iterator[str]:
+    name = "actor" if isinstance(config, RLConfig) else "model"
+    trained = config.actor if isinstance(config, RLConfig) else config.model
+    hidden = trained.gradient_checkpointing_enable and trained.gradient_checkpointing_reentrant
+    if trained.aux_loss_coef and hidden:
+        yield (
+            f"--{name}.aux_loss_coef has no gradient through --{name}.gradient_checkpointing_reentrant: leave one of "
+            "them out"
+        )
 
 
 def multiturn_needs_a_chat_template(config: SFTConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from openrlhf.config.roots import LoraCombinerConfig, RLConfig, ServeRMConfig
+from openrlhf.config.roots import DPOConfig, LoraCombinerConfig, RLConfig, RMConfig, ServeRMConfig, SFTConfig
 from openrlhf.config.schema import value_at
 
 
@@ -18,6 +18,11 @@ def data_is_named(config: Any) -> Iterator[str]:
     path = "data.prompt_dataset" if isinstance(config, RLConfig) else "data.dataset"
     if not value_at(config, path):
         yield f"--{path} is missing: a dataset name, folder or file"
+
+
+def four_bit_weights_have_an_adapter(config: SFTConfig | RMConfig | DPOConfig | RLConfig) -> Iterator[str]:
+    if config.ds.load_in_4bit and not config.ds.lora.rank:
+        yield "--ds.load_in_4bit: weights of 4 bits cannot be trained: add an adapter (--ds.lora.rank), or leave it out"
 
 
 def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:

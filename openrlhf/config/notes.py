@@ -22,6 +22,11 @@ def smoothing_is_not_used(config: DPOConfig) -> Iterator[str]:
         yield "--model.label_smoothing is not used: it belongs to the DPO loss, which --model.ipo_enable replaces"
 
 
+def reference_offload_is_not_used(config: DPOConfig | RLConfig) -> Iterator[str]:
+    if config.ref.offload and config.reference_is_base:
+        yield "--ref.offload is not used: with --ds.lora.rank the reference is the trained model without its adapter"
+
+
 def gamma_is_one(config: RLConfig) -> Iterator[str]:
     gamma = config.algo.advantage.gamma
     if config.uses_group_baseline and gamma != 1:

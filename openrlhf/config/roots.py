@@ -46,7 +46,7 @@ from openrlhf.config.reporting import (
     logger_for,
 )
 from openrlhf.config.rl import AlgoSection, RolloutSection, VLLMSection
-from openrlhf.config.training import RLTrainSection, TrainSection
+from openrlhf.config.training import RLTrainSection, SupervisedTrainSection
 
 RewardSource = Literal["agent", "function", "http", "model"]
 
@@ -140,6 +140,11 @@ class RLConfig(TrainerSection):
         return self.algo.kl.init_coef > 0
 
     @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the actor without its adapter, and needs no weights of its own."""
+        return self.uses_reference and self.ds.lora.rank > 0
+
+    @property
     def reward_source(self) -> RewardSource | None:
         """Where rewards come from, the first of several places; an agent wins over the others. None: nowhere."""
         if self.train.agent_func_path:
@@ -172,7 +177,7 @@ class SFTConfig(TrainerSection, OptimizerSection):
     adam: AdamSection = field(default=AdamSection(lr=5e-6))
     model: SFTModelSection = field(default=SFTModelSection())
     data: SFTDataSection = field(default=SFTDataSection(input_template="User: {}\nAssistant: "))
-    train: TrainSection = field(default=TrainSection(micro_batch_size=8, max_epochs=2))
+    train: SupervisedTrainSection = field(default=SupervisedTrainSection(micro_batch_size=8, max_epochs=2))
     ds: CausalBackendSection = field(default=CausalBackendSection())
     eval: EvalSection = field(default=EvalSection())
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_sft"))
@@ -191,7 +196,7 @@ class RMConfig(TrainerSection, OptimizerSection):
     adam: AdamSection = field(default=AdamSection(lr=9e-6))
     model: RMModelSection = field(default=RMModelSection())
     data: PreferenceDataSection = field(default=PreferenceDataSection(max_len=512))
-    train: TrainSection = field(default=TrainSection())
+    train: SupervisedTrainSection = field(default=SupervisedTrainSection())
     ds: RMBackendSection = field(default=RMBackendSection())
     eval: EvalSection = field(default=EvalSection())
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_rm"))
@@ -211,7 +216,7 @@ class DPOConfig(TrainerSection, OptimizerSection):
     model: DPOModelSection = field(default=DPOModelSection())
     ref: DPORefSection = field(default=DPORefSection())
     data: DPODataSection = field(default=DPODataSection(max_len=512))
-    train: TrainSection = field(default=TrainSection(micro_batch_size=8))
+    train: SupervisedTrainSection = field(default=SupervisedTrainSection(micro_batch_size=8))
     ds: CausalBackendSection = field(default=CausalBackendSection())
     eval: EvalSection = field(default=EvalSection(split="test"))
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_dpo"))
@@ -221,6 +226,11 @@ class DPOConfig(TrainerSection, OptimizerSection):
     def reference_path(self) -> str | None:
         """Reference model: as given, else the one that is trained."""
         return self.ref.model_name_or_path or self.model.model_name_or_path
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the trained model without its adapter, and needs no weights of its own."""
+        return self.ds.lora.rank > 0 and self.reference_path == self.model.model_name_or_path
 
     @property
     def tokens_per_forward(self) -> int:

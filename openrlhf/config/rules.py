@@ -30,9 +30,11 @@ COMMON_RULES: tuple[Rule, ...] = (
     limits.probabilities_fit_datasets,
 )
 RULES: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (agreements.multiturn_needs_a_chat_template,),
-    DPOConfig: (agreements.pair_options_have_pairs,),
+    SFTConfig: (agreements.balanced_routers_are_seen, agreements.multiturn_needs_a_chat_template),
+    RMConfig: (agreements.balanced_routers_are_seen,),
+    DPOConfig: (agreements.balanced_routers_are_seen, agreements.pair_options_have_pairs),
     RLConfig: (
+        agreements.balanced_routers_are_seen,
         agreements.group_estimators_need_samples,
         limits.clip_range_is_valid,
         limits.dual_clip_is_above_one,
@@ -56,12 +58,13 @@ RULES: dict[type, tuple[Rule, ...]] = {
     ServeRMConfig: (limits.api_key_is_a_key,),
 }
 NEEDS: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (needs.model_is_named, needs.data_is_named),
-    RMConfig: (needs.model_is_named, needs.data_is_named),
-    DPOConfig: (needs.model_is_named, needs.data_is_named),
+    SFTConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
+    RMConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
+    DPOConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
     RLConfig: (
         needs.model_is_named,
         needs.data_is_named,
+        needs.four_bit_weights_have_an_adapter,
         needs.rewards_come_from_somewhere,
         needs.optimizer_batch_fits_the_round,
     ),
@@ -71,7 +74,7 @@ NEEDS: dict[type, tuple[Rule, ...]] = {
 NOTES: dict[type, tuple[Rule, ...]] = {
     SFTConfig: (notes.template_is_not_used,),
     RMConfig: (notes.template_is_not_used,),
-    DPOConfig: (notes.template_is_not_used, notes.smoothing_is_not_used),
+    DPOConfig: (notes.template_is_not_used, notes.smoothing_is_not_used, notes.reference_offload_is_not_used),
     RLConfig: (
         notes.template_is_not_used,
         notes.gamma_is_one,
@@ -79,6 +82,7 @@ NOTES: dict[type, tuple[Rule, ...]] = {
         notes.clip_is_not_used,
         notes.normalisation_is_not_used,
         notes.kl_settings_are_not_used,
+        notes.reference_offload_is_not_used,
         notes.agent_replaces_remote_reward,
         notes.reward_servers_have_a_path,
         notes.reward_key_is_not_used,

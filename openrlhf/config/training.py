@@ -26,6 +26,14 @@ class TrainSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SupervisedTrainSection(TrainSection):
+    backend: Annotated[
+        Literal["auto", "torch", "deepspeed"],
+        Flag("what trains; auto: DeepSpeed for several processes or what only it can do, otherwise plain torch"),
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLTrainSection(TrainSection):
     num_episodes: Annotated[int, Flag("passes over the prompts", flat="num_episodes")] = 1
     dynamic_batch_enable: Annotated[

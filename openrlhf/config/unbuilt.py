@@ -23,37 +23,12 @@ class Unbuilt:
     remedy: str
 
 
-def _whole_command(name: str, remedy: str) -> tuple[Unbuilt, ...]:
-    return (Unbuilt(name, lambda _: True, "this command parses its flags but does not run yet", remedy),)
-
-
-FOUR_BIT = Unbuilt("--ds.load_in_4bit", lambda c: c.ds.load_in_4bit, "4-bit weights", "leave it out")
-EXPERTS = Unbuilt(
-    "--ds.experts_implementation",
-    lambda c: c.ds.experts_implementation is not None,
-    "the choice of expert kernels",
-    "leave it out",
-)
 MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model")
 
 
-def _aux_loss(section: str) -> Unbuilt:
-    return Unbuilt(
-        f"--{section}.aux_loss_coef",
-        lambda c: getattr(c, section).aux_loss_coef != 0,
-        "the load-balancing loss",
-        "leave it out",
-    )
-
-
-LIGER = Unbuilt("--ds.use_liger_kernel", lambda c: c.ds.use_liger_kernel, "Liger kernels", "leave it out")
-
 TRAINERS: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt("--ds.lora.rank", lambda c: c.ds.lora.rank > 0, "LoRA", "leave it out"),
-    FOUR_BIT,
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
-    EXPERTS,
     Unbuilt(
         "--ds.grad_accum_dtype",
         lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
@@ -67,11 +42,9 @@ TRAINERS: tuple[Unbuilt, ...] = (
 )
 """What no trainer has."""
 
-SUPERVISED = (_aux_loss("model"), *TRAINERS)
+SUPERVISED = TRAINERS
 
 RL: tuple[Unbuilt, ...] = (
-    _aux_loss("actor"),
-    LIGER,
     *TRAINERS,
     Unbuilt(
         "--reward.offload",
@@ -94,11 +67,11 @@ RL: tuple[Unbuilt, ...] = (
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
     RLConfig: RL,
-    SFTConfig: (LIGER, *SUPERVISED),
+    SFTConfig: SUPERVISED,
     RMConfig: SUPERVISED,
-    DPOConfig: (LIGER, *SUPERVISED),
-    ServeRMConfig: (FOUR_BIT, EXPERTS, MODELSCOPE),
-    LoraCombinerConfig: _whole_command("lora_combiner", "merge with peft's merge_and_unload"),
+    DPOConfig: SUPERVISED,
+    ServeRMConfig: (MODELSCOPE,),
+    LoraCombinerConfig: (),
 }
 
 

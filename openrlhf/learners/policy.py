@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.balancing import load_balancing_loss
 from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
 from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
 from openrlhf.backends.base import Backend
 from openrlhf.learners.steps import MicroBatch, Step
+from openrlhf.models.routing import RouterLog
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import PackedBatch
 
@@ -24,6 +26,15 @@ class CorrectionSettings:
     name: str
     low: float
     high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceSettings:
+    """The load-balancing loss of a mixture of experts."""
+
+    coef: float
+    top_k: int
+    """Experts of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +50,15 @@ class PolicySettings:
     kl_loss: KLEstimator | None = None
     """KL to the reference as a loss term; None: no such term."""
     correction: CorrectionSettings | None = None
+    balance: BalanceSettings | None = None
+    """None: experts, if there are any, are left to themselves."""
 
 
 class PolicyLearner:
     """Updates the policy through its backend.
 
-    L = Σ w·l_policy + c·Σ w'·KL − β·Σ w'·H over a step's action tokens; w and w' came with the micro-batches.
+    L = Σ w·l_policy + c·Σ w'·KL − β·Σ w'·H over a step's action tokens; w and w' came with the micro-batches. And of
+    a mixture of experts + α·Σ_m (T_m / T)·B_m, the balancing loss of each micro-batch by its share of the tokens.
     """
 
     def __init__(self, backend: Backend, settings: PolicySettings, *, device: torch.device) -> None:
@@ -57,18 +71,23 @@ class PolicyLearner:
         metrics = Metrics()
         self._backend.module.train()
         for step in steps:
-            loss = sum(self._accumulate(micro, metrics, kl_coef) for micro in step)
+            tokens = sum(len(micro.packed.tokens.token_ids) for micro in step)
+            loss = sum(self._accumulate(micro, metrics, kl_coef, step_tokens=tokens) for micro in step)
             metrics.mean("policy_loss", loss, 1)
             metrics.last("actor_lr", self._backend.learning_rate)
             metrics.mean("actor_grad_norm", self._backend.step(), 1)
         return metrics
 
-    def _accumulate(self, micro: MicroBatch, metrics: Metrics, kl_coef: float) -> float:
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics, kl_coef: float, *, step_tokens: int) -> float:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
         settings = self._settings
         packed = micro.packed.to(self._device)
+        router_log = RouterLog() if settings.balance else None
         output = self._backend.module(
-            packed.tokens, temperature=settings.temperature, with_entropy=settings.entropy_coef is not None
+            packed.tokens,
+            temperature=settings.temperature,
+            with_entropy=settings.entropy_coef is not None,
+            router_log=router_log,
         )
         current_A = output.logprobs_A
         old_A = current_A.detach() if packed.old_logprobs_A is None else packed.old_logprobs_A
@@ -85,6 +104,11 @@ class PolicyLearner:
             if settings.entropy_coef:
                 loss = loss - settings.entropy_coef * (weights_A * output.entropy_A).sum()
             metrics.mean("entropy_loss", float(output.entropy_A.detach().sum()), count)
+        if settings.balance is not None and router_log is not None:
+            tokens = len(packed.tokens.token_ids)
+            balance = load_balancing_loss(router_log.logits, top_k=settings.balance.top_k)
+            loss = loss + settings.balance.coef * tokens / step_tokens * balance
+            metrics.mean("aux_loss", float(balance.detach()) * tokens, tokens)
         self._backend.backward(loss)
         metrics.mean("ppo_kl", float((old_A - current_A.detach()).sum()), count)
         if packed.rollout_logprobs_A is not None:

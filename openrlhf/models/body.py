@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.packed import PackedAttention, length_order
 from openrlhf.models.prefixes import share_prefixes
+from openrlhf.models.routing import RouterLog
 from openrlhf.types import PackedTokens
 
 
@@ -28,23 +29,31 @@ def hidden_states(
     positions: Tensor | None = None,
     packed: bool = True,
     plan: AttentionPlan | None = None,
+    router_log: RouterLog | None = None,
 ) -> Tensor:
     """Last hidden states [P, D] at these stream positions (None: at all), no sequence seeing another.
 
     `packed`: the body's attention implementation is `ATTENTION`; one call, by `plan` (default: chosen by the stream).
     Otherwise it runs natively on one sequence after the other, for models that a plan cannot express (see
-    `models.support`).
+    `models.support`). `router_log` is filled, if there is one.
     """
     if not packed:
-        hidden_TD = torch.cat([_run(body, sequence, **_unusual_positions(sequence)) for sequence in tokens.split()])
+        hidden_TD = torch.cat(
+            [_run(body, sequence, router_log, **_unusual_positions(sequence)) for sequence in tokens.split()]
+        )
         return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
     layout = _layout(tokens) if plan is None else _Layout(tokens, None, plan)
+    computed = None if router_log is None else RouterLog()
     hidden_TD = _run(
         body,
         layout.tokens,
+        computed,
         attention_plan=layout.plan,
         position_ids=layout.tokens.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
     )
+    if router_log is not None and computed is not None:
+        back_T = slice(None) if layout.back_T is None else layout.back_T
+        router_log.logits += [logits_UE[back_T] for logits_UE in computed.logits]
     if layout.back_T is not None:
         positions = layout.back_T if positions is None else layout.back_T[positions]
     return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
@@ -68,8 +77,13 @@ def _layout(tokens: PackedTokens) -> _Layout:
     return _Layout(stream, back_T, PackedAttention(stream.cu_seqlens, stream.max_seqlen))
 
 
-def _run(body: nn.Module, tokens: PackedTokens, **kwargs: Any) -> Tensor:
-    return body(input_ids=tokens.token_ids.unsqueeze(0), use_cache=False, **kwargs)[0].squeeze(0)
+def _run(body: nn.Module, tokens: PackedTokens, router_log: RouterLog | None = None, **kwargs: Any) -> Tensor:
+    if router_log is not None:
+        kwargs["output_router_logits"] = True
+    output = body(input_ids=tokens.token_ids.unsqueeze(0), use_cache=False, **kwargs)
+    if router_log is not None:
+        router_log.logits += output.router_logits
+    return output[0].squeeze(0)
 
 
 def _unusual_positions(sequence: PackedTokens) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -12,9 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
+from openrlhf.models.adapters import AdapterError, LoraSettings, add_adapter
 from openrlhf.models.heads import read_tensor, scalar_heads
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
@@ -43,13 +52,19 @@ def load_policy(
     attn_implementation: str | None = None,
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
+    lora: LoraSettings | None = None,
+    load_in_4bit: bool = False,
+    experts_implementation: str | None = None,
+    use_liger_kernel: bool = False,
     flag: str = "--actor.model_name_or_path",
 ) -> Policy:
     """The causal language model at `path`, in training mode, its dropout off.
 
     Attention is packed whatever `attn_implementation` says, except "eager" and "sdpa", which name the implementation of
-    models that have to run one sequence at a time. Gradient checkpointing acts in training mode only. `flag` is what
-    errors call the path.
+    models that have to run one sequence at a time. Gradient checkpointing acts in training mode only. With `lora` the
+    weights are frozen and an adapter is trained. `load_in_4bit` holds the matrices of linear layers, the head apart, in
+    NF4; `dtype` is what is computed in. `experts_implementation` is transformers' name of a kernel. Liger kernels
+    replace norms, rotary embeddings and MLPs; log-probs are computed as ever. `flag` is what errors call the path.
     """
     check_model_path(path, flag=flag)
     config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
@@ -60,17 +75,24 @@ def load_policy(
         path,
         flag=flag,
         config=config,
-        dtype=dtype,
         trust_remote_code=trust_remote_code,
         attn_implementation=native,
-    ).to(device)
+        **_how(dtype, device, load_in_4bit=load_in_4bit, experts_implementation=experts_implementation),
+    )
+    if not load_in_4bit:
+        model = model.to(device)
+    if use_liger_kernel:
+        _use_liger_kernels(model)
     # Transformers has chosen a native implementation that the model supports; it serves where packing does not.
     try:
-        support = examine(model, native_attention=model.config._attn_implementation)
+        with _trying(experts_implementation):
+            support = examine(model, native_attention=model.config._attn_implementation)
     except UnsupportedModelError as error:
         raise ModelLoadError(f"{flag} {path}: {error}") from error
+    if lora:
+        _add_adapter(model, lora, dtype=dtype, what=f"{flag} {path}")
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
+        _checkpoint_gradients(model, reentrant=gradient_checkpointing_reentrant)
     policy = Policy(model, packed=support.packed, transform=support.transform, config_changes=changed)
     return policy.train()
 
@@ -88,6 +110,9 @@ def load_value_model(
     attn_implementation: str | None = None,
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
+    lora: LoraSettings | None = None,
+    load_in_4bit: bool = False,
+    experts_implementation: str | None = None,
     flag: str = "--reward.model_name_or_path",
 ) -> ValueModel:
     """The body of the model at `path` with a scalar head, in training mode, its dropout off.
@@ -95,7 +120,7 @@ def load_value_model(
     `fresh_head`: False: the head must be there; True: it is not looked for; None: kept where there is one, and fresh on
     a language model. A fresh one is N(0, 1 / (hidden + 1)²), from `seed`. The head is called `head_prefix` unless the
     model's config.json has a `value_head_prefix`. `normalise` takes `mean` and `std` from there. The rest as in
-    `load_policy`.
+    `load_policy`; beside a `lora` the head is trained too.
     """
     check_model_path(path, flag=flag)
     config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
@@ -111,10 +136,10 @@ def load_value_model(
             path,
             flag=flag,
             config=config,
-            dtype=dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation=native,
             output_loading_info=True,
+            **_how(dtype, device, load_in_4bit=load_in_4bit, experts_implementation=experts_implementation),
         )
     if missing := sorted(found["missing_keys"]):
         raise ModelLoadError(
@@ -122,14 +147,20 @@ def load_value_model(
             "They were written by another class: name the folder that this family's save_pretrained wrote."
         )
     if weight is None:
-        logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
+        if fresh_head is None:
+            logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
         weight = _fresh_head(config.get_text_config().hidden_size, seed=seed)
     head = ScalarHead(weight.shape[1])
     head.weight.data = weight
-    head, body = head.to(dtype=dtype, device=device), body.to(device)
-    reason = examine_body(body, native_attention=body.config._attn_implementation)
+    head = head.to(dtype=dtype, device=device)
+    if not load_in_4bit:
+        body = body.to(device)
+    with _trying(experts_implementation):
+        reason = examine_body(body, native_attention=body.config._attn_implementation)
+    if lora:
+        _add_adapter(body, lora, dtype=dtype, what=f"{flag} {path}")
     if gradient_checkpointing:
-        body.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
+        _checkpoint_gradients(body, reentrant=gradient_checkpointing_reentrant)
     model = ValueModel(
         body,
         head,
@@ -175,6 +206,11 @@ def check_model_path(path: str | os.PathLike[str], *, flag: str) -> None:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelLoadError(
+                f"{flag} {path}: this folder holds a LoRA adapter. Merge it into its base model first "
+                "(python -m openrlhf.cli.lora_combiner), and name the result."
+            )
         if not (folder / "config.json").is_file():
             raise ModelLoadError(
                 f"{flag} {path}: this folder has no config.json, so it holds no Hugging Face model. "
@@ -186,9 +222,13 @@ def check_model_path(path: str | os.PathLike[str], *, flag: str) -> None:
         raise ModelLoadError(f"{flag} {path}: no such folder.")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
 def _check_tokenizer_files(folder: Path, *, flag: str) -> None:
     """Transformers makes an empty tokenizer for a folder that has none, and says nothing."""
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         raise ModelLoadError(
             f"{flag} {folder}: cannot load the tokenizer: the folder has none. Copy the files that its base model has "
             "(tokenizer.json, tokenizer_config.json) beside the weights."
@@ -201,6 +241,69 @@ def _load(loader: Any, path: str | os.PathLike[str], *, flag: str, **kwargs: Any
         return loader.from_pretrained(os.path.expanduser(path), **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"{flag} {path}: cannot load the {what}: {error}") from error
+
+
+def _how(
+    dtype: torch.dtype, device: torch.device | str, *, load_in_4bit: bool, experts_implementation: str | None
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: how weights are held and computed with."""
+    how: dict[str, Any] = {"dtype": dtype}
+    if experts_implementation:
+        how["experts_implementation"] = experts_implementation
+    if load_in_4bit:
+        _require("bitsandbytes", flag="--ds.load_in_4bit", extra="qlora")
+        # QLoRA's: 4-bit normal floats, their scales quantised too (https://arxiv.org/abs/2305.14314). Quantised weights
+        # do not change places: they are loaded where they are used.
+        how |= {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype,
+            ),
+            "device_map": {"": device},
+        }
+    return how
+
+
+@contextlib.contextmanager
+def _trying(experts_implementation: str | None) -> Iterator[None]:
+    """Around a model's first forward: a kernel that does not run here is told by its flag."""
+    try:
+        yield
+    except (ValueError, RuntimeError, ImportError) as error:
+        if experts_implementation is None or isinstance(error, UnsupportedModelError):
+            raise
+        raise ModelLoadError(
+            f"--ds.experts_implementation {experts_implementation} does not run here: {error}. Choose another, or "
+            "leave it out."
+        ) from error
+
+
+def _use_liger_kernels(model: Any) -> None:
+    _require("liger_kernel", flag="--ds.use_liger_kernel", extra="liger")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _require(library: str, *, flag: str, extra: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        raise ModelLoadError(f"{flag} needs {library}, which is not installed: pip install 'openrlhf[{extra}]'")
+
+
+def _add_adapter(model: Any, lora: LoraSettings, *, dtype: torch.dtype, what: str) -> None:
+    try:
+        add_adapter(model, lora, dtype=dtype)
+    except AdapterError as error:
+        raise ModelLoadError(f"{what}: {error}") from error
+
+
+def _checkpoint_gradients(model: Any, *, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        # It passes gradients on only where an input wants one, and the embeddings below an adapter are frozen.
+        model.enable_input_require_grads()
 
 
 def _stored_head(path: str | os.PathLike[str], config: Any, prefix: str, *, required: bool, flag: str) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from openrlhf.models.body import decoder_body, hidden_states
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
+from openrlhf.models.routing import RouterLog
 from openrlhf.types import PackedTokens
 
 
@@ -44,13 +45,26 @@ class Policy(nn.Module):
         self.transform = transform
         self.config_changes = config_changes or {}
 
-    def forward(self, tokens: PackedTokens, *, temperature: float, with_entropy: bool = False) -> PolicyOutput:
+    def forward(
+        self,
+        tokens: PackedTokens,
+        *,
+        temperature: float,
+        with_entropy: bool = False,
+        router_log: RouterLog | None = None,
+    ) -> PolicyOutput:
         """log π(token t | tokens before t of its sequence) for t in `action_positions`, in that order.
 
-        π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1.
+        π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1. `router_log` is filled,
+        if there is one.
         """
-        before_actions = tokens.action_positions - 1  # the state before a token predicts it
-        hidden_AD = hidden_states(decoder_body(self.model), tokens, positions=before_actions, packed=self.packed)
+        hidden_AD = hidden_states(
+            decoder_body(self.model),
+            tokens,
+            positions=tokens.action_positions - 1,  # the state before a token predicts it
+            packed=self.packed,
+            router_log=router_log,
+        )
         head = output_head(self.model)
         logprobs_A, entropy_A = chunked_logprobs(
             hidden_AD,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openrlhf.models.body import decoder_body, hidden_states
+from openrlhf.models.routing import RouterLog
 from openrlhf.types import PackedTokens
 
 
@@ -62,9 +63,15 @@ class ValueModel(nn.Module):
         self.normalisation = normalisation
         self.config_changes = config_changes or {}
 
-    def forward(self, tokens: PackedTokens, *, positions: Tensor) -> Tensor:
-        """float32 [P]: the value at each of these stream positions, of the tokens of its sequence up to there."""
-        values_P = self.head(hidden_states(decoder_body(self.model), tokens, positions=positions, packed=self.packed))
+    def forward(self, tokens: PackedTokens, *, positions: Tensor, router_log: RouterLog | None = None) -> Tensor:
+        """float32 [P]: the value at each of these stream positions, of the tokens of its sequence up to there.
+
+        `router_log` is filled, if there is one.
+        """
+        hidden_PD = hidden_states(
+            decoder_body(self.model), tokens, positions=positions, packed=self.packed, router_log=router_log
+        )
+        values_P = self.head(hidden_PD)
         if self.normalisation is None:
             return values_P
         return (values_P - self.normalisation.mean) / self.normalisation.std

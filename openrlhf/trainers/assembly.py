@@ -150,9 +150,9 @@ def _checkpointer(
         "what is trained": f"rl with {' and '.join(trained)}",
         "--rollout.batch_size": str(config.rollout.batch_size),
     }
-    if config.uses_reference:
-        # The reference is loaded from where the policy began.
-        identity["--actor.model_name_or_path, the reference,"] = config.actor.model_name_or_path
+    if config.uses_reference or config.ds.lora.rank > 0:
+        # Neither the reference nor the model below an adapter is in the checkpoint.
+        identity["--actor.model_name_or_path"] = config.actor.model_name_or_path
     return CheckpointManager(
         checkpoints.folder,
         trained,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.algorithms.preferences import PairLogprobs, dpo_loss, ipo_loss, mean_nll, preference_gap
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.pairs import pack_pairs
 from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
@@ -44,18 +45,25 @@ class DPOObjective:
     )
 
     def __init__(
-        self, pairs: PairSet, settings: PairLossSettings, *, reference: Reference, device: torch.device
+        self,
+        pairs: PairSet,
+        settings: PairLossSettings,
+        *,
+        reference: Reference,
+        device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._pairs = pairs
         self.lengths = pairs.lengths
         self._settings = settings
         self._device = device
         self._reference = ReferenceLogprobs(
-            len(pairs), 2, lambda indices: reference.answer_logprobs(self._pack(indices)).view(-1, 2)
+            len(pairs), 2, lambda indices: reference.answer_logprobs(self._pack(indices)).view(-1, 2), ranks=ranks
         )
 
     def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
         settings = self._settings
+        self._reference.complete(batch.samples, batch.micro_batches)
 
         def share(micro: Sequence[int]) -> Share:
             policy = _pair_columns(answer_logprobs(module, self._pack(micro).to(self._device)).view(-1, 2))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.algorithms.preferences import kto_loss, kto_reference_point
-from openrlhf.data.packing import by_tokens
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.data.schedule import divide
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
 from openrlhf.trainers.sft import pack
@@ -47,6 +48,7 @@ class KTOObjective:
         tokens_per_forward: int,
         seed: int,
         device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`max_len` cuts mismatched pairs; `tokens_per_forward` is the budget of their forwards."""
         self._answers = answers
@@ -54,18 +56,21 @@ class KTOObjective:
         self._beta = beta
         self._tokens_per_forward = tokens_per_forward
         self._device = device
+        self._ranks = ranks
         self._mismatched = Mismatched(answers, max_len=max_len, seed=seed)
         self._reference = ReferenceLogprobs(
-            len(answers), 1, lambda indices: reference.answer_logprobs(self._pack(indices)).unsqueeze(1)
+            len(answers), 1, lambda indices: reference.answer_logprobs(self._pack(indices)).unsqueeze(1), ranks=ranks
         )
         self._mismatched_reference = ReferenceLogprobs(
             len(self._mismatched),
             1,
             lambda indices: reference.answer_logprobs(pack([self._mismatched[i] for i in indices])).unsqueeze(1),
+            ranks=ranks,
         )
 
     def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
         z0 = self._reference_point(module, batch)
+        self._reference.complete(batch.samples, batch.micro_batches)
 
         def share(micro: Sequence[int]) -> Share:
             policy_N = answer_logprobs(module, self._pack(micro).to(self._device))
@@ -85,12 +90,18 @@ class KTOObjective:
 
     @torch.no_grad()
     def _reference_point(self, module: nn.Module, batch: Batch) -> Tensor:
-        own = [i for micro in batch.micro_batches for i in micro]
-        ratios = []
-        for micro in by_tokens(own, self._mismatched.lengths, budget=self._tokens_per_forward):
-            policy_N = answer_logprobs(module, pack([self._mismatched[i] for i in micro]).to(self._device))
-            ratios.append(policy_N - self._mismatched_reference.of(micro).squeeze(1).to(self._device))
-        return kto_reference_point(torch.cat(ratios))
+        cut = divide(
+            batch.samples, self._mismatched.lengths, ranks=self._ranks.count, token_budget=self._tokens_per_forward
+        )
+        micro_batches = cut[self._ranks.index]
+        self._mismatched_reference.complete(batch.samples, micro_batches)
+        own: list[float] = []
+        for micro in micro_batches:
+            indices = micro or batch.samples[:1]  # ranks compute together
+            policy_N = answer_logprobs(module, pack([self._mismatched[i] for i in indices]).to(self._device))
+            own += (policy_N.cpu() - self._mismatched_reference.of(indices).squeeze(1)).tolist() if micro else []
+        ratios = [ratio for theirs in self._ranks.gather(own) for ratio in theirs]
+        return kto_reference_point(torch.tensor(ratios, device=self._device))
 
     def _pack(self, indices: Sequence[int]) -> PackedTokens:
         return pack([self._answers[i].example for i in indices])

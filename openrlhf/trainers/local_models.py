@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
@@ -19,15 +20,16 @@ from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.local import CriticPart, KLTerm, LocalWorkers
 from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings
+from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.samples import RewardShaping
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
+from openrlhf.models.adapters import LoraSettings, WithoutAdapter
 from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
-from openrlhf.trainers.settings import model_dtype, optimizer_settings
+from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 
 ACTOR = "actor"
 """The policy's folder in a checkpoint."""
@@ -38,23 +40,35 @@ class LocalModels:
     """What a local run has loaded."""
 
     policy: Policy
-    reference: Policy | None
+    reference: nn.Module | None
     critic: ValueModel | None
 
 
 def load_models(config: RLConfig, device: torch.device) -> LocalModels:
-    """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae."""
-    policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable)
+    """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae.
+
+    Of a policy with an adapter the reference is the policy without it.
+    """
+    lora = lora_settings(config.ds.lora, seed=config.train.seed)
+    policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable, lora=lora)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
-    reference = None
-    if config.uses_reference:
+    reference: nn.Module | None = None
+    if config.reference_is_base:
+        reference = WithoutAdapter(policy)
+    elif config.uses_reference:
         reference = _load_policy(config, device).requires_grad_(False)
         if config.ref.offload:
             reference.to("cpu")
-    return LocalModels(policy=policy, reference=reference, critic=_load_critic(config, device))
+    return LocalModels(policy=policy, reference=reference, critic=_load_critic(config, device, lora=lora))
 
 
-def _load_policy(config: RLConfig, device: torch.device, *, gradient_checkpointing: bool = False) -> Policy:
+def _load_policy(
+    config: RLConfig,
+    device: torch.device,
+    *,
+    gradient_checkpointing: bool = False,
+    lora: LoraSettings | None = None,
+) -> Policy:
     path = config.actor.model_name_or_path
     with reading_model(path, flag="--actor.model_name_or_path"):
         return load_policy(
@@ -65,10 +79,14 @@ def _load_policy(config: RLConfig, device: torch.device, *, gradient_checkpointi
             attn_implementation=config.ds.attn_implementation,
             gradient_checkpointing=gradient_checkpointing,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+            lora=lora,
+            load_in_4bit=config.ds.load_in_4bit,
+            experts_implementation=config.ds.experts_implementation,
+            use_liger_kernel=config.ds.use_liger_kernel,
         )
 
 
-def _load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
+def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings | None) -> ValueModel | None:
     path = config.critic_path
     if path is None:
         return None
@@ -84,6 +102,9 @@ def _load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
             attn_implementation=config.ds.attn_implementation,
             gradient_checkpointing=config.actor.gradient_checkpointing_enable,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
+            lora=lora,
+            load_in_4bit=config.ds.load_in_4bit,
+            experts_implementation=config.ds.experts_implementation,
             flag="--critic.model_name_or_path",
         )
 
@@ -118,10 +139,16 @@ class LocalTraining:
     def checkpointed(self, tokenizer: Any) -> dict[str, Trained]:
         """What a checkpoint holds, by the names of its folders."""
         policy, critic = self._models.policy, self._models.critic
-        trained = {ACTOR: Trained(self._policy_backend, lambda folder, _: export_policy(policy, tokenizer, folder))}
+        trained = {
+            ACTOR: Trained(
+                self._policy_backend,
+                lambda folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
+            )
+        }
         if critic is not None and self._critic_backend is not None:
             trained["critic"] = Trained(
-                self._critic_backend, lambda folder, _: export_value_model(critic, tokenizer, folder)
+                self._critic_backend,
+                lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
             )
         return trained
 
@@ -146,11 +173,15 @@ class LocalTraining:
                     policy_logprobs,
                     batching=scoring,
                     device=device,
-                    offload=config.ref.offload,
+                    offload=config.ref.offload and not config.reference_is_base,
                 ),
             )
         return LocalWorkers(
-            policy=PolicyLearner(self._policy_backend, policy_settings(config), device=device),
+            policy=PolicyLearner(
+                self._policy_backend,
+                policy_settings(config, balance=balance_settings(config, self._models.policy)),
+                device=device,
+            ),
             policy_scorer=Scorer(self._models.policy, policy_logprobs, batching=scoring, device=device),
             steps=self._steps,
             credit=CreditSettings(
@@ -173,15 +204,25 @@ def step_settings(config: RLConfig) -> StepSettings:
         aggregation=config.loss_aggregation,
         regulariser_aggregation=config.regulariser_aggregation,
         constant_length=config.response_limit,
-        # A critic, a KL term and the entropy want every sample, whatever its advantage.
+        # A critic, a KL term, the entropy and the balance of experts want every sample, whatever its advantage.
         skip_idle=not config.uses_critic
         and config.actor.entropy_coef is None
+        and not config.actor.aux_loss_coef
         and not (config.uses_reference and config.algo.kl.use_loss),
         seed=config.train.seed,
     )
 
 
-def policy_settings(config: RLConfig) -> PolicySettings:
+def balance_settings(config: RLConfig, policy: Policy) -> BalanceSettings | None:
+    coef = config.actor.aux_loss_coef
+    if not coef:
+        return None
+    return BalanceSettings(
+        coef=coef, top_k=balanced_experts(policy.model.config, flag=f"--actor.aux_loss_coef {coef:g}")
+    )
+
+
+def policy_settings(config: RLConfig, *, balance: BalanceSettings | None = None) -> PolicySettings:
     low, high = config.actor.clip_range
     kl, advantage = config.algo.kl, config.algo.advantage
     correction = None
@@ -195,6 +236,7 @@ def policy_settings(config: RLConfig) -> PolicySettings:
         entropy_coef=config.actor.entropy_coef,
         kl_loss=get_kl_estimator(kl.estimator) if config.uses_reference and kl.use_loss else None,
         correction=correction,
+        balance=balance,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.types import PackedTokens
 
 
@@ -23,7 +24,8 @@ class Reference:
 
     def __init__(self, module: nn.Module, *, device: torch.device, offload: bool = False) -> None:
         """`offload`: the weights are on `device` only while they are used."""
-        self._module = module.eval()
+        module.eval()
+        self._module = module
         self._device = device
         self._offload = offload
 
@@ -47,16 +49,33 @@ class Reference:
 class ReferenceLogprobs:
     """Reference log-probs of a data set's answers, K per sample, each computed once: the reference does not learn."""
 
-    def __init__(self, samples: int, per_sample: int, compute: Callable[[Sequence[int]], Tensor]) -> None:
+    def __init__(
+        self, samples: int, per_sample: int, compute: Callable[[Sequence[int]], Tensor], *, ranks: Ranks = ALONE
+    ) -> None:
         """`compute`: float32 [n, K] of these samples."""
         self._known_SK = torch.full((samples, per_sample), float("nan"))
         self._compute = compute
+        self._ranks = ranks
+
+    def complete(self, samples: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> None:
+        """Have all of `samples`, each rank computing its own micro-batches; all know the same then.
+
+        As many forwards on every rank: a micro-batch without anything unknown computes one sample for nothing.
+        """
+        missing = {i for i in samples if bool(self._known_SK[i].isnan().any())}
+        if not missing:
+            return
+        own: dict[int, Tensor] = {}
+        for micro in micro_batches:
+            wanted = [i for i in micro if i in missing]
+            values = self._compute(wanted or [min(missing)]).cpu()
+            own |= dict(zip(wanted, values, strict=False))
+        for computed in self._ranks.gather(own):
+            for i, values_K in computed.items():
+                self._known_SK[i] = values_K
 
     def of(self, indices: Sequence[int]) -> Tensor:
-        """float32 [n, K], on the CPU."""
-        missing = [i for i in indices if bool(self._known_SK[i].isnan().any())]
-        if missing:
-            self._known_SK[missing] = self._compute(missing).cpu()
+        """float32 [n, K], on the CPU; `complete` has seen to it that they are there."""
         return self._known_SK[list(indices)]
 
     def state_dict(self) -> dict[str, Any]:

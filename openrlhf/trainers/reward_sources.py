@@ -74,6 +74,8 @@ def load_reward_model(
             normalise=config.reward.normalize_enable,
             trust_remote_code=trust_remote_code,
             attn_implementation=config.ds.attn_implementation,
+            load_in_4bit=config.ds.load_in_4bit,
+            experts_implementation=config.ds.experts_implementation,
             flag=flag,
         )
     warn_of_positions(model.model.config, max_len=config.data.max_len)

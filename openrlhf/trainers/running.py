@@ -14,13 +14,14 @@ import torch
 
 from openrlhf.agents.episodes import AgentFileError
 from openrlhf.agents.host import kill_every_host
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.config.roots import Config
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.sources import DataError
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
-from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, Logger, remote_loggers
+from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, Logger, NullLogger, remote_loggers
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
 from openrlhf.observability.run_directory import RunDirectory
@@ -38,7 +39,8 @@ USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutEr
 class RunResult:
     """What a finished run leaves behind."""
 
-    run_dir: Path
+    run_dir: Path | None
+    """None on ranks that have none: the main one reports for all."""
     model_dir: Path
     evaluation: dict[str, float]
     """The last one; empty if there was none."""
@@ -65,10 +67,13 @@ def user_errors_end_the_run() -> Iterator[Ending]:
         ending.status = interrupts.exit_status()
 
 
-def prepare_process(train: TrainSection) -> torch.device:
+def prepare_process(train: TrainSection, ranks: Ranks = ALONE) -> torch.device:
     """Logging, seeds, determinism; returns the device of this process."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    level = logging.INFO if ranks.is_main else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
     silence_progress_bars()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers where it is there, asks
     torch.manual_seed(train.seed)
     if train.full_determinism_enable:
         torch.use_deterministic_algorithms(True)
@@ -84,8 +89,13 @@ class Observers:
 
 
 @contextlib.contextmanager
-def observed(config: Config, run_dir: RunDirectory, *, steps: int, title: str) -> Iterator[Observers]:
-    """Progress and logs of a run; the report is written however it ends."""
+def observed(config: Config, run_dir: RunDirectory | None, *, steps: int, title: str) -> Iterator[Observers]:
+    """Progress and logs of a run; the report is written however it ends. Without a directory nobody watches."""
+    if run_dir is None:
+        with open(os.devnull, "w") as nowhere, Progress(steps, title, stream=nowhere, live=False) as progress:
+            yield Observers(logger=NullLogger(), progress=progress)
+        return
+    logger.info("run directory %s", run_dir.path)
     status = "failed"
     try:
         with contextlib.ExitStack() as held:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.config.backend import LoraSection
+from openrlhf.config.errors import ConfigError
 from openrlhf.config.optimizer import OptimizerSection
+from openrlhf.models.adapters import LoraSettings
+from openrlhf.models.routing import NoRoutersError, experts_per_token
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -30,3 +36,24 @@ def optimizer_settings(section: OptimizerSection, *, total_steps: int) -> Optimi
         min_lr_ratio=section.min_lr_ratio,
         total_steps=total_steps,
     )
+
+
+def lora_settings(section: LoraSection, *, seed: int) -> LoraSettings | None:
+    """None: all weights are trained."""
+    if not section.rank:
+        return None
+    return LoraSettings(
+        rank=section.rank,
+        alpha=section.alpha,
+        targets=section.target_modules,
+        dropout=section.dropout,
+        seed=seed,
+    )
+
+
+def balanced_experts(model_config: Any, *, flag: str) -> int:
+    """Experts of a token, for a run that is to keep them equally busy. Raises ConfigError where there are none."""
+    try:
+        return experts_per_token(model_config, flag=flag)
+    except NoRoutersError as error:
+        raise ConfigError(str(error)) from error

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
-from openrlhf.data.packing import by_tokens
+from openrlhf.data.schedule import divide
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
@@ -28,7 +29,7 @@ class Batch(Protocol):
 
     @property
     def micro_batches(self) -> Sequence[Sequence[int]]:
-        """Those of this rank, as they are run forward."""
+        """Those of this rank, as they are run forward: as many on every rank, the last ones empty if need be."""
         ...
 
 
@@ -138,8 +139,12 @@ class SupervisedTrainer:
         logger: Logger,
         progress: Progress,
         checkpointer: Checkpointer | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`evaluation`: the same objective on data that is measured only. `tokens_per_forward`: its token budget."""
+        """`evaluation`: the same objective on data that is measured only. `tokens_per_forward`: its token budget.
+
+        Every rank runs this loop; each has its share of every step.
+        """
         self.backend = backend
         self.objective = objective
         self.evaluation = evaluation
@@ -149,6 +154,7 @@ class SupervisedTrainer:
         self.logger = logger
         self.progress = progress
         self.checkpointer = checkpointer or NoCheckpoints()
+        self.ranks = ranks
         self.clock = PhaseClock(on_phase=progress.phase)
         self.steps_done = 0
         self.means = RunningMeans()
@@ -172,14 +178,13 @@ class SupervisedTrainer:
 
     def step(self, batch: Batch) -> Metrics:
         """One optimizer step."""
-        metrics = Metrics()
+        own = Metrics()
         with self.clock.phase("train"):
             self.backend.module.train()
-            share_of = self.objective.begin(self.backend.module, batch)
-            for micro in batch.micro_batches:
-                share = share_of(micro)
+            for share in shares(self.objective, self.backend.module, batch):
                 self.backend.backward(share.loss)
-                metrics.merge(share.metrics)
+                own.merge(share.metrics)
+            metrics = Metrics.merged(self.ranks.gather(own))
             metrics.last("lr", self.backend.learning_rate)
             metrics.last("grad_norm", self.backend.step())
         timings = self.clock.take()
@@ -208,7 +213,7 @@ class SupervisedTrainer:
             return
         with self.clock.phase("evaluation"):
             self.last_evaluation = measure(
-                self.evaluation, self.backend.module, tokens_per_forward=self.tokens_per_forward
+                self.evaluation, self.backend.module, tokens_per_forward=self.tokens_per_forward, ranks=self.ranks
             )
         self.clock.take()  # evaluation is no part of the next step's time
         self.progress.evaluation(self.steps_done, self.last_evaluation)
@@ -232,12 +237,27 @@ class SupervisedTrainer:
         self.last_evaluation = dict(state["last_evaluation"])
 
 
+def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[Share]:
+    """What each micro-batch of this rank contributes.
+
+    Ranks compute together, so one that has fewer samples than forwards runs a sample that counts for nothing.
+    """
+    share_of = objective.begin(module, batch)
+    for micro in batch.micro_batches:
+        if micro:
+            yield share_of(micro)
+        else:
+            yield Share(0.0 * share_of(batch.samples[:1]).loss, Metrics())
+
+
 @torch.no_grad()
-def measure(objective: Objective, module: nn.Module, *, tokens_per_forward: int) -> dict[str, float]:
+def measure(
+    objective: Objective, module: nn.Module, *, tokens_per_forward: int, ranks: Ranks = ALONE
+) -> dict[str, float]:
     """An objective's metrics over its whole data set, without learning, by their names in an evaluation."""
     module.eval()
     samples = range(len(objective.lengths))
-    batch = WholeSet(samples, by_tokens(samples, objective.lengths, budget=tokens_per_forward))
-    share_of = objective.begin(module, batch)
-    values = Metrics.merged(share_of(micro).metrics for micro in batch.micro_batches).values()
+    cut = divide(samples, objective.lengths, ranks=ranks.count, token_budget=tokens_per_forward)
+    own = Metrics.merged(share.metrics for share in shares(objective, module, WholeSet(samples, cut[ranks.index])))
+    values = Metrics.merged(ranks.gather(own)).values()
     return {name: values[source] for source, name in objective.names.evaluation.items() if source in values}

@@ -1,23 +1,21 @@
-"""Binds the supervised loop to one process and plain torch: SFT, reward models, DPO. From a configuration to a run."""
+"""Binds the supervised loop to models, data and the processes of a run: SFT, reward models, DPO, KTO."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from openrlhf.algorithms.preferences import get_reward_loss
 from openrlhf.backends.base import Backend
-from openrlhf.backends.torch import TorchBackend
+from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import CheckpointManager, Trained
-from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
@@ -25,10 +23,13 @@ from openrlhf.data.reading import Format
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import load_records
 from openrlhf.data.token_cache import default_folder
+from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.trainers.balancing import BalancedObjective
+from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
@@ -36,7 +37,7 @@ from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
-from openrlhf.trainers.settings import model_dtype, optimizer_settings
+from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer
 
@@ -57,15 +58,19 @@ def run_supervised(config: SupervisedConfig) -> int:
 
 def train(config: SupervisedConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
-    device = prepare_process(config.train)
-    _refuse_several_processes()
+    distribution = Distribution.of(config.train.backend, config.ds)
+    ranks = distribution.ranks
+    device = prepare_process(config.train, ranks)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
-    with opened_checkpoints(config.ckpt, model=MODEL) as checkpoints:
-        return _train(config, checkpoints, device=device, model_dir=model_dir)
+    with opened_checkpoints(config.ckpt, model=MODEL, ranks=ranks) as checkpoints:
+        result = _train(config, checkpoints, _Place(device, distribution), model_dir=model_dir)
+    ranks.close()
+    return result
 
 
-def _train(config: SupervisedConfig, checkpoints: Checkpoints, *, device: torch.device, model_dir: Path) -> RunResult:
+def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *, model_dir: Path) -> RunResult:
+    distribution, ranks = place.distribution, place.distribution.ranks
     tokenizer = _tokenizer(config)
     kind = _KINDS[_kind(config)]
     samples = _samples(config, kind, tokenizer)
@@ -75,17 +80,18 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, *, device: torch.
         batch_size=config.train.batch_size,
         epochs=config.train.max_epochs,
         seed=config.train.seed,
+        rank=ranks.index,
+        ranks=ranks.count,
         token_budget=config.tokens_per_forward,
     )
-    parts = kind.assemble(config, device)
-    backend = TorchBackend(parts.module, optimizer_settings(config, total_steps=len(schedule)))
-    run_dir = create_run_directory(config, checkpoints.found)
-    logger.info("run directory %s", run_dir.path)
+    parts = kind.assemble(config, place)
+    backend = distribution.train(parts.module, optimizer_settings(config, total_steps=len(schedule)))
+    run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None
     title = f"{Path(config.model.model_name_or_path).name} · {_kind(config)}"
     with observed(config, run_dir, steps=len(schedule), title=title) as seen:
         trainer = SupervisedTrainer(
             backend=backend,
-            objective=parts.objective(samples),
+            objective=_balanced(config, parts, parts.objective(samples)),
             evaluation=None if held_out is None else parts.objective(held_out),
             schedule=schedule,
             periods=Periods(
@@ -94,17 +100,20 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, *, device: torch.
             tokens_per_forward=config.tokens_per_forward,
             logger=seen.logger,
             progress=seen.progress,
-            checkpointer=_checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir),
+            ranks=ranks,
+            checkpointer=_checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks),
         )
         if checkpoints.found:
             seen.progress.note(f"continues from {checkpoints.found.path}")
         evaluation = trainer.fit()
         seen.progress.phase("export")
-        with backend.weights_to_save():
-            parts.export(tokenizer, model_dir, evaluation)
-        link_model(run_dir, model_dir)
+        with backend.weights_to_save() as weights:
+            if run_dir:
+                parts.export(tokenizer, model_dir, evaluation, weights)
+                link_model(run_dir, model_dir)
         seen.progress.note(f"model in {model_dir}")
-    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+    ranks.barrier("the export of the model")
+    return RunResult(run_dir=run_dir.path if run_dir else None, model_dir=model_dir, evaluation=evaluation)
 
 
 def _checkpointer(
@@ -114,7 +123,8 @@ def _checkpointer(
     parts: _Parts,
     samples: TokenisedSet[Any],
     tokenizer: Any,
-    run_dir: RunDirectory,
+    run_dir: RunDirectory | None,
+    ranks: Ranks,
 ) -> CheckpointManager | None:
     if checkpoints.folder is None:
         return None
@@ -122,17 +132,33 @@ def _checkpointer(
     if isinstance(config, DPOConfig):
         # What it said of the samples is in the checkpoint.
         identity["the reference model"] = config.reference_path
+    if config.ds.lora.rank > 0:
+        # Of the model below it nothing is in the checkpoint.
+        identity[MODEL_FLAG] = config.model.model_name_or_path
     return CheckpointManager(
         checkpoints.folder,
-        {MODEL: Trained(backend, lambda folder, state: parts.export(tokenizer, folder, state["last_evaluation"]))},
+        {
+            MODEL: Trained(
+                backend,
+                lambda folder, state, weights: parts.export(tokenizer, folder, state["last_evaluation"], weights),
+            )
+        },
         found=checkpoints.found,
         identity=identity,
-        notes={"run_directory": str(run_dir.path.resolve())},
+        notes={"run_directory": str(run_dir.path.resolve())} if run_dir else {},
         resumable=not config.ckpt.disable_ds,
+        ranks=ranks,
     )
 
 
 # ------------------------------------------------------------------------------------------ what is trained
+
+
+class _Place(NamedTuple):
+    """Where models live."""
+
+    device: torch.device
+    distribution: Distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +167,8 @@ class _Parts:
 
     module: nn.Module
     objective: Callable[[Any], Objective]
-    export: Callable[[Any, Path, Mapping[str, float]], object]
-    """Given the tokenizer, the folder, and the last evaluation."""
+    export: Callable[[Any, Path, Mapping[str, float], Mapping[str, Tensor] | None], object]
+    """Given the tokenizer, the folder, the last evaluation, and the weights where the model does not hold them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +177,7 @@ class _Kind:
 
     samples: type[TokenisedSet[Any]]
     format: Callable[[Any], Format]
-    assemble: Callable[[Any, torch.device], _Parts]
+    assemble: Callable[[Any, _Place], _Parts]
     stand_in: Callable[[TokenisedSet[Any]], _First | None] = lambda samples: None
     """What is evaluated without evaluation data."""
 
@@ -165,54 +191,54 @@ def _kind(config: SupervisedConfig) -> str:
     return "ipo" if config.model.ipo_enable else config.model.loss_type
 
 
-def _sft(config: SFTConfig, device: torch.device) -> _Parts:
-    policy = _policy(config, device)
+def _sft(config: SFTConfig, place: _Place) -> _Parts:
+    policy = _policy(config, place)
     return _Parts(
         module=policy,
-        objective=lambda examples: SFTObjective(examples, device=device),
-        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+        objective=lambda examples: SFTObjective(examples, device=place.device),
+        export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
 
 
-def _reward_model(config: RMConfig, device: torch.device) -> _Parts:
+def _reward_model(config: RMConfig, place: _Place) -> _Parts:
     path = config.model.model_name_or_path
-    with reading_model(path, flag=MODEL_FLAG):
-        model = load_value_model(
-            path,
-            head_prefix=config.ds.value_head_prefix,
-            seed=config.train.seed,
-            **_loading(config, device),
-        )
+    loading = _loading(config, place.device)
+    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
+        model = load_value_model(path, head_prefix=config.ds.value_head_prefix, seed=config.train.seed, **loading)
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     loss = get_reward_loss(config.model.loss_type)
     return _Parts(
         module=model,
         objective=lambda pairs: RewardObjective(
-            pairs, loss=loss, margins=config.model.margin_loss_enable, device=device
+            pairs, loss=loss, margins=config.model.margin_loss_enable, device=place.device
         ),
-        export=lambda tokenizer, folder, evaluation: export_value_model(
-            model, tokenizer, folder, statistics=reward_statistics(evaluation)
+        export=lambda tokenizer, folder, evaluation, weights: export_value_model(
+            model, tokenizer, folder, statistics=reward_statistics(evaluation), state_dict=weights
         ),
     )
 
 
-def _dpo(config: DPOConfig, device: torch.device) -> _Parts:
+def _dpo(config: DPOConfig, place: _Place) -> _Parts:
     settings = PairLossSettings(
         beta=config.model.beta,
         ipo=config.model.ipo_enable,
         label_smoothing=config.model.label_smoothing,
         nll_coef=config.model.nll_loss_coef,
     )
-    policy, reference = _policy(config, device), _reference(config, device)
+    policy = _policy(config, place)
+    reference = _reference(config, policy, place)
     return _Parts(
         module=policy,
-        objective=lambda pairs: DPOObjective(pairs, settings, reference=reference, device=device),
-        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+        objective=lambda pairs: DPOObjective(
+            pairs, settings, reference=reference, device=place.device, ranks=place.distribution.ranks
+        ),
+        export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
 
 
-def _kto(config: DPOConfig, device: torch.device) -> _Parts:
-    policy, reference = _policy(config, device), _reference(config, device)
+def _kto(config: DPOConfig, place: _Place) -> _Parts:
+    policy = _policy(config, place)
+    reference = _reference(config, policy, place)
     return _Parts(
         module=policy,
         objective=lambda answers: KTOObjective(
@@ -222,28 +248,41 @@ def _kto(config: DPOConfig, device: torch.device) -> _Parts:
             max_len=config.data.max_len,
             tokens_per_forward=config.tokens_per_forward,
             seed=config.train.seed,
-            device=device,
+            device=place.device,
+            ranks=place.distribution.ranks,
         ),
-        export=lambda tokenizer, folder, _: export_policy(policy, tokenizer, folder),
+        export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
 
 
-def _policy(config: SFTConfig | DPOConfig, device: torch.device) -> Policy:
-    path = config.model.model_name_or_path
-    with reading_model(path, flag=MODEL_FLAG):
-        policy = load_policy(path, **_loading(config, device))
+def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> Objective:
+    """What is trained on; evaluations measure the objective alone."""
+    coef = config.model.aux_loss_coef
+    if not coef:
+        return objective
+    top_k = balanced_experts(parts.module.model.config, flag=f"--model.aux_loss_coef {coef:g}")
+    return BalancedObjective(objective, coef=coef, top_k=top_k)
+
+
+def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
+    path, loading = config.model.model_name_or_path, _loading(config, place.device)
+    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
+        policy = load_policy(path, use_liger_kernel=config.ds.use_liger_kernel, **loading)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     return policy
 
 
-def _reference(config: DPOConfig, device: torch.device) -> Reference:
-    path = config.reference_path
+def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
+    path, loading = config.reference_path, _loading(config, place.device)
+    if config.reference_is_base:
+        return Reference(WithoutAdapter(policy), device=place.device)
     flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
-    with reading_model(path, flag=flag):
-        model = load_policy(path, **_loading(config, device) | {"gradient_checkpointing": False, "flag": flag})
-    if config.ref.offload:
+    with reading_model(path, flag=flag), place.distribution.loading(loading["dtype"]):
+        model = load_policy(path, **loading | {"gradient_checkpointing": False, "lora": None, "flag": flag})
+    offload = config.ref.offload and not place.distribution.shares_out_weights
+    if offload:
         model.to("cpu")
-    return Reference(model.requires_grad_(False), device=device, offload=config.ref.offload)
+    return Reference(place.distribution.freeze(model), device=place.device, offload=offload)
 
 
 def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
@@ -255,6 +294,9 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
         "attn_implementation": config.ds.attn_implementation,
         "gradient_checkpointing": config.model.gradient_checkpointing_enable,
         "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
+        "lora": lora_settings(config.ds.lora, seed=config.train.seed),
+        "load_in_4bit": config.ds.load_in_4bit,
+        "experts_implementation": config.ds.experts_implementation,
         "flag": MODEL_FLAG,
     }
 
@@ -362,13 +404,3 @@ _KINDS = {
     "ipo": _Kind(samples=PairSet, format=_pair_format, assemble=_dpo),
     "kto": _Kind(samples=JudgedSet, format=_judged_format, assemble=_kto),
 }
-
-
-def _refuse_several_processes() -> None:
-    """Each would train a model of its own, and all would write to the same folder."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    if count.isdigit() and int(count) > 1:
-        raise ConfigError(
-            f"the launcher starts {count} processes (WORLD_SIZE), and this version trains in one: start it with "
-            "python -m, or tell the launcher to start one"
-        )

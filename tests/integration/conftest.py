@@ -180,3 +180,11 @@ def _set_torch_threads(count: int) -> None:
     import torch
 
     torch.set_num_threads(count)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """Files for the supervised trainers: the right answer repeats the first of three digits, the wrong one another."""
+    from supervised_data import write_files
+
+    return write_files(tmp_path_factory.mktemp("data"))

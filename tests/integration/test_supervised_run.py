@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import sys
 
 import pytest
@@ -10,30 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.observability.loggers import read_metrics
-
-DIGITS = "0123456789"
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Prompts of three digits; the right answer repeats the first, the wrong one is another digit."""
-    folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
-    prompts = ["".join(rng.choices(DIGITS, k=3)) + ">" for _ in range(96)]
-    right = [p[0] * 2 for p in prompts]
-    wrong = [str((int(p[0]) + 5) % 10) * 2 for p in prompts]
-    rows = list(zip(prompts, right, wrong, strict=True))
-    write(folder / "sft.jsonl", [{"input": p, "output": r} for p, r, _ in rows[:64]])
-    write(folder / "sft_eval.jsonl", [{"input": p, "output": r} for p, r, _ in rows[64:]])
-    pairs = [{"prompt": p, "chosen": r, "rejected": w} for p, r, w in rows]
-    write(folder / "pairs.jsonl", pairs[:64])
-    write(folder / "pairs_eval.jsonl", pairs[64:])
-    write(folder / "judged.jsonl", [{"prompt": p, "response": a, "label": a == r} for p, r, w in rows[:32] for a in (r, w)])  # fmt: skip
-    return folder
 
 
 @pytest.fixture

@@ -62,6 +62,8 @@ def bpe_tokenizer() -> Any:
 class CharTokenizer:
     """One token per character."""
 
+    all_special_tokens = ("§",)
+
     def __len__(self) -> int:
         return 0x110000
 

@@ -1,6 +1,7 @@
 """What `openrlhf check` makes of files, tokens and numbers."""
 
 import asyncio
+import dataclasses
 import io
 
 import pytest
@@ -12,7 +13,7 @@ from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.user_file import UserFileError
 from openrlhf.checking.agent_check import PlayedEpisode, Span, agent_warnings, spans
-from openrlhf.checking.display import Display, shown
+from openrlhf.checking.display import Display, shown, told_apart
 from openrlhf.checking.kinds import Kind, kinds_of
 from openrlhf.checking.reward_check import Answer, JudgedPrompt, reward_warnings, written_answers
 from openrlhf.checking.tiny_model import END, builtin_prompts, make_model, make_tokenizer
@@ -124,6 +125,17 @@ def test_odd_rewards(calls, warnings):
         assert part in text
 
 
+def test_equal_rewards_may_come_of_missing_labels():
+    """A prompt without a label has the label "", which `label in response` finds everywhere."""
+    unlabelled = Prompt(ordinal=0, text="ask", label="")
+    every = "every label is empty: is --label_key missing?"
+    assert every in reward_warnings([dataclasses.replace(judged(1, 1), prompt=unlabelled)])[0]
+    assert every not in reward_warnings([judged(1, 1)])[0]
+    for reward in (0.0, 1.0):
+        played = [dataclasses.replace(episode("1", reward=reward), prompt=unlabelled)] * 2
+        assert every in agent_warnings(played, CharTokenizer(), max_steps=2)[0]
+
+
 def test_right_answers_are_written_for_plain_labels_only():
     assert [a.text for a in written_answers(5, eos="<e>")] == ["5<e>", r"The answer is \boxed{5}.<e>"]
     assert all(a.written for a in written_answers("Paris", eos=""))
@@ -136,6 +148,7 @@ def test_right_answers_are_written_for_plain_labels_only():
 
 def episode(
     *turns: str,
+    prompt="ask",
     rewards=(),
     feedback="\nNo. ",
     logprobs=True,
@@ -143,8 +156,8 @@ def episode(
     reward: float | None = 1.0,
     unexplained=0,
 ) -> PlayedEpisode:
-    """ "ask", then turns with feedback between them, one token per character; every log-prob is −0.5."""
-    recorder = TokenRecorder([ord(c) for c in "ask"])
+    """The prompt, then turns with feedback between them, one token per character; every log-prob is −0.5."""
+    recorder = TokenRecorder([ord(c) for c in prompt])
     for index, text in enumerate(turns):
         if index:
             recorder.append_observation([ord(c) for c in feedback])
@@ -181,11 +194,13 @@ def test_spans_are_the_runs_of_the_action_mask():
         ([episode("1"), episode("2")], ["all 2 episodes earned 1: nothing can be learned"]),
         ([episode("1", reward=None), episode("2")], ["1 of 2 episodes have no reward of their own"]),
         ([episode("1", reward=-11.0), episode("2")], ["1 of 2 rewards are outside [-10, 10], such as -11"]),
-        ([episode("1", "2", truncated=True)], ["no episode was ever done: all 1 met the limit of 2 turns"]),
+        ([episode("1", "2", truncated=True)], ["no episode was ever done: all 1 met this check's limit of 2 turns"]),
         ([episode("1", "2", truncated=True), episode("2", reward=0.0)], []),
         ([episode("1", truncated=True)], []),  # it met another limit
         ([episode("1", "2", feedback="Try again.")], ["feedback ends in 'Try again.'"]),
         ([episode("1", "2", feedback=">")], []),
+        ([episode("1", "2", prompt="§ask§", feedback="No: ")], ["feedback 'No: ' has none of the turn markers"]),
+        ([episode("1", "2", prompt="§ask§", feedback="§No§")], []),
         ([episode("1", logprobs=False)], ["some actions have no log-probs"]),
         ([episode("1", unexplained=2)], ["2 action ranges were not sampled by llm_engine.generate"]),
     ],
@@ -222,3 +237,10 @@ def test_what_is_shown_leaves_terminals_sane():
     assert shown("a\nb\x1b[2J\x00é", 99) == "a⏎b\\x1b[2J\\x00é"
     assert shown("a\nb", 99, lines=True) == "a\nb"
     assert shown("0123456789", 4) == "01 … 89"
+
+
+def test_prompts_of_a_table_are_told_apart():
+    chat = [f"<|user|>\nWhat is {sum}?<|end|>\n<|assistant|>" for sum in ("2 + 3", "4 + 3", "2 + 3")]
+    assert told_apart(chat) == ["What is 2 + 3?", "What is 4 + 3?", "What is 2 + 3?"]
+    assert told_apart(["a\nb", "a\nbb\nb"]) == ["b", "bb\nb"]
+    assert told_apart(chat[:1] * 2) == chat[:1] * 2

@@ -33,6 +33,8 @@ CASES = [
     ("probabilities_fit_datasets", "train_sft", "--dataset a,b --dataset_probs 1", ["--data.dataset_probs", "--data.dataset:"], "--dataset a,b --dataset_probs 0.5,0.5"),
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a,b --prompt_data_probs 0.5,0.6", ["--data.prompt_probs", "1.1"], "--prompt_data a,b --prompt_data_probs 0.3,0.7"),
     ("probabilities_fit_datasets", "train_ppo_ray", "--prompt_data a --prompt_data_probs half", ["--data.prompt_probs half"], ""),
+    ("balanced_routers_are_seen", "train_sft", "--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant", ["--model.aux_loss_coef", "--model.gradient_checkpointing_reentrant"], "--aux_loss_coef 0.1 --gradient_checkpointing"),
+    ("balanced_routers_are_seen", "train_ppo_ray", "--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant", ["--actor.aux_loss_coef"], "--gradient_checkpointing --gradient_checkpointing_use_reentrant"),
     ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", ["--data.multiturn", "--data.apply_chat_template"], "--multiturn --apply_chat_template"),
     ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --ipo", ["--model.ipo_enable", "--model.loss_type kto"], "--ipo"),
     ("pair_options_have_pairs", "train_dpo", "--model.loss_type kto --label_smoothing 0.1", ["--model.label_smoothing"], "--label_smoothing 0.1"),
@@ -133,6 +135,8 @@ NEEDS = [
     ("rewards_come_from_somewhere", "train_ppo_ray", "--pretrain m --prompt_data d --reward_pretrain r --dynamic_filtering --n_samples_per_prompt 2", "--algo.dynamic_filtering_enable"),
     ("optimizer_batch_fits_the_round", "train_ppo_ray", f"{RUNNABLE} --rollout_batch_size 4 --train_batch_size 33", "--train.batch_size 33 is more than a round has: --rollout.batch_size 4 × --rollout.n_samples_per_prompt 8 = 32"),
     ("reward_model_is_named", "serve_rm", "", "--reward.model_name_or_path"),
+    ("four_bit_weights_have_an_adapter", "train_rm", "--pretrain m --dataset d --load_in_4bit", "--ds.lora.rank"),
+    ("four_bit_weights_have_an_adapter", "train_ppo_ray", f"{RUNNABLE} --load_in_4bit", "--ds.load_in_4bit"),
     ("merge_paths_are_named", "lora_combiner", "--model_path a --output_path c", "--lora_path"),
 ]  # fmt: skip
 
@@ -159,6 +163,8 @@ NOTED = [
     ("template_is_not_used", "train_sft", ["--input_template", "no braces"], "--data.input_template has no {}"),
     ("template_is_not_used", "train_rm", ["--input_template", "{}\\n"], "backslash"),
     ("smoothing_is_not_used", "train_dpo", ["--ipo", "--label_smoothing", "0.1"], "--model.label_smoothing is not used"),
+    ("reference_offload_is_not_used", "train_dpo", ["--lora_rank", "4", "--ref_offload"], "--ref.offload is not used"),
+    ("reference_offload_is_not_used", "train_ppo_ray", ["--lora_rank", "4", "--ref.offload"], "--ref.offload is not used"),
     ("gamma_is_one", "train_ppo_ray", ["--gamma", "0.9", "--advantage_estimator", "rloo"], "--algo.advantage.gamma 0.9 is not used"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--use_kl_loss"], "k2 or k3 is recommended"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--kl_estimator", "k3"], "k1 is recommended"),

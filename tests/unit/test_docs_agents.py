@@ -120,5 +120,8 @@ def test_a_value_that_cannot_be_used_is_told_with_its_place(play):
 
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)", TEXT))
 def test_links_lead_somewhere(link):
-    if link != "openai_agents.md":
-        assert (Path(__file__).resolve().parents[2] / "docs" / link).exists()
+    assert (Path(__file__).resolve().parents[2] / "docs" / link).exists()
+
+
+def test_the_readme_shows_the_same_ten_lines():
+    assert TEN_LINES in (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")

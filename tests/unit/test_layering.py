@@ -19,6 +19,8 @@ ALLOWED = {
     "wandb": {"observability"},
     "tensorboard": {"observability"},
     "flash_attn": set(),
+    "peft": {"models", "checkpoint"},
+    "liger_kernel": {"models"},
 }
 """Heavy library → the folders that may import it."""
 

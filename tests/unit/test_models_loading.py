@@ -13,6 +13,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from openrlhf.checkpoint.export import export_policy
@@ -215,7 +217,45 @@ class TestExport:
 
     def test_weights_can_be_handed_in(self, tmp_path, folder):
         policy = load(folder)
-        weights = {name: torch.ones_like(value) for name, value in policy.model.state_dict().items()}
+        weights = {name: torch.ones_like(value) for name, value in policy.state_dict().items()}
         out = export_policy(policy, None, tmp_path / "export", state_dict=weights)
         model = AutoModelForCausalLM.from_pretrained(out)
         assert all(bool((p == 1).all()) for p in model.parameters())
+
+
+class TestExperts:
+    @pytest.fixture(scope="class")
+    def moe(self, tmp_path_factory):
+        path = tmp_path_factory.mktemp("moe")
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(
+            vocab_size=13,
+            hidden_size=16,
+            intermediate_size=24,
+            moe_intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+        )
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
+        return path
+
+    @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
+    def test_the_kernel_of_experts_is_the_one_asked_for(self, moe, kernel):
+        policy = load(moe, experts_implementation=kernel)
+        assert policy.model.config._experts_implementation == kernel
+        tokens = PackedTokens.from_sequences([torch.arange(12)], [torch.arange(12) > 0])
+        expected = load(moe)(tokens, temperature=1.0).logprobs_A
+        torch.testing.assert_close(policy(tokens, temperature=1.0).logprobs_A, expected)
+
+    def test_a_kernel_that_does_not_run_here_is_told_by_its_flag(self, moe):
+        with pytest.raises(ModelLoadError, match=r"--ds.experts_implementation deepgemm does not run here: .*bfloat16"):
+            load(moe, experts_implementation="deepgemm")
+
+    def test_a_model_without_experts_has_none(self, folder):
+        with pytest.raises(ModelLoadError, match="does not support setting experts implementation"):
+            load(folder, experts_implementation="grouped_mm")

@@ -1,0 +1,405 @@
+"""DeepSpeed: ZeRO 0–3 over several ranks, offload, tensor parallelism. On CPU it runs on gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from openrlhf.backends.optimizer import (
+    STATE_KINDS,
+    OptimizerSettings,
+    ScheduledOptimizers,
+    make_optimizers,
+    whole_shape,
+)
+from openrlhf.backends.schedules import rate_factor
+from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
+
+logger = logging.getLogger(__name__)
+
+STEP = "step"
+MOMENTS = tuple(kind for kind in STATE_KINDS[torch.optim.AdamW] if kind != STEP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSettings:
+    """How DeepSpeed shares a model out over ranks."""
+
+    stage: int = 2
+    """What is shared out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    offload: bool = False
+    """fp32 masters and moments live in CPU memory, and are updated there."""
+    secondary_partition: int = 1
+    """ZeRO++: parameters of stage 3 are gathered from a second copy within this many ranks."""
+    overlap: bool = False
+    """Gradients are reduced while backward goes on."""
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer."""
+
+
+def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float = 0.0) -> dict[str, Any]:
+    """What DeepSpeed is told. Losses come weighted over the whole step, so batch sizes are none of its business."""
+    sharing: dict[str, Any] = {
+        "stage": zero.stage,
+        # Below stage 2 gradients are reduced once, in step(): there is nothing left to overlap with.
+        "overlap_comm": zero.overlap and zero.stage >= 2,
+        "contiguous_gradients": True,
+    }
+    if zero.stage == 3:
+        sharing["zero_hpz_partition_size"] = zero.secondary_partition
+    if zero.offload:
+        sharing["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # Any number of backward calls, then one step.
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": max_norm,
+        "zero_optimization": sharing,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": sys.maxsize,
+    }
+    if zero.tensor_parallel_size > 1:
+        config["tensor_parallel"] = {"autotp_size": zero.tensor_parallel_size}
+    return config
+
+
+class DeepSpeedBackend:
+    """A module trained by several ranks, with torch's own AdamW inside. Implements `Backend`.
+
+    Every rank computes its share of a step's losses, which are weighted over the whole step, and gradients add up.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: OptimizerSettings, zero: ZeroSettings, *, ema_beta: float | None = None
+    ) -> None:
+        """Collective. `ema_beta` as in `TorchBackend`."""
+        self._module = module
+        self._max_norm = settings.max_norm
+        self._ema_beta = ema_beta
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        (optimizer,) = make_optimizers(module, settings, stands_for=trained)
+        self._rates = ScheduledOptimizers(
+            [optimizer],
+            rate_factor(
+                settings.scheduler,
+                total_steps=settings.total_steps,
+                warmup_ratio=settings.warmup_ratio,
+                min_lr_ratio=settings.min_lr_ratio,
+            ),
+        )
+        dtype = next(iter(trained.values())).dtype
+        zero = _with_fp32_sums(zero, dtype)
+        # Without ZeRO nobody measures the gradient, and it is whole only inside step(): we do it there, and clip too.
+        self._unwrapped = zero.stage == 0
+        config = deepspeed_config(zero, dtype=dtype, max_norm=0.0 if self._unwrapped else settings.max_norm)
+        self._engine = _start(module, config, optimizer)
+        self._tensor_group = tensor_group(zero)
+        self._splits = _splits(module, self._tensor_group)
+        self._sharded = zero.stage == 3 or bool(self._splits)
+        # Gradients are averaged over the ranks that have different samples; ours are to be summed.
+        self._loss_scale = dist.get_world_size() // zero.tensor_parallel_size
+        self._base: torch.optim.Optimizer = optimizer
+        self._norm_unwrapped = math.nan
+        if self._unwrapped:
+            optimizer.register_step_pre_hook(self._clip)
+        # AutoTP has put its own layers, with their own parameters, in place of some.
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._begin_optimizer_state()
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    @property
+    def module(self) -> nn.Module:
+        return self._engine
+
+    @property
+    def learning_rate(self) -> float:
+        return self._rates.learning_rate
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss * self._loss_scale)
+
+    def step(self) -> float:
+        self._engine.step()
+        norm = self._norm_unwrapped if self._unwrapped else self._engine.get_global_grad_norm()
+        if self._engine.was_step_applied():  # fp16 leaves out steps whose gradients overflow
+            self._rates.steps += 1
+            self._update_average()
+        return math.nan if norm is None else float(norm)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        norm = nn.utils.clip_grad_norm_(list(self._trained.values()), self._max_norm or math.inf)
+        self._norm_unwrapped = float(norm)
+
+    # ------------------------------------------------------------------------------------------- state, whole
+
+    @contextlib.contextmanager
+    def weights_to_save(self) -> Iterator[dict[str, Tensor] | None]:
+        if self._ema_beta is None and not self._sharded:
+            yield None
+            return
+        weights = {}
+        for name, parameter in self._module.named_parameters():
+            if self._ema_beta is not None and name in self._trained:
+                tensor = self._whole(name, parameter, AVERAGE).to(parameter.dtype)
+            else:
+                tensor = self._whole_weight(name, parameter)
+            if dist.get_rank() == 0:
+                weights[name] = tensor.cpu()
+        weights |= {name: b for name, b in self._module.state_dict().items() if name in _buffer_names(self._module)}
+        yield weights
+
+    def numbers(self) -> dict[str, Any]:
+        return {"steps": self._rates.steps}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        updates = float(next(iter(self._masters_state()))[STEP])
+        for name, parameter in self._trained.items():
+            yield f"{PARAMETERS}/{name}", self._whole(name, parameter, PARAMETERS)
+            if updates:
+                yield f"{STEP}/{name}", torch.tensor(updates)
+                for kind in MOMENTS:
+                    yield f"{kind}/{name}", self._whole(name, parameter, kind)
+            if self._ema_beta is not None:
+                yield f"{AVERAGE}/{name}", self._whole(name, parameter, AVERAGE)
+
+    @torch.no_grad()
+    def load(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        require_names(tensors, dict.fromkeys(self._trained, STATE_KINDS[torch.optim.AdamW]))
+        updates = 0.0
+        for name, parameter in self._trained.items():
+            weight = whole(tensors, f"{PARAMETERS}/{name}", self._whole_shape(name, parameter))
+            self._set(name, parameter, PARAMETERS, weight)
+            # One count for all: the masters of many parameters lie in one flat tensor.
+            updates = max(updates, float(tensors.get(f"{STEP}/{name}", 0.0)))
+            for kind in MOMENTS:
+                kept = tensors.get(f"{kind}/{name}")
+                self._set(name, parameter, kind, torch.zeros_like(weight) if kept is None else kept)
+            if self._ema_beta is not None:
+                self._set(name, parameter, AVERAGE, tensors.get(f"{AVERAGE}/{name}", weight))
+        for state in self._masters_state():
+            state[STEP].fill_(updates)
+        self._rates.steps = numbers["steps"]
+
+    # --------------------------------------------------------------------------- DeepSpeed's own bookkeeping
+
+    def _masters(self) -> list[Tensor]:
+        """What this rank's optimizer updates: flat fp32 pieces of many parameters; without ZeRO the parameters."""
+        if self._unwrapped:
+            return list(self._trained.values())
+        for place in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            if masters := getattr(self._engine.optimizer, place, None):
+                return list(masters)
+        raise TypeError(f"this DeepSpeed keeps its master weights elsewhere: {type(self._engine.optimizer).__name__}")
+
+    def _masters_state(self) -> Iterator[dict[str, Tensor]]:
+        return (self._base.state[master] for master in self._masters())
+
+    def _begin_optimizer_state(self) -> None:
+        """What the first step would make, made now: then a state can be loaded, and memory runs out at once if at all.
+
+        The average is kept beside the moments, where DeepSpeed finds it in the same way.
+        """
+        for master in self._masters():
+            state = self._base.state[master]
+            state[STEP] = torch.zeros((), device=master.device)
+            for kind in MOMENTS:
+                state[kind] = torch.zeros_like(master, dtype=torch.float32).detach()
+            if self._ema_beta is not None:
+                state[AVERAGE] = master.detach().clone()
+        if link := getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None):
+            link()
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        if self._ema_beta is not None:
+            averages = [state[AVERAGE] for state in self._masters_state()]
+            torch._foreach_lerp_(averages, self._masters(), 1.0 - self._ema_beta)
+
+    def _whole(self, name: str, parameter: nn.Parameter, kind: str) -> Tensor:
+        """fp32, of all ranks together. Collective."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if self._unwrapped:
+            part = parameter.detach() if kind == PARAMETERS else self._base.state[parameter][kind]
+        elif kind == PARAMETERS:
+            part = safe_get_full_fp32_param(parameter)
+        else:
+            part = safe_get_full_optimizer_state(parameter, kind)
+        return self._join(name, part.detach())
+
+    def _whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """In the module's dtype. Collective."""
+        with _gathered(parameter):
+            return self._join(name, parameter.detach().clone())
+
+    @torch.no_grad()
+    def _set(self, name: str, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        part = self._part(name, value).to(self._engine.device, torch.float32)
+        if self._unwrapped and kind != PARAMETERS:
+            self._base.state[parameter][kind].copy_(part)
+        elif kind != PARAMETERS:
+            safe_set_full_optimizer_state(parameter, part, kind)
+        else:
+            safe_set_full_fp32_param(parameter, part)
+            with _gathered(parameter, modifier_rank=0):
+                if parameter.numel():
+                    parameter.copy_(part)
+
+    def _whole_shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
+        shape = list(whole_shape(parameter))
+        if name in self._splits:
+            shape[self._splits[name]] *= dist.get_world_size(self._tensor_group)
+        return torch.Size(shape)
+
+    def _join(self, name: str, part: Tensor) -> Tensor:
+        """The parts of all ranks that share a layer, put together."""
+        if name not in self._splits:
+            return part
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self._tensor_group))]
+        dist.all_gather(parts, part.contiguous(), group=self._tensor_group)
+        return torch.cat(parts, dim=self._splits[name])
+
+    def _part(self, name: str, value: Tensor) -> Tensor:
+        if name not in self._splits:
+            return value
+        parts = value.chunk(dist.get_world_size(self._tensor_group), dim=self._splits[name])
+        return parts[dist.get_rank(self._tensor_group)].contiguous()
+
+
+def shard_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
+    """A module that is only run forward, its parameters shared out over ranks as stage 3 does. Collective."""
+    settings = ZeroSettings(stage=3, secondary_partition=zero.secondary_partition)
+    return _start(module.requires_grad_(False), deepspeed_config(settings, dtype=next(module.parameters()).dtype), None)
+
+
+@contextlib.contextmanager
+def sharded_loading(zero: ZeroSettings, *, dtype: torch.dtype) -> Iterator[None]:
+    """While open, transformers loads models of stage 3 shard by shard: no rank ever holds one whole."""
+    if zero.stage < 3:
+        yield
+        return
+    require_deepspeed()
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    # Transformers knows of it for as long as the object lives.
+    announced = HfDeepSpeedConfig(deepspeed_config(zero, dtype=dtype))
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del announced
+
+
+# ------------------------------------------------------------------------------------------------- starting
+
+
+def require_deepspeed() -> None:
+    """Import DeepSpeed for the devices that are there, and for machines without a compiler. Raises ImportError."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError("this run needs DeepSpeed: pip install 'openrlhf[deepspeed]'") from error
+    # Collectives through shared memory would be compiled at the first start. Gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _start(module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> Any:
+    require_deepspeed()
+    import deepspeed
+
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for what machines read
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    if getattr(engine, "first_dataloader_check", None):
+        engine.first_dataloader_check.remove()  # it compares inputs with ==, which records of tensors do not have
+    if config["zero_optimization"]["stage"] == 3:
+        _register_head(module)
+    return engine
+
+
+def _register_head(module: nn.Module) -> None:
+    """The policy multiplies with its head's weight without calling the head, so hooks there would not gather it."""
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    from openrlhf.models.policy import Policy, output_head
+
+    if isinstance(module, Policy):
+        for parameter in output_head(module.model).parameters():
+            register_external_parameter(module, parameter)
+
+
+def _with_fp32_sums(zero: ZeroSettings, dtype: torch.dtype) -> ZeroSettings:
+    """DeepSpeed without ZeRO sums 16-bit gradients in 16 bits."""
+    if zero.stage == 0 and dtype != torch.float32:
+        logger.info("--ds.zero_stage 0 with 16-bit weights runs as stage 1, which sums gradients in fp32")
+        return dataclasses.replace(zero, stage=1)
+    return zero
+
+
+@contextlib.contextmanager
+def _gathered(parameter: nn.Parameter, *, modifier_rank: int | None = None) -> Iterator[None]:
+    """While open a parameter of stage 3 is whole on every rank; what `modifier_rank` wrote into it stays."""
+    import deepspeed
+
+    if hasattr(parameter, "ds_id"):
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank):
+            yield
+    else:
+        yield
+
+
+def _buffer_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers()}
+
+
+# ---------------------------------------------------------------------------------------- tensor parallelism
+
+
+def tensor_group(zero: ZeroSettings) -> dist.ProcessGroup | None:
+    """The ranks that share this rank's layers; None: it has its own."""
+    if zero.tensor_parallel_size == 1:
+        return None
+    from deepspeed.utils import groups
+
+    return groups.get_tensor_model_parallel_group()
+
+
+def _splits(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
+    """Parameter → the dimension in which tensor parallelism has cut it evenly."""
+    if group is None:
+        return {}
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    splits = {}
+    for name, layer in module.named_modules():
+        if type(layer) is LinearLayer:
+            splits |= {f"{name}.{own}": 0 for own, _ in layer.named_parameters(recurse=False)}
+        elif type(layer) is LinearAllreduce:
+            splits[f"{name}.weight"] = 1
+        elif isinstance(layer, (LinearLayer, LinearAllreduce)):
+            raise TypeError(
+                f"--ds.tensor_parallel_size: {name} is cut as {type(layer).__name__}, which cannot be put together "
+                "again for saving; train this model without tensor parallelism"
+            )
+    return splits
