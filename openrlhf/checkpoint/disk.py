@@ -31,9 +31,10 @@ class Disk:
         os.replace(old, new)
         _sync(new.parent)
 
-    def link_tree(self, source: Path, target: Path, *, without: str) -> None:
+    def link_tree(self, source: Path, target: Path, *, without: str | None = None) -> None:
         """The files of `source` under a second name, but not its folder `without`."""
-        shutil.copytree(source, target, copy_function=_link, ignore=shutil.ignore_patterns(without))
+        ignored = shutil.ignore_patterns(without) if without else None
+        shutil.copytree(source, target, copy_function=_link, ignore=ignored)
         self.sync_tree(target)
 
     def remove(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 <folder>/global_step<N>/       a checkpoint; `manifest.json` in it lists what resuming reads, with sizes and checksums
 <folder>/global_step<N>_hf/    its model, by hard links, if asked for
+<folder>/best_global_step<N>/  the one with the best evaluation, by hard links, where a run has such
 <folder>/latest                the name of the one to continue from
 <folder>/.global_step…         what is being written (`.partial`) or deleted (`.trash`); a killed run's is removed later
 """
@@ -136,7 +137,7 @@ class CheckpointFolder:
         self._disk.make_folder(draft)
         return draft
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, *, best: bool = False) -> None:
         draft = self.draft(step)
         self._disk.write_text(draft / MANIFEST, json.dumps(_manifest(draft, step), indent=1))
         self._disk.sync_tree(draft)
@@ -149,6 +150,8 @@ class CheckpointFolder:
         pointer = self.path / ".latest.partial"
         self._disk.write_text(pointer, f"global_step{step}\n")
         self._disk.rename(pointer, self.path / "latest")
+        if best:
+            self._keep_as_best(step)
         self._thin_out(step)
 
     def discard(self, step: int) -> None:
@@ -159,6 +162,14 @@ class CheckpointFolder:
     def draft(self, step: int) -> Path:
         """Where a checkpoint is written."""
         return self._hidden(step, "partial")
+
+    def _keep_as_best(self, step: int) -> None:
+        linked, place = self._hidden(step, "best.partial"), self.path / f"best_global_step{step}"
+        self._disk.link_tree(self._tag(step), linked)
+        self._replace(linked, place, step)
+        for other in self.path.glob("best_global_step*"):
+            if other != place:
+                self._throw_away(other, step)
 
     def _replace(self, new: Path, place: Path, step: int) -> None:
         """What an abandoned run left in this place makes way."""
@@ -180,7 +191,7 @@ class CheckpointFolder:
 
     def _throw_away(self, place: Path, step: int) -> None:
         """Renamed first: half of it must never be taken for a checkpoint."""
-        trash = self._hidden(step, f"{'hf.' * place.name.endswith('_hf')}trash")
+        trash = self._hidden(step, f"{place.name}.trash")
         if trash.exists():
             self._disk.remove(trash)
         self._disk.rename(place, trash)

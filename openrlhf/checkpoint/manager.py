@@ -69,7 +69,7 @@ def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Found 
 
 
 class CheckpointManager:
-    """Writes and reads whole checkpoints. Implements the loops' `Checkpointer`."""
+    """Writes and reads whole checkpoints. Implements `Checkpointer`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class CheckpointManager:
         self._resumable = resumable
         self._ranks = ranks
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: State, *, best: bool = False) -> None:
         """Collective. Raises CheckpointError; what was there before is then still there."""
         draft = self._folder.draft(step)
         whole = {
@@ -111,7 +111,7 @@ class CheckpointManager:
             for name, model in self._models.items():
                 self._write_model(model, draft / name, state)
             self._on_main(lambda: write_state(draft, whole))
-            self._on_main(lambda: self._folder.commit(step))
+            self._on_main(lambda: self._folder.commit(step, best=best))
         except CheckpointError:
             self._on_main(lambda: self._folder.discard(step))
             raise

@@ -79,20 +79,23 @@ class _ShardWriter:
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._shard: dict[str, Tensor] = {}
+        self._held_bytes = 0
         self._files: dict[str, str] = {}
         self._count = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if self._shard and _bytes(tensor) + sum(map(_bytes, self._shard.values())) > self._shard_bytes:
+        size = tensor.numel() * tensor.element_size()
+        if self._shard and self._held_bytes + size > self._shard_bytes:
             self._flush()
         self._shard[name] = _copy(tensor)
+        self._held_bytes += size
 
     def _flush(self) -> None:
         self._count += 1
         file = f"tensors-{self._count:05}.safetensors"
         _save(self._shard, self._folder / file)
         self._files |= dict.fromkeys(self._shard, file)
-        self._shard = {}
+        self._shard, self._held_bytes = {}, 0
 
     def finish(self, numbers: Mapping[str, Any]) -> None:
         if self._shard:
@@ -155,10 +158,6 @@ def _names_in(file: Path) -> dict[str, str]:
 def _copy(tensor: Tensor) -> Tensor:
     """On the CPU, of its own: what is given may change before it is written."""
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _read_json(path: Path) -> Any:

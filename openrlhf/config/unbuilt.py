@@ -46,9 +46,6 @@ SUPERVISED = TRAINERS
 RL: tuple[Unbuilt, ...] = (
     *TRAINERS,
     Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
-    Unbuilt("--ckpt.save_steps", lambda c: c.ckpt.period is not None, "periodic checkpoints", "leave it out"),
-    Unbuilt("--ckpt.save_hf", lambda c: c.ckpt.save_hf, "periodic exports", "leave it out"),
-    Unbuilt("--ckpt.load_enable", lambda c: c.ckpt.load_enable, "resuming", "leave it out"),
     Unbuilt(
         "--reward.offload",
         lambda c: c.uses_reward_model and c.reward.offload,

@@ -27,3 +27,9 @@ class Workers(Protocol):
     def update(self, batch: Any) -> Metrics:
         """The round's optimizer steps."""
         ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What of their state is no model: rounds, the price of KL."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

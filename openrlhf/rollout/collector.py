@@ -19,6 +19,7 @@ from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
+from openrlhf.rollout.saved_groups import group_from, group_state
 from openrlhf.types import Group, Prompt, SamplingParams
 
 
@@ -106,13 +107,18 @@ class SyncCollector:
         return Round(groups, self._metrics(draw))
 
     def state_dict(self) -> dict[str, Any]:
-        """Prompts in play and groups that wait are kept as ordinals: a resumed run asks these prompts again, first."""
-        return {"prompts": self._prompts.state_dict(), "unserved": sorted(self._playing | self._waiting.keys())}
+        """Groups that wait are kept whole; prompts in play as ordinals: a resumed run asks them again, first."""
+        return {
+            "prompts": self._prompts.state_dict(),
+            "unserved": sorted(self._playing),
+            "waiting": [group_state(self._waiting[ordinal]) for ordinal in sorted(self._waiting)],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state["prompts"])
         self._prompts.give_back(state["unserved"])
-        self._waiting.clear()
+        groups = [group_from(saved, self._prompts.prompt_at(saved["ordinal"])) for saved in state["waiting"]]
+        self._waiting = {group.prompt.ordinal: group for group in groups}
 
     async def _draw(self) -> Draw:
         draw = Draw(

@@ -6,27 +6,32 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import torch
 
 from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts_for
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.checkpoint.manager import CheckpointManager, Trained
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
+from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
-from openrlhf.trainers.local_models import LocalTraining, load_models
+from openrlhf.trainers.local_models import ACTOR, LocalTraining, load_models
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
+from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_sources import build_reward
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.trainers.running import (
@@ -55,6 +60,11 @@ def train(config: RLConfig) -> RunResult:
     device = prepare_process(config.train)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
+    with opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
+        return _train(config, checkpoints, device=device, model_dir=model_dir)
+
+
+def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, model_dir: Path) -> RunResult:
     tokenizer = _tokenizer(config)
     prompts = PromptStream(
         _prompts(config, tokenizer, evaluation=False),
@@ -81,11 +91,12 @@ def train(config: RLConfig) -> RunResult:
             rounds=math.ceil(len(prompts) / config.rollout.batch_size),
             eval_every=config.eval.period,
             eval_at_ends=config.eval.at_start and held_out is not None,
+            save_every=config.ckpt.period,
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
         training = LocalTraining(config, models, rounds=schedule.rounds, device=device)
-        run_dir = create_run_directory(config)
+        run_dir = create_run_directory(config, checkpoints.found)
         logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
         with (
@@ -118,13 +129,38 @@ def train(config: RLConfig) -> RunResult:
                 logger=seen.logger,
                 rollout_log=rollout_log,
                 progress=seen.progress,
+                checkpointer=_checkpointer(config, checkpoints, training.checkpointed(tokenizer), run_dir),
             )
+            if checkpoints.found:
+                seen.progress.note(f"continues from {checkpoints.found.path}")
             evaluation = trainer.fit()
             seen.progress.phase("export")
             written = training.export(tokenizer, model_dir)
             link_model(run_dir, model_dir)
             seen.progress.note(f"model in {', critic in '.join(map(str, written))}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+
+
+def _checkpointer(
+    config: RLConfig, checkpoints: Checkpoints, trained: Mapping[str, Trained], run_dir: RunDirectory
+) -> CheckpointManager | None:
+    if checkpoints.folder is None:
+        return None
+    identity = {
+        "what is trained": f"rl with {' and '.join(trained)}",
+        "--rollout.batch_size": str(config.rollout.batch_size),
+    }
+    if config.uses_reference or config.ds.lora.rank > 0:
+        # Neither the reference nor the model below an adapter is in the checkpoint.
+        identity["--actor.model_name_or_path"] = config.actor.model_name_or_path
+    return CheckpointManager(
+        checkpoints.folder,
+        trained,
+        found=checkpoints.found,
+        identity=identity,
+        notes={"run_directory": str(run_dir.path.resolve())},
+        resumable=not config.ckpt.disable_ds,
+    )
 
 
 def _tokenizer(config: RLConfig) -> Any:

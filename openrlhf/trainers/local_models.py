@@ -14,6 +14,7 @@ from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_est
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy, export_value_model
+from openrlhf.checkpoint.manager import Trained
 from openrlhf.config.roots import RLConfig
 from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
@@ -29,6 +30,9 @@ from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
+
+ACTOR = "actor"
+"""The policy's folder in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +135,22 @@ class LocalTraining:
             folder = model_dir.with_name(f"{model_dir.name}_critic")
             written.append(export_value_model(self._models.critic, tokenizer, folder))
         return written
+
+    def checkpointed(self, tokenizer: Any) -> dict[str, Trained]:
+        """What a checkpoint holds, by the names of its folders."""
+        policy, critic = self._models.policy, self._models.critic
+        trained = {
+            ACTOR: Trained(
+                self._policy_backend,
+                lambda folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
+            )
+        }
+        if critic is not None and self._critic_backend is not None:
+            trained["critic"] = Trained(
+                self._critic_backend,
+                lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
+            )
+        return trained
 
     def _workers(self, device: torch.device) -> LocalWorkers:
         config = self._config

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.learners.base import Workers
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
@@ -26,6 +27,10 @@ class Collector(Protocol):
         """Raises PromptsExhausted when there is nothing left to train on."""
         ...
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 class Evaluation(Protocol):
     """Measures the policy on prompts it does not train on."""
@@ -43,12 +48,18 @@ class Schedule:
     """None: only at the ends, if at all."""
     eval_at_ends: bool = False
     """Before the first round and after the last."""
+    save_every: int | None = None
+    """None: no checkpoints."""
     log_every: int = 1
     max_length: int = 0
     """Tokens a sample may have; what `response_clip_ratio` counts."""
 
     def evaluates_after(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0
+
+    def saves_after(self, step: int, *, best: bool) -> bool:
+        """At its period, and when no evaluation was better."""
+        return self.save_every is not None and (best or step % self.save_every == 0)
 
 
 class RLTrainer:
@@ -66,6 +77,7 @@ class RLTrainer:
         logger: Logger,
         rollout_log: RolloutLog,
         progress: Progress,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
         self.collector = collector
         self.workers = workers
@@ -76,6 +88,7 @@ class RLTrainer:
         self.logger = logger
         self.rollout_log = rollout_log
         self.progress = progress
+        self.checkpointer = checkpointer or NoCheckpoints()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.rounds_done = 0
         self.version = 0
@@ -83,16 +96,19 @@ class RLTrainer:
         self.evaluated_after: int | None = None
 
     def fit(self) -> dict[str, float]:
-        """Train to the end; returns the last evaluation, empty if there was none."""
-        if self.schedule.eval_at_ends:
+        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none."""
+        if (state := self.checkpointer.load()) is not None:
+            self.load_state_dict(state)
+        elif self.schedule.eval_at_ends:
             self.evaluate()
         try:
             while self.rounds_done < self.schedule.rounds:
                 metrics = self.step()
                 self.rounds_done += 1
                 self.report(metrics)
-                if self.schedule.evaluates_after(self.rounds_done):
-                    self.evaluate()
+                best = self.schedule.evaluates_after(self.rounds_done) and self.evaluate()
+                if self.schedule.saves_after(self.rounds_done, best=best):
+                    self.save(best=best)
         except PromptsExhausted as end:
             self.progress.end_early(str(end))
         if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
@@ -134,14 +150,41 @@ class RLTrainer:
         if self.rounds_done % self.schedule.log_every == 0:
             self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="train")
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> bool:
+        """Whether it is the best so far."""
         if self.evaluation is None:
-            return
+            return False
         with self.clock.phase("evaluation"):
             values = self.evaluation.run()
         self.clock.take()  # evaluation is no part of the next round's time
         self.last_evaluation, self.evaluated_after = values, self.rounds_done
         self.progress.evaluation(self.rounds_done, values)
-        self.best.update(self.rounds_done, values)
+        is_best = self.best.update(self.rounds_done, values)
         best = {} if self.best.value is None else {"eval_best": self.best.value}
         self.logger.log(self.rounds_done, {**values, **best, "global_step": self.rounds_done}, kind="eval")
+        return is_best
+
+    def save(self, *, best: bool) -> None:
+        with self.clock.phase("checkpoint"):
+            self.checkpointer.save(self.rounds_done, self.state_dict(), best=best)
+        self.clock.take()  # nor are checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two rounds. Without the models: whoever keeps checkpoints knows them."""
+        return {
+            "rounds": self.rounds_done,
+            "version": self.version,
+            "collector": self.collector.state_dict(),
+            "workers": self.workers.state_dict(),
+            "best": self.best.state_dict(),
+            "last_evaluation": dict(self.last_evaluation),
+            "evaluated_after": self.evaluated_after,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.collector.load_state_dict(state["collector"])
+        self.workers.load_state_dict(state["workers"])
+        self.best.load_state_dict(state["best"])
+        self.rounds_done, self.version = state["rounds"], state["version"]
+        self.last_evaluation, self.evaluated_after = dict(state["last_evaluation"]), state["evaluated_after"]
+        self.weights.push(version=self.version)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.data.schedule import divide
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
@@ -98,26 +99,6 @@ class Objective(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Checkpointer(Protocol):
-    """Keeps the state of a run: what is trained, which it knows, and the loop's own, which it is given."""
-
-    def save(self, step: int, state: dict[str, Any]) -> None: ...
-
-    def load(self) -> dict[str, Any] | None:
-        """What is trained is as it was at the latest checkpoint; the loop's own state of then. None: start anew."""
-        ...
-
-
-class NoCheckpoints:
-    """Keeps nothing. Implements `Checkpointer`."""
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        pass
-
-    def load(self) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

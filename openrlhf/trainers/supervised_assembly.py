@@ -132,6 +132,9 @@ def _checkpointer(
     if isinstance(config, DPOConfig):
         # What it said of the samples is in the checkpoint.
         identity["the reference model"] = config.reference_path
+    if config.ds.lora.rank > 0:
+        # Of the model below it nothing is in the checkpoint.
+        identity[MODEL_FLAG] = config.model.model_name_or_path
     return CheckpointManager(
         checkpoints.folder,
         {

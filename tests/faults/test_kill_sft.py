@@ -39,6 +39,6 @@ def straight(files, tmp_path_factory):
 )
 def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, at, step):
     run = Sft(files, tmp_path)
-    assert run.killed_when(lambda run: getattr(run, at)(step))
+    run.kill(at, step)
     run.run()
     assert_same_end(run, straight)

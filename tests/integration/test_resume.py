@@ -29,18 +29,14 @@ def straight(files, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [
-        lambda run: run.logged(2),
-        lambda run: run.logged(19),
-        lambda run: run.writing(12),
-    ],
+    ("at", "step"),
+    [("logged", 2), ("logged", 19), ("writing", 12)],
     ids=["before the first checkpoint", "between two", "inside a write"],
 )
-def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, moment):
+def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, at, step):
     """`tests/faults` does it ten times."""
     run = Sft(files, tmp_path)
-    assert run.killed_when(moment)
+    run.kill(at, step)
     run.run()
     assert_same_end(run, straight)
 
@@ -76,7 +72,8 @@ def train(files, tmp_path, monkeypatch, capfd, caplog):
 
 
 def weights(folder):
-    return load_file(folder / "out" / "model.safetensors")
+    (file,) = (folder / "out").glob("*.safetensors")
+    return load_file(file)
 
 
 def back_to(step, source, target):
@@ -91,12 +88,14 @@ RUNS = {
     "kto": ("train_dpo", {"model__loss_type": "kto"}),
     "muon": ("train_sft", {"optim": "muon"}),
     "bf16": ("train_sft", {"ds__param_dtype": "bf16"}),
+    "lora": ("train_sft", {"ds__lora__rank": 4, "ds__lora__dropout": 0.3}),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_everything_that_is_trained_continues_to_the_bit(train, files, tmp_path, name):
-    """Step 5 of 8 (16 for KTO), in the middle of an epoch, so that a DPO has seen some references and not others."""
+    """Step 5 of an epoch's 8 (KTO: 16), so that a DPO has seen some references and not others. Dropout draws from
+    torch's generator."""
     command, extra = RUNS[name]
     if name == "kto":
         extra = extra | {"data__dataset": files / "judged.jsonl"}
@@ -208,6 +207,19 @@ def test_a_damaged_latest_falls_back(half_done, train):
     assert "global_step4 is used instead" in err
     after = weights(half_done)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_full_disk_ends_the_run_and_leaves_what_was_there(half_done, train, monkeypatch):
+    """Continued for two epochs more, with a kilobyte left."""
+    left = sorted(p.name for p in (half_done / "checkpoints").iterdir())
+    usage = shutil.disk_usage(half_done)._replace(free=1024)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    rc, err = train("train_sft", "a", ckpt__load_enable=True, train__max_epochs=3)
+    assert rc == 1
+    assert "a checkpoint takes about" in err
+    assert "GiB are free; make room" in err
+    assert "Traceback" not in err
+    assert sorted(p.name for p in (half_done / "checkpoints").iterdir()) == left
 
 
 def test_without_training_state_there_is_a_model_and_no_resuming(train, tmp_path):

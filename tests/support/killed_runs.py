@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file
@@ -97,22 +97,19 @@ class Sft:
         process = self.start()
         assert process.wait(timeout=300) == 0, self.said
 
-    def killed_when(self, condition: Callable[["Sft"], bool]) -> bool:
-        """SIGKILL as soon as it holds; False if the run ended before that."""
+    def kill(self, at: Literal["logged", "writing"], step: int) -> None:
+        """Start it, and SIGKILL as soon as that step is logged, or its checkpoint is being written."""
+        reached = self.logged if at == "logged" else self.writing
         process = self.start()
         deadline = time.monotonic() + 300
         try:
-            while process.poll() is None and not condition(self):
-                assert time.monotonic() < deadline, self.said
+            while process.poll() is None and not reached(step) and time.monotonic() < deadline:
                 time.sleep(0.0005)
-            if process.poll() is not None:
-                return False
-            process.send_signal(signal.SIGKILL)
         finally:
             process.kill()
             process.wait()
         assert process.returncode == -signal.SIGKILL, self.said
-        return True
+        assert reached(step), "a write that was begun was not ended"
 
     @property
     def metrics(self) -> Path:

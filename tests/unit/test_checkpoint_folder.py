@@ -43,7 +43,7 @@ class DyingDisk(Disk):
         super().rename(old, new)
         self._last()
 
-    def link_tree(self, source, target, *, without):
+    def link_tree(self, source, target, *, without=None):
         self._alive("link_tree")
         if len(self.calls) == self.at:
             target.mkdir()
@@ -70,13 +70,13 @@ def opened(path, *, max_num=3, max_gib=float("inf"), **options):
     return folder
 
 
-def write(folder, step, *, size=10):
+def write(folder, step, *, size=10, best=False):
     draft = folder.begin(step)
     (draft / "state.json").write_text(f'{{"step": {step}}}')
     (draft / "model" / "training_state").mkdir(parents=True)
     (draft / "model" / "training_state" / "tensors-00001.safetensors").write_bytes(bytes(size))
     (draft / "model" / "config.json").write_text("{}")
-    folder.commit(step)
+    folder.commit(step, best=best)
 
 
 def names(path):
@@ -93,8 +93,9 @@ class TestWriting:
             assert (tmp_path / "latest").read_text() == f"global_step{step}\n"
         assert names(tmp_path) == ["global_step10", "global_step2", "latest"]
 
-    @pytest.mark.parametrize("link_model", [None, "model"])
-    def test_killed_at_any_moment_a_whole_checkpoint_is_found(self, tmp_path, link_model):
+    @pytest.mark.parametrize("best", [False, True], ids=["", "best"])
+    @pytest.mark.parametrize("link_model", [None, "model"], ids=["", "linked"])
+    def test_killed_at_any_moment_a_whole_checkpoint_is_found(self, tmp_path, link_model, best):
         """Steps 1 and 2 are there, one is kept besides the latest. Writing 3 is killed at every call it makes to the disk:
         then 2 is found, or 3, never neither; the next start clears what is left, and writing goes on."""
         at = found_new = 0
@@ -103,13 +104,13 @@ class TestWriting:
             path = tmp_path / str(at)
             healthy = opened(path, max_num=2, link_model=link_model)
             write(healthy, 1)
-            write(healthy, 2)
+            write(healthy, 2, best=best)
             healthy.close()
             disk = DyingDisk(at)
             folder = CheckpointFolder(path, Retention(max_num=2), link_model=link_model, disk=disk)
             try:
                 folder.open()
-                write(folder, 3)
+                write(folder, 3, best=best)
             except Killed:
                 folder.close()  # the system takes a killed process's locks away
             else:
@@ -120,11 +121,12 @@ class TestWriting:
             assert found in (path / "global_step2", path / "global_step3"), disk.calls
             assert damage_of(found) is None
             found_new += found.name == "global_step3"
-            write(again, 3)
+            write(again, 3, best=best)
             write(again, 4)
             kept = ["global_step3", "global_step4"]
             linked = [f"{name}_hf" for name in kept] if link_model else []
-            assert names(path) == sorted([*kept, *linked, "latest"]), disk.calls
+            bests = ["best_global_step3"] if best else []
+            assert names(path) == sorted([*bests, *kept, *linked, "latest"]), disk.calls
             again.close()
         assert at - 1 >= len(disk.calls) >= 9
         assert 0 < found_new < at - 1
@@ -172,6 +174,13 @@ class TestRetention:
             write(folder, step)
         kept = ["global_step2", "global_step3"]
         assert names(tmp_path) == sorted([*kept, *(f"{name}_hf" for name in kept), "latest"])
+
+    def test_the_best_stays_beside_them_until_a_better_one_comes(self, tmp_path):
+        folder = opened(tmp_path, max_num=1)
+        for step, best in ((1, True), (2, False), (3, True), (4, False)):
+            write(folder, step, best=best)
+        assert names(tmp_path) == ["best_global_step3", "global_step4", "latest"]
+        assert damage_of(tmp_path / "best_global_step3") is None
 
     def test_by_size(self, tmp_path):
         """A checkpoint of 4000 bytes and its manifest; 10000 hold two of them."""

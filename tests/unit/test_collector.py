@@ -4,18 +4,22 @@ import asyncio
 import contextlib
 import itertools
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.checkpoint.training_state import read_state, write_state
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
 from openrlhf.rollout.collector import PromptsExhausted, SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter, mean_score
 from openrlhf.rollout.runner import RolloutError
+from openrlhf.rollout.saved_groups import group_from, group_state
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
 
@@ -335,6 +339,28 @@ def test_a_few_failures_at_the_very_end_do_not_spoil_the_run(make):
 # --------------------------------------------------------------------------------------------------------- state
 
 
+def as_kept(state):
+    """Through a checkpoint's files."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_state(Path(folder), state)
+        return read_state(Path(folder))
+
+
+def test_a_group_comes_back_from_a_checkpoint_as_it_was():
+    group = make_group(1.0, None, ordinal=3, version=7)
+    same = group_from(as_kept(group_state(group)), group.prompt)
+    assert same.prompt == group.prompt
+    (segment,), (kept,) = group.trajectories[0].segments, same.trajectories[0].segments
+    for name in ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards"):
+        assert torch.equal(getattr(segment, name), getattr(kept, name))
+        assert getattr(segment, name).dtype == getattr(kept, name).dtype
+    for one, other in zip(group.trajectories, same.trajectories, strict=True):
+        for name in ("key", "outcome", "reward", "score", "text", "extra_logs", "error"):
+            assert getattr(one, name) == getattr(other, name)
+        assert (type(other.key), type(other.outcome)) == (SampleKey, Outcome)
+
+
+@settings(deadline=None)  # it writes files
 @given(
     script=st.lists(st.sampled_from([GOOD, BAD, (None, 0.0)]), min_size=1, max_size=24),
     at_once=st.integers(1, 9),
@@ -342,15 +368,15 @@ def test_a_few_failures_at_the_very_end_do_not_spoil_the_run(make):
 )
 def test_a_resumed_run_loses_and_repeats_no_prompt(make, script, at_once, stop_after):
     """What a run that stops after some rounds and its successor train on, together, is every good prompt once."""
-    first, second = (make(ScriptedRunner(script), batch=3, at_once=at_once) for _ in range(2))
+    runners = [ScriptedRunner(script), ScriptedRunner(script)]
+    first, second = (make(runner, batch=3, at_once=at_once) for runner in runners)
     trained: list[int] = []
     with contextlib.suppress(PromptsExhausted):
         for _ in range(stop_after):
             trained += ordinals(first.next_batch().groups)
-    state = json.loads(json.dumps(first.state_dict()))
-    second.load_state_dict(state)
-    assert second.state_dict()["prompts"]["again"] == state["unserved"]
+    second.load_state_dict(as_kept(first.state_dict()))
     trained += itertools.chain.from_iterable(rounds_of(second))
+    assert not set(runners[0].started) & set(runners[1].started), "groups that wait are not played again"
     assert trained == [o for o, scores in enumerate(script) if scores == GOOD]
 
 
@@ -362,7 +388,8 @@ def test_prompts_in_play_when_the_engine_breaks_are_asked_again(make):
     with pytest.raises(RolloutError, match="the engine is gone"):
         collector.next_batch()
     state = collector.state_dict()
-    assert (state["unserved"], state["prompts"]["again"], state["prompts"]["next_ordinal"]) == ([0], [2, 3], 4)
+    assert [group["ordinal"] for group in state["waiting"]] == [0]
+    assert (state["unserved"], state["prompts"]["again"], state["prompts"]["next_ordinal"]) == ([], [2, 3], 4)
     resumed = make(ScriptedRunner(runner.script), batch=3)
     resumed.load_state_dict(state)
     assert rounds_of(resumed) == [[0, 2, 3], [4]]

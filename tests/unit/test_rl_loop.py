@@ -199,6 +199,12 @@ class EventLog:
     def push(self, *, version):
         self.events.append(("push", version))
 
+    def state_dict(self):
+        return {"asked": len(self.events)}
+
+    def load_state_dict(self, state):
+        self.events.append("loaded")
+
     def run(self):
         self.events.append("evaluate")
         return {"eval_default_pass1": next(self.evaluations)}
@@ -281,6 +287,53 @@ def test_the_best_evaluation_is_logged_and_told(loop):
     log, logger, progress = EventLog(loop, [0.5, 0.75, 0.25]), RememberingLogger(), Silent()
     make_trainer(log, Schedule(rounds=2, eval_every=1, eval_at_ends=True), logger, progress).fit()
     assert [record["eval_best"] for _, kind, record in logger.records if kind == "eval"] == [0.5, 0.75, 0.75]
+    assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
+
+
+class Shelf:
+    """A checkpointer that writes down what it is given, and gives back what it was made with."""
+
+    def __init__(self, state=None):
+        self.saved, self._state = {}, state
+
+    def save(self, step, state, *, best=False):
+        self.saved[step] = (state, best)
+
+    def load(self):
+        return self._state
+
+
+def test_checkpoints_come_at_their_period_and_with_the_best_evaluation(loop):
+    """Two rounds, a period of two; the evaluation after the first round is the best one, that after the second not."""
+    log, shelf = EventLog(loop, [0.75, 0.25]), Shelf()
+    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1, save_every=2), NullLogger())
+    trainer.checkpointer = shelf
+    trainer.fit()
+    assert {step: best for step, (_, best) in shelf.saved.items()} == {1: True, 2: False}
+    assert shelf.saved[2][0]["best"] == {"key": "eval_default_pass1", "value": 0.75, "step": 1}
+
+
+def test_without_a_period_nothing_is_kept_however_good(loop):
+    log, shelf = EventLog(loop, [0.75, 0.25]), Shelf()
+    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1), NullLogger())
+    trainer.checkpointer = shelf
+    trainer.fit()
+    assert shelf.saved == {}
+
+
+def test_a_continued_run_tells_the_engine_its_version_and_evaluates_nothing_twice(loop):
+    """One round of two is done and evaluated: no evaluation at the start, one at the end."""
+    first, shelf = EventLog(loop, [0.5, 0.75]), Shelf()
+    trainer = make_trainer(first, Schedule(rounds=1, eval_every=1, eval_at_ends=True, save_every=1), NullLogger())
+    trainer.checkpointer = shelf
+    trainer.fit()
+
+    log, progress = EventLog(loop, [0.25]), Silent()
+    resumed = make_trainer(log, Schedule(rounds=2, eval_at_ends=True, save_every=5), NullLogger(), progress)
+    resumed.checkpointer = Shelf(shelf.saved[1][0])
+    assert resumed.fit() == {"eval_default_pass1": 0.25}
+    one_round = ["collect", "place", "score", "advantages", "update"]
+    assert log.events == ["loaded", "loaded", ("push", 1), *one_round, ("push", 2), "evaluate"]
     assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
 
 

@@ -74,7 +74,7 @@ class Drawer:
         self.saved, self._backend, self._content = {}, trainer.backend, content
         trainer.checkpointer = self
 
-    def save(self, step, state):
+    def save(self, step, state, *, best=False):
         tensors = {name: tensor.clone() for name, tensor in self._backend.tensors()}
         self.saved[step] = copy.deepcopy((state, self._backend.numbers())), tensors
 

@@ -1,0 +1,27 @@
+"""What a training loop asks of whoever keeps its checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Checkpointer(Protocol):
+    """Keeps the state of a run: what is trained, which it knows, and the loop's own, which it is given."""
+
+    def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
+        """`best`: no evaluation was better; kept until one is."""
+        ...
+
+    def load(self) -> dict[str, Any] | None:
+        """What is trained is as it was at the latest checkpoint; the loop's own state of then. None: start anew."""
+        ...
+
+
+class NoCheckpoints:
+    """Keeps nothing. Implements `Checkpointer`."""
+
+    def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
+        pass
+
+    def load(self) -> None:
+        return None

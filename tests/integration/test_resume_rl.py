@@ -1,0 +1,114 @@
+"""An RL run that was interrupted ends as one that was not: weights and metrics to the bit, on one process."""
+
+import shutil
+import signal
+
+import pytest
+import torch
+from processes import wait_until
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from openrlhf.observability.loggers import read_metrics, without_times
+
+ROUNDS = 6
+RUN = {"train__num_episodes": 3, "ckpt__save_steps": 2, "actor__adam__lr": 1e-3}
+"""8 prompts three times, 4 a round."""
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def history(run_dir, *, after=0):
+    return [without_times(r) for r in read_metrics(run_dir / "metrics.jsonl") if r["step"] > after]
+
+
+VARIANTS = {
+    "group_norm": {},
+    "critic": {"algo__advantage__estimator": "gae", "critic__adam__lr": 1e-3, "critic__save_value_network": True},
+    "kl": {"algo__kl__init_coef": 0.1, "algo__kl__target": 0.01, "algo__kl__horizon": 20},
+    "average": {"train__enable_ema": True, "train__ema_beta": 0.5},
+    "waiting groups": {
+        "algo__dynamic_filtering_enable": True,
+        "rollout__vllm_generate_batch_size": 7,
+        "train__num_episodes": 4,
+        "train__max_epochs": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_continues_to_the_bit(cli, inputs, tmp_path, name):
+    """Interrupted after round 4 of 6, in the second pass over the prompts."""
+    # Every group is accepted, and three of seven are too many for a round.
+    extra = ["--algo.dynamic_filtering_range", "-1", "2"] if name == "waiting groups" else []
+    flags = RUN | VARIANTS[name] | {"eval__dataset": inputs.data, "eval__steps": 3}
+    straight = cli(*extra, **flags, ckpt__path=tmp_path / "a", ckpt__output_dir=tmp_path / "out_a")
+    assert straight.rc == 0, straight.err
+    kept = sorted(p.name for p in (tmp_path / "a").iterdir() if p.name.startswith("global"))
+    assert {"global_step4", "global_step6"} <= set(kept)
+    assert list((tmp_path / "a").glob("best_global_step*"))
+
+    (tmp_path / "b").mkdir()
+    shutil.copytree(tmp_path / "a" / "global_step4", tmp_path / "b" / "global_step4")
+    (tmp_path / "run").rename(tmp_path / "first")
+    resumed = cli(
+        *extra, **flags, ckpt__path=tmp_path / "b", ckpt__output_dir=tmp_path / "out_b", ckpt__load_enable=True
+    )
+    assert resumed.rc == 0, resumed.err
+    assert_equal(weights(tmp_path / "out_a"), weights(tmp_path / "out_b"))
+    if name == "critic":
+        assert_equal(weights(tmp_path / "out_a_critic"), weights(tmp_path / "out_b_critic"))
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "b" / "global_step6" / "critic", num_labels=1)
+    assert history(tmp_path / "run") == history(tmp_path / "first", after=4) != []
+    if name == "waiting groups":
+        (record,) = (r for r in history(tmp_path / "first") if (r["step"], r["kind"]) == (4, "train"))
+        assert record["rollout/buffered"] > 0, "there was something to keep"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "global_step6" / "actor")
+
+
+def test_killed_and_started_again_it_ends_the_same(cli, start_cli, run_cli, tmp_path):
+    """SIGKILL after round 3; the checkpoint is that of round 2. The host of the reward file goes with its parent."""
+    straight = cli(
+        **RUN, ckpt__path=tmp_path / "a", ckpt__output_dir=tmp_path / "out_a", logger__run_dir=tmp_path / "first"
+    )
+    assert straight.rc == 0, straight.err
+    flags = RUN | {"ckpt__path": tmp_path / "b", "ckpt__output_dir": tmp_path / "out_b", "ckpt__load_enable": True}
+    process, metrics = start_cli(**flags), tmp_path / "run" / "metrics.jsonl"
+    done = wait_until(
+        lambda: process.poll() is not None or (metrics.exists() and len(history(tmp_path / "run")) >= 3), 120
+    )
+    assert done
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(history(tmp_path / "run")) < ROUNDS, "it was killed in time"
+    again = run_cli(**flags, timeout=120)
+    assert again.rc == 0, again.err
+    assert_equal(weights(tmp_path / "out_a"), weights(tmp_path / "out_b"))
+    assert history(tmp_path / "run") == history(tmp_path / "first")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train__seed": 7}, "--train.seed 42, now it is 7"),
+        ({"rollout__batch_size": 8}, "--rollout.batch_size was 4, and is 8 now"),
+        ({"data__max_samples": 6}, "made with 8 prompts, now there are 6"),
+        (
+            {"algo__advantage__estimator": "gae"},
+            "what is trained was rl with actor, and is rl with actor and critic now",
+        ),
+    ],
+)
+def test_what_cannot_be_continued_is_one_line(cli, change, said):
+    assert cli(**RUN).rc == 0
+    ran = cli(**RUN | change, ckpt__load_enable=True)
+    assert ran.rc == 1
+    assert said in ran.err
+    assert "Traceback" not in ran.err
