@@ -32,12 +32,18 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.data.schedule import divide
+from openrlhf.models.fusing import compile_layers, fuse_norms
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 SETTINGS = OptimizerSettings(lr=1e-5)
+LABELS = {
+    "torch": "packed, plain torch",
+    "compiled": "packed, plain torch, `--ds.deepcompile`",
+    "deepspeed": "packed, DeepSpeed ZeRO-2",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +169,10 @@ def started(way: str, work: Work, device: torch.device) -> Iterator[tuple[Backen
     if way == "padded":
         yield TorchBackend(model, SETTINGS), padded_nll
     else:
+        fuse_norms(model)
         support = examine(model, native_attention="sdpa")
+        if way == "compiled":
+            compile_layers(model)
         policy = Policy(model, packed=support.packed, transform=support.transform)
         if way == "deepspeed":
             from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings
@@ -188,9 +197,12 @@ def main() -> None:
     work = gpu_work() if device.type == "cuda" else cpu_work()
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     rows = []
-    for kind, ways in (("even", ("torch", "deepspeed", "padded")), ("long-tailed", ("torch", "padded"))):
+    for kind, ways in (
+        ("even", ("compiled", "torch", "deepspeed", "padded")),
+        ("long-tailed", ("compiled", "torch", "padded")),
+    ):
         lengths = lengths_of(kind, work)
-        for way in ways if device.type == "cuda" else (w for w in ways if w != "deepspeed"):
+        for way in ways if device.type == "cuda" else (w for w in ways if w not in ("compiled", "deepspeed")):
             if way == "padded":
                 cut = by_padded_budget(lengths, work.budget)
                 filled = sum(lengths) / sum(lengths[micro[0]] * len(micro) for micro in cut)
@@ -204,7 +216,7 @@ def main() -> None:
                 del backend
             peak = f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB" if device.type == "cuda" else ""
             used = f"{flops(work, lengths) / sum(lengths) * rate / PEAK[name]:.1%}" if name in PEAK else ""
-            label = {"torch": "packed, plain torch", "deepspeed": "packed, DeepSpeed ZeRO-2"}.get(way, way)
+            label = LABELS.get(way, way)
             rows.append(f"| {kind} | {label} | {filled:.1%} | {rate:,.0f} | {used} | {peak} |")
             print(rows[-1], flush=True)
     shape = "Qwen2.5-1.5B's shape in bf16" if device.type == "cuda" else "a 4M-parameter Qwen2 in fp32"

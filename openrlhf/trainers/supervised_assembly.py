@@ -295,6 +295,7 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
         "gradient_checkpointing": config.model.gradient_checkpointing_enable,
         "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
         "lora": lora_settings(config.ds.lora, seed=config.train.seed),
+        "compiled": config.ds.deepcompile,
         "load_in_4bit": config.ds.load_in_4bit,
         "experts_implementation": config.ds.experts_implementation,
         "flag": MODEL_FLAG,
