@@ -39,6 +39,7 @@ from openrlhf.types import PackedTokens
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 SETTINGS = OptimizerSettings(lr=1e-5)
+WAYS = {"even": ("compiled", "torch", "deepspeed", "padded"), "long-tailed": ("compiled", "torch", "padded")}
 LABELS = {
     "torch": "packed, plain torch",
     "compiled": "packed, plain torch, `--ds.deepcompile`",
@@ -169,10 +170,8 @@ def started(way: str, work: Work, device: torch.device) -> Iterator[tuple[Backen
     if way == "padded":
         yield TorchBackend(model, SETTINGS), padded_nll
     else:
-        fuse_norms(model)
         support = examine(model, native_attention="sdpa")
-        if way == "compiled":
-            compile_layers(model)
+        (compile_layers if way == "compiled" else fuse_norms)(model)
         policy = Policy(model, packed=support.packed, transform=support.transform)
         if way == "deepspeed":
             from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings
@@ -197,10 +196,7 @@ def main() -> None:
     work = gpu_work() if device.type == "cuda" else cpu_work()
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     rows = []
-    for kind, ways in (
-        ("even", ("compiled", "torch", "deepspeed", "padded")),
-        ("long-tailed", ("compiled", "torch", "padded")),
-    ):
+    for kind, ways in WAYS.items():
         lengths = lengths_of(kind, work)
         for way in ways if device.type == "cuda" else (w for w in ways if w not in ("compiled", "deepspeed")):
             if way == "padded":

@@ -26,13 +26,8 @@ def fuse_norms(model: nn.Module) -> int:
     fused = 0
     for module in model.modules():
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-        if (
-            not type(module).__name__.endswith("RMSNorm")
-            or not isinstance(eps, float)
-            or not isinstance(weight, Tensor)
-        ):
-            continue
-        if weight.is_cuda and weight.numel() and _is_rms_norm(module, weight, eps):
+        named = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and isinstance(weight, Tensor)
+        if named and weight.is_cuda and weight.numel() and _is_rms_norm(module, weight, eps):
             module.forward = partial(_rms_norm, module)
             fused += 1
     return fused
@@ -58,7 +53,10 @@ def _is_rms_norm(module: nn.Module, weight: Tensor, eps: float) -> bool:
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each decoder layer, in place, for streams of any length; the first step takes some seconds longer."""
+    """Compile each decoder layer, in place, for streams of any length; the first step takes some seconds longer.
+
+    All layers share one compiled code, so none may have a forward of its own: norms are fused by the compiler.
+    """
     layers = getattr(decoder_body(model), "layers", None)
     if layers is None:
         raise ValueError(f"--ds.deepcompile: {type(model).__name__} has no list of layers to compile; leave it out")

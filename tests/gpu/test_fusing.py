@@ -60,7 +60,8 @@ def config_model(config):
 
 def test_compiled_layers_give_the_same_gradient_at_any_length():
     torch.manual_seed(0)
-    model = config_model(hf.Qwen2Config).to("cuda", torch.bfloat16)
+    model = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**SMALL | {"initializer_range": 0.05}))
+    model = model.to("cuda", torch.bfloat16)
     plain, compiled = policy_of(copy.deepcopy(model)), policy_of(model, compiled=True)
     for lengths in ([7, 19, 4], [30, 12], [5, 6, 7, 8, 9]):
         gradients = []
@@ -68,4 +69,5 @@ def test_compiled_layers_give_the_same_gradient_at_any_length():
             policy.zero_grad()
             policy(tokens(lengths), temperature=1.0).logprobs_A.mean().backward()
             gradients.append(torch.cat([p.grad.flatten().float() for p in policy.parameters()]))
-        assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 0.03
+        error = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+        assert error < 0.03, (lengths, error)
