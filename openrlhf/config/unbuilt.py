@@ -27,7 +27,6 @@ MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local
 
 
 TRAINERS: tuple[Unbuilt, ...] = (
-    Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
     Unbuilt(
         "--ds.grad_accum_dtype",

@@ -9,7 +9,7 @@ from openrlhf.backends.deepspeed import ZeroSettings, deepspeed_config
 from openrlhf.backends.process_group import Launch, first_host, launched, name_the_meeting_place, own_device
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.errors import ConfigError
-from openrlhf.trainers.distribution import uses_deepspeed, zero_settings
+from openrlhf.trainers.distribution import Distribution, uses_deepspeed, zero_settings
 
 ALONE = Launch(0, 1, 0)
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -134,6 +134,12 @@ def test_several_processes_and_what_plain_torch_cannot_do_are_deepspeeds(backend
 def test_what_cannot_be_is_refused_by_its_flag(backend, ds, launch, said):
     with pytest.raises(ConfigError, match=said):
         uses_deepspeed(backend, ds, launch)
+
+
+def test_fp16_that_deepspeed_cannot_compute_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr("openrlhf.backends.deepspeed.computes_in", lambda dtype: dtype != torch.float16)
+    with pytest.raises(ConfigError, match=r"--ds.param_dtype fp16.*--train.backend torch"):
+        Distribution.of("deepspeed", replace(PLAIN, param_dtype="fp16"))
 
 
 # ------------------------------------------------------------------------------------------ what DeepSpeed is told
