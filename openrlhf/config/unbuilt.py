@@ -35,7 +35,6 @@ TRAINERS: tuple[Unbuilt, ...] = (
         "leave it out",
     ),
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "ring attention", "leave it out"),
-    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
     MODELSCOPE,
 )
 """What no trainer has."""
@@ -44,6 +43,7 @@ SUPERVISED = TRAINERS
 
 RL: tuple[Unbuilt, ...] = (
     *TRAINERS,
+    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
     Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
     Unbuilt(
         "--reward.offload",
