@@ -27,7 +27,12 @@ MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local
 
 
 TRAINERS: tuple[Unbuilt, ...] = (
-    Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
+    Unbuilt(
+        "--ds.deepcompile",
+        lambda c: c.ds.deepcompile,
+        "DeepSpeed compiles only where every step has the same number of backward passes, and ours are cut by tokens",
+        "leave it out",
+    ),
     Unbuilt(
         "--ds.grad_accum_dtype",
         lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
