@@ -245,3 +245,23 @@ def test_every_launcher_starts_a_training(runs, launcher):
     assert len(measured) == 4
     assert measured[0] == pytest.approx(expected[0], rel=1e-4)
     assert "model" in {path.name for path in (runs.folder / launcher).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("half")
+    Runs(folder, folder, folder).start(*torchrun(2), str(SUPPORT / "fp16_ranks.py"), str(folder / "out.json"))
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fp16_scales_and_leaves_out_what_one_process_does(half, stage):
+    """Two of five steps overflow: three are taken, at a quarter of the scale, the first of them two ago."""
+    torchs, ours, loaded = (half[str(stage)][who] for who in ("torch", "deepspeed", "loaded"))
+    assert torchs["numbers"] == {"steps": 3, "loss_scale": 2.0**14, "good_steps": 2}
+    assert ours["numbers"] == loaded["numbers"] == torchs["numbers"]
+    assert [norm == -1.0 for norm, _ in ours["steps"]] == [False, True, True, False, False]
+    assert torch.tensor(ours["steps"]) == pytest.approx(torch.tensor(torchs["steps"]), rel=1e-3)
+    for name, tensor in torchs["tensors"].items():
+        assert torch.allclose(torch.tensor(ours["tensors"][name]), torch.tensor(tensor), rtol=1e-3, atol=1e-5), name
+        assert loaded["tensors"][name] == ours["tensors"][name], name
