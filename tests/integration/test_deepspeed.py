@@ -197,20 +197,14 @@ def runs(tmp_path_factory, data) -> Runs:
     """Every case on two ranks, and each trainer in one process with plain torch."""
     folder = tmp_path_factory.mktemp("runs")
     runs = Runs(folder, write_model(folder / "tiny"), data)
-    "qlora": {"ds.zero_stage": 2, "ds.lora.rank": 4, "ds.load_in_4bit": True},
-    "experts": {"ds.zero_stage": 2, "model.aux_loss_coef": 0.1},
-    "experts zero 3": {"ds.zero_stage": 3, "model.aux_loss_coef": 0.1},
-    "muon zero 1": {"ds.zero_stage": 1, **MUON},
-    "muon zero 2 offload": {"ds.zero_stage": 2, "ds.adam_offload": True, **MUON},
-    "muon zero 3": {"ds.zero_stage": 3, **MUON},
-}
-ALONE = {
-    "lora": {"ds.lora.rank": 4},
-    "qlora": {"ds.lora.rank": 4, "ds.load_in_4bit": True},
-    "experts": {"model.aux_loss_coef": 0.1},
-    "muon": MUON,
-}
-"""What cases are compared with that begin so; the others with plain flags."""
+    experts = {"model.model_name_or_path": write_experts(folder / "experts", folder / "tiny")}
+
+    def flags_of(way: str, flags: dict) -> dict:
+        return {**flags, **(experts if way.startswith("experts") else {})}
+
+    alone = [runs.words(f"alone {trainer}", trainer) for trainer in TRAINERS]
+    alone += [runs.words(f"alone {way}", "sft", **flags_of(way, flags)) for way, flags in ALONE.items()]
+    pairs = [runs.words(f"{way} {trainer}", trainer, **flags_of(way, TWO_RANKS[way])) for trainer, way in CASES]
     cut = [runs.words(f"{way} sft", "sft", **flags) for way, flags in TENSOR_PARALLEL.items()]
     runs.train("alone", alone)
     runs.train("two", pairs + cut)
