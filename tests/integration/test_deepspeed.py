@@ -59,13 +59,13 @@ ALONE = {
 }
 """What cases are compared with that begin so; the others with plain flags."""
 CASES = [("sft", way) for way in TWO_RANKS]
+CASES += [(trainer, f"zero {stage}") for trainer in ("rm", "dpo", "kto") for stage in (2, 3)]
 TENSOR_PARALLEL = {
-    "tp zero 0": {"ds.zero_stage": 0},
-    "tp zero 1": {"ds.zero_stage": 1},
-    "tp zero 3": {"ds.zero_stage": 3},
-    "muon tp": {"ds.zero_stage": 1, **MUON},
+    "tp zero 0": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 0},
+    "tp zero 1": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 1},
+    "tp zero 3": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 3},
+    "muon tp": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 1, **MUON},
 }
-TENSOR_PARALLEL = {name: {**flags, "ds.tensor_parallel_size": 2} for name, flags in TENSOR_PARALLEL.items()}
 RELAY = [
     ("alone", {}),
     ("two", {"ds.zero_stage": 3}),
@@ -76,7 +76,6 @@ RELAY = [
     ("two", {"ds.tensor_parallel_size": 2}),
 ]
 """Who trains which epoch of one run, each continuing from the checkpoint of the one before."""
-CASES += [(trainer, f"zero {stage}") for trainer in ("rm", "dpo", "kto") for stage in (2, 3)]
 
 
 def expected_run(trainer: str, way: str) -> str:
