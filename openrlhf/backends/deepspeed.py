@@ -27,6 +27,7 @@ from openrlhf.backends.optimizer import (
     muon_arguments,
     whole_shape,
 )
+from openrlhf.backends.parking import Parking
 from openrlhf.backends.schedules import rate_factor
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
@@ -107,6 +108,7 @@ class DeepSpeedBackend:
         self._module = module
         self._max_norm = settings.max_norm
         self._ema_beta = ema_beta
+        self._parking = Parking()
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         optimizer, self._kinds = _one_optimizer(module, settings, trained)
         self._rates = ScheduledOptimizers(
@@ -172,6 +174,29 @@ class DeepSpeedBackend:
             norm = (norm**2 + squares).sqrt()
         nn.utils.clip_grads_with_norm_(self._trained.values(), self._max_norm or math.inf, norm)
         self._norm_unwrapped = float(norm)
+
+    def sleep(self) -> None:
+        if self._moves_states:
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+            kinds = {Kind.optim_states, Kind.hp_params, Kind.lp_grads, Kind.contiguous_grad_buffer}
+            self._engine.offload_states(include=kinds, pin_memory=torch.cuda.is_available())
+            return
+        kept = [tensor for state in self._masters_state() for tensor in state.values()]
+        # Elsewhere masters are the module's own weights, or views of them are about that would keep their memory.
+        masters = self._masters() if hasattr(self._engine.optimizer, "fp32_partitioned_groups_flat") else []
+        self._parking.park([*masters, *kept])
+
+    def wake(self) -> None:
+        if self._moves_states:
+            self._engine.reload_states()
+        else:
+            self._parking.fetch()
+
+    @property
+    def _moves_states(self) -> bool:
+        """Stages 1 and 2 can by themselves; stage 3 only with an optimizer that has to be compiled."""
+        return hasattr(self._engine.optimizer, "single_partition_of_fp32_groups")
 
     # ------------------------------------------------------------------------------------------- state, whole
 
