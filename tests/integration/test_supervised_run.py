@@ -176,13 +176,6 @@ def test_what_cannot_work_is_one_line(run, data, overrides, message):
     assert "Traceback" not in err
 
 
-def test_a_launcher_with_several_processes_is_refused(run, data, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    rc, err = sft(run, data)
-    assert rc == 2
-    assert "2 processes" in err
-
-
 def test_a_missing_logger_is_found_before_anything_is_loaded(run, data, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     rc, err = sft(run, data, "--use_wandb", "SECRET", model__model_name_or_path="./nope")
