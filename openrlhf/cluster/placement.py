@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import RLConfig
@@ -377,18 +377,12 @@ Way = tuple[str, PlacementRequest]
 
 
 def _ways_to_share(request: PlacementRequest) -> Iterator[Way]:
-    pairs = {
-        "--train.colocate_actor_ref": {"colocate_actor_ref": True},
-        "--train.colocate_critic_reward": {"colocate_critic_reward": True},
-        "--train.colocate_actor_ref --train.colocate_critic_reward": {
-            "colocate_actor_ref": True,
-            "colocate_critic_reward": True,
-        },
-    }
+    pairs = ("colocate_actor_ref",), ("colocate_critic_reward",), ("colocate_actor_ref", "colocate_critic_reward")
     if not request.colocate_all:
-        for flags, change in pairs.items():
-            if not any(getattr(request, name) for name in change):
-                yield flags, dataclasses.replace(request, **change)
+        for names in pairs:
+            if not any(getattr(request, name) for name in names):
+                change: dict[str, Any] = dict.fromkeys(names, True)
+                yield " ".join(f"--train.{name}" for name in names), dataclasses.replace(request, **change)
         yield _filled("--train.colocate_all", dataclasses.replace(request, colocate_all=True))
     if request.asynchronous and not request.async_share_device and request.groups[Role.ACTOR].total == 1:
         yield _filled("--train.async_share_device", dataclasses.replace(request, async_share_device=True))
