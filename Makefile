@@ -47,6 +47,7 @@ bench: $(BENCH)/stamp
 	$(BENCH)/bin/python -m bench.logprobs
 	$(BENCH)/bin/python -m bench.serve_rm
 	$(BENCH)/bin/python -m bench.packing
+	$(BENCH)/bin/python -m bench.sft
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

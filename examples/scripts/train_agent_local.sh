@@ -2,6 +2,7 @@
 # A multi-turn agent in one process plus its hosts, on a CPU or one GPU: no Ray, no vLLM.
 #   MODEL=./my-model DATA=./prompts.jsonl AGENT=./agent.py bash examples/scripts/train_agent_local.sh
 # A record has an input and a label; what they mean is the agent's business.
+# Flags that are not here may follow; a flag counts once, so change those that are here in a copy.
 set -euo pipefail
 : "${MODEL:?name a Hugging Face model folder}" "${DATA:?name a prompt data set}"
 AGENT=${AGENT:-$(dirname "$0")/../python/agent_func.py}

@@ -27,7 +27,10 @@ class Backend(Protocol):
         ...
 
     def step(self) -> float:
-        """One optimizer step on the accumulated gradient; returns its norm before clipping."""
+        """One optimizer step on the accumulated gradient; returns its norm before clipping.
+
+        In fp16 a gradient that overflows is dropped, without a step; its norm is infinite or not a number.
+        """
         ...
 
     def weights_to_save(self) -> AbstractContextManager[Mapping[str, Tensor] | None]:
@@ -39,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def numbers(self) -> dict[str, Any]:
-        """What of the state is no tensor, as JSON holds it: {"steps": 12}."""
+        """What of the state is no tensor, as JSON holds it: {"steps": 12}; of fp16 the loss scale too."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from openrlhf.backends import loss_scale
+from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import (
     STATE_KINDS,
     OptimizerSettings,
@@ -70,7 +72,12 @@ def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float 
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
-        "fp16": {"enabled": dtype == torch.float16},
+        "fp16": {
+            "enabled": dtype == torch.float16,
+            "initial_scale_power": round(math.log2(loss_scale.INITIAL)),
+            "loss_scale_window": loss_scale.GROWS_AFTER,
+            "hysteresis": 1,
+        },
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": sys.maxsize,
     }
@@ -113,7 +120,7 @@ class DeepSpeedBackend:
         self._splits = _splits(module, self._tensor_group)
         self._sharded = zero.stage == 3 or bool(self._splits)
         # Gradients are averaged over the ranks that have different samples; ours are to be summed.
-        self._loss_scale = dist.get_world_size() // zero.tensor_parallel_size
+        self._shares = dist.get_world_size() // zero.tensor_parallel_size
         self._base: torch.optim.Optimizer = optimizer
         self._norm_unwrapped = math.nan
         if self._unwrapped:
@@ -121,6 +128,7 @@ class DeepSpeedBackend:
         # AutoTP has put its own layers, with their own parameters, in place of some.
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._begin_optimizer_state()
+        self._scaler: Any = self._engine.optimizer.loss_scaler if dtype == torch.float16 else None
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -133,14 +141,15 @@ class DeepSpeedBackend:
         return self._rates.learning_rate
 
     def backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss * self._loss_scale)
+        self._engine.backward(loss * self._shares)
 
     def step(self) -> float:
         self._engine.step()
+        if not self._engine.was_step_applied():  # fp16 leaves out steps whose gradients overflow
+            return math.inf
         norm = self._norm_unwrapped if self._unwrapped else self._engine.get_global_grad_norm()
-        if self._engine.was_step_applied():  # fp16 leaves out steps whose gradients overflow
-            self._rates.steps += 1
-            self._update_average()
+        self._rates.steps += 1
+        self._update_average()
         return math.nan if norm is None else float(norm)
 
     def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -173,7 +182,11 @@ class DeepSpeedBackend:
         yield weights
 
     def numbers(self) -> dict[str, Any]:
-        return {"steps": self._rates.steps}
+        if self._scaler is None:
+            return {"steps": self._rates.steps}
+        good_steps = self._scaler.cur_iter - self._scaler.last_overflow_iter - 1
+        scale = LossScale(self._scaler.cur_scale, good_steps % loss_scale.GROWS_AFTER)
+        return {"steps": self._rates.steps} | scale.numbers()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         updates = float(next(iter(self._masters_state()))[STEP])
@@ -203,6 +216,11 @@ class DeepSpeedBackend:
         for state in self._masters_state():
             state[STEP].fill_(updates)
         self._rates.steps = numbers["steps"]
+        if self._scaler is not None:
+            scale = LossScale()
+            scale.load(numbers)
+            self._scaler.cur_scale = scale.value
+            self._scaler.last_overflow_iter = self._scaler.cur_iter - scale.good_steps - 1
 
     # --------------------------------------------------------------------------- DeepSpeed's own bookkeeping
 
@@ -333,6 +351,14 @@ def require_deepspeed() -> None:
         raise ImportError("this run needs DeepSpeed: pip install 'openrlhf[deepspeed]'") from error
     # Collectives through shared memory would be compiled at the first start. Gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def computes_in(dtype: torch.dtype) -> bool:
+    """Whether DeepSpeed takes models of this dtype here. Not every CPU multiplies in fp16."""
+    require_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    return dtype in get_accelerator().supported_dtypes()
 
 
 def _start(module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> Any:

@@ -153,9 +153,13 @@ class ScheduledOptimizers:
         """Update, forget the gradients, move on along the schedule."""
         for optimizer in self._optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
         self._steps += 1
         self._set_rates()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     @property
     def steps(self) -> int:

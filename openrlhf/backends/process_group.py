@@ -45,18 +45,24 @@ def launched(environment: Mapping[str, str]) -> Launch:
 def name_the_meeting_place(environment: MutableMapping[str, str], launch: Launch) -> None:
     """Under srun: the first node of the job, and a port that its number gives."""
     environment["RANK"], environment["WORLD_SIZE"] = str(launch.rank), str(launch.count)
-    environment.setdefault("LOCAL_RANK", str(launch.local_rank))
+    environment["LOCAL_RANK"] = str(launch.local_rank)
     if "SLURM_STEP_NODELIST" in environment:
         environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
         environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000))
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's compressed list: `gpu[07-09,12],login1` → `gpu07`."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    if not match:
+    """The first of SLURM's compressed list: `gpu[07-09,12]-ib,login1` → `gpu07-ib`."""
+    first, *_ = re.split(r",(?![^\[]*\])", nodes)
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+    if not re.fullmatch(r"[\w.-]+", host):
         raise ValueError(f"not a list of nodes: {nodes!r}")
-    return match[1] + (match[2] or "")
+    return host
+
+
+def own_device(launch: Launch, visible: int) -> int:
+    """Which of the GPUs a process sees is its own. SLURM may show each task only the one it is bound to."""
+    return 0 if visible == 1 else launch.local_rank
 
 
 class ProcessRanks:
@@ -95,6 +101,7 @@ def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
     """
     launch = launched(os.environ)
     if torch.cuda.is_available():
+        launch = launch._replace(local_rank=own_device(launch, torch.cuda.device_count()))
         torch.cuda.set_device(launch.local_rank)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.backends.averaging import WeightAverage
+from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
 from openrlhf.backends.schedules import rate_factor
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
@@ -18,8 +20,9 @@ from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 class TorchBackend:
     """fp32 master weights, moments and gradient sums, whatever dtype the module computes in. Implements `Backend`.
 
-    An fp32 module is its own master. For bf16 a master copy is kept; each micro-batch's gradient is added to the
-    master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step.
+    An fp32 module is its own master. For 16 bits a master copy is kept; each micro-batch's gradient is added to the
+    master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step. Losses of
+    fp16 modules are scaled, and a step whose gradient overflows is left out.
     """
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, *, ema_beta: float | None = None) -> None:
@@ -39,6 +42,8 @@ class TorchBackend:
             ),
         )
         self._average = None if ema_beta is None else WeightAverage(self._masters, beta=ema_beta)
+        # Gradients pass through frozen weights too.
+        self._scale = LossScale() if any(p.dtype == torch.float16 for p in module.parameters()) else None
 
     @staticmethod
     def _master_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -63,22 +68,30 @@ class TorchBackend:
         return self._optimizers.learning_rate
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        (loss * self._scale.value if self._scale else loss).backward()
 
     def step(self) -> float:
+        if self._scale:
+            torch._foreach_div_([m.grad for m in self._masters.values() if m.grad is not None], self._scale.value)
         # A max norm of infinity measures without clipping.
-        norm = nn.utils.clip_grad_norm_(list(self._masters.values()), self._max_norm or float("inf"))
+        norm = float(nn.utils.clip_grad_norm_(list(self._masters.values()), self._max_norm or float("inf")))
+        if self._scale and not math.isfinite(norm):
+            self._optimizers.zero_grad()
+            self._scale.after_overflow()
+            return norm
         self._optimizers.step()
         self._round_into_module()
         if self._average:
             self._average.update()
-        return float(norm)
+        if self._scale:
+            self._scale.after_good_step()
+        return norm
 
     def weights_to_save(self) -> contextlib.AbstractContextManager[None]:
         return self._average.swapped_into(self._trained) if self._average else contextlib.nullcontext()
 
     def numbers(self) -> dict[str, Any]:
-        return {"steps": self._optimizers.steps}
+        return {"steps": self._optimizers.steps} | (self._scale.numbers() if self._scale else {})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self._masters.items():
@@ -100,6 +113,8 @@ class TorchBackend:
                 self._average.of(name).copy_(tensors.get(f"{AVERAGE}/{name}", master))
         self._round_into_module()
         self._optimizers.steps = numbers["steps"]
+        if self._scale:
+            self._scale.load(numbers)
 
     @torch.no_grad()
     def _round_into_module(self) -> None:

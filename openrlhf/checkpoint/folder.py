@@ -75,11 +75,19 @@ class CheckpointFolder:
 
     @property
     def steps(self) -> list[int]:
-        """Of all checkpoints there are, ascending."""
+        """Of all checkpoints there are, ascending. DeepSpeed's are not ours."""
+        return sorted(step for step, path in self._tags() if not written_by_deepspeed(path))
+
+    @property
+    def has_deepspeeds(self) -> bool:
+        """Checkpoints that DeepSpeed wrote are here, under the same names as ours would have."""
+        return any(written_by_deepspeed(path) for _, path in self._tags())
+
+    def _tags(self) -> list[tuple[int, Path]]:
         if not self.path.is_dir():
             return []
-        found = (re.fullmatch(r"global_step(\d+)", path.name) for path in self.path.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = ((re.fullmatch(r"global_step(\d+)", path.name), path) for path in self.path.iterdir())
+        return [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
 
     def newest_complete(self) -> Path | None:
         """The latest checkpoint; if it is damaged the newest that is not, with a warning; None if there is none.
@@ -132,6 +140,8 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """An empty folder to be filled, which `commit` makes the latest checkpoint."""
+        if written_by_deepspeed(self._tag(step)):
+            raise CheckpointError(f"{self._tag(step)} was written by DeepSpeed and stays; name another --ckpt.path")
         draft = self.draft(step)
         self.discard(step)
         self._disk.make_folder(draft)
@@ -202,6 +212,10 @@ class CheckpointFolder:
 
     def _hidden(self, step: int, what: str) -> Path:
         return self.path / f".global_step{step}.{what}"
+
+
+def written_by_deepspeed(checkpoint: Path) -> bool:
+    return any(checkpoint.glob("*model_states.pt"))
 
 
 def damage_of(checkpoint: Path) -> str | None:

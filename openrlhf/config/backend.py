@@ -64,7 +64,7 @@ class BackendSection(InferenceBackendSection):
     adam_offload: Annotated[bool, Flag("optimizer state in CPU memory", flat="adam_offload")] = False
     grad_accum_dtype: Annotated[str | None, Flag("dtype gradients are summed in", flat="grad_accum_dtype")] = None
     overlap_comm: Annotated[bool, Flag("overlap reduction of gradients with backward", flat="overlap_comm")] = False
-    deepcompile: Annotated[bool, Flag("DeepSpeed's DeepCompile", flat="deepcompile torch_compile")] = False
+    deepcompile: Annotated[bool, Flag("compile the layers of models", flat="deepcompile torch_compile")] = False
     tensor_parallel_size: Annotated[int, Flag("devices that share one layer", flat="ds_tensor_parallel_size")] = 1
     ring_attn_size: Annotated[int, Flag("devices that share one sequence", flat="ring_attn_size")] = 1
     ring_attn_head_stride: Annotated[int, Flag("heads per step of the ring", flat="ring_head_stride")] = 1

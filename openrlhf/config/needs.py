@@ -25,6 +25,11 @@ def four_bit_weights_have_an_adapter(config: SFTConfig | RMConfig | DPOConfig | 
         yield "--ds.load_in_4bit: weights of 4 bits cannot be trained: add an adapter (--ds.lora.rank), or leave it out"
 
 
+def universal_checkpoints_are_loaded(config: SFTConfig | RMConfig | DPOConfig) -> Iterator[str]:
+    if config.ds.use_universal_ckpt and not config.ckpt.load_enable:
+        yield "--ds.use_universal_ckpt: reads what a run continues from: add --ckpt.load_enable, or leave it out"
+
+
 def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
     if config.reward_source is None:
         yield (

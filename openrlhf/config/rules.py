@@ -57,10 +57,16 @@ RULES: dict[type, tuple[Rule, ...]] = {
     ),
     ServeRMConfig: (limits.api_key_is_a_key,),
 }
+_SUPERVISED_NEEDS = (
+    needs.model_is_named,
+    needs.data_is_named,
+    needs.four_bit_weights_have_an_adapter,
+    needs.universal_checkpoints_are_loaded,
+)
 NEEDS: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
-    RMConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
-    DPOConfig: (needs.model_is_named, needs.data_is_named, needs.four_bit_weights_have_an_adapter),
+    SFTConfig: _SUPERVISED_NEEDS,
+    RMConfig: _SUPERVISED_NEEDS,
+    DPOConfig: _SUPERVISED_NEEDS,
     RLConfig: (
         needs.model_is_named,
         needs.data_is_named,

@@ -27,8 +27,6 @@ MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local
 
 
 TRAINERS: tuple[Unbuilt, ...] = (
-    Unbuilt("--ds.param_dtype fp16", lambda c: c.ds.param_dtype == "fp16", "loss scaling for fp16", "use bf16 or fp32"),
-    Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
     Unbuilt(
         "--ds.grad_accum_dtype",
         lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
@@ -36,7 +34,6 @@ TRAINERS: tuple[Unbuilt, ...] = (
         "leave it out",
     ),
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "ring attention", "leave it out"),
-    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
     MODELSCOPE,
 )
 """What no trainer has."""
@@ -45,6 +42,8 @@ SUPERVISED = TRAINERS
 
 RL: tuple[Unbuilt, ...] = (
     *TRAINERS,
+    Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
+    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
     Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
     Unbuilt(
         "--reward.offload",

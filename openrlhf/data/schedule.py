@@ -105,8 +105,12 @@ class Schedule:
             yield self.step(self._next - 1)
 
     def state_dict(self) -> dict[str, Any]:
+        return self.state_dict_after(self._next)
+
+    def state_dict_after(self, steps: int) -> dict[str, Any]:
+        """What it will be, or was, after so many steps."""
         return {
-            "consumed_samples": self.consumed_samples,
+            "consumed_samples": steps * self._batch_size,
             "batch_size": self._batch_size,
             "seed": self._seed,
             "size": len(self._lengths),

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.adapters import AdapterError, LoraSettings, add_adapter
+from openrlhf.models.fusing import compile_layers, fuse_norms
 from openrlhf.models.heads import read_tensor, scalar_heads
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
@@ -56,6 +57,7 @@ def load_policy(
     load_in_4bit: bool = False,
     experts_implementation: str | None = None,
     use_liger_kernel: bool = False,
+    compiled: bool = False,
     flag: str = "--actor.model_name_or_path",
 ) -> Policy:
     """The causal language model at `path`, in training mode, its dropout off.
@@ -64,7 +66,8 @@ def load_policy(
     models that have to run one sequence at a time. Gradient checkpointing acts in training mode only. With `lora` the
     weights are frozen and an adapter is trained. `load_in_4bit` holds the matrices of linear layers, the head apart, in
     NF4; `dtype` is what is computed in. `experts_implementation` is transformers' name of a kernel. Liger kernels
-    replace norms, rotary embeddings and MLPs; log-probs are computed as ever. `flag` is what errors call the path.
+    replace norms, rotary embeddings and MLPs; log-probs are computed as ever. `compiled`: the layers go through
+    torch.compile. `flag` is what errors call the path.
     """
     check_model_path(path, flag=flag)
     config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
@@ -83,6 +86,8 @@ def load_policy(
         model = model.to(device)
     if use_liger_kernel:
         _use_liger_kernels(model)
+    if not compiled:
+        fuse_norms(model)
     # Transformers has chosen a native implementation that the model supports; it serves where packing does not.
     try:
         with _trying(experts_implementation):
@@ -93,6 +98,8 @@ def load_policy(
         _add_adapter(model, lora, dtype=dtype, what=f"{flag} {path}")
     if gradient_checkpointing:
         _checkpoint_gradients(model, reentrant=gradient_checkpointing_reentrant)
+    if compiled:
+        _compile(model, what=f"{flag} {path}")
     policy = Policy(model, packed=support.packed, transform=support.transform, config_changes=changed)
     return policy.train()
 
@@ -113,6 +120,7 @@ def load_value_model(
     lora: LoraSettings | None = None,
     load_in_4bit: bool = False,
     experts_implementation: str | None = None,
+    compiled: bool = False,
     flag: str = "--reward.model_name_or_path",
 ) -> ValueModel:
     """The body of the model at `path` with a scalar head, in training mode, its dropout off.
@@ -155,12 +163,16 @@ def load_value_model(
     head = head.to(dtype=dtype, device=device)
     if not load_in_4bit:
         body = body.to(device)
+    if not compiled:
+        fuse_norms(body)
     with _trying(experts_implementation):
         reason = examine_body(body, native_attention=body.config._attn_implementation)
     if lora:
         _add_adapter(body, lora, dtype=dtype, what=f"{flag} {path}")
     if gradient_checkpointing:
         _checkpoint_gradients(body, reentrant=gradient_checkpointing_reentrant)
+    if compiled:
+        _compile(body, what=f"{flag} {path}")
     model = ValueModel(
         body,
         head,
@@ -296,6 +308,13 @@ def _add_adapter(model: Any, lora: LoraSettings, *, dtype: torch.dtype, what: st
     try:
         add_adapter(model, lora, dtype=dtype)
     except AdapterError as error:
+        raise ModelLoadError(f"{what}: {error}") from error
+
+
+def _compile(model: Any, *, what: str) -> None:
+    try:
+        compile_layers(model)
+    except ValueError as error:
         raise ModelLoadError(f"{what}: {error}") from error
 
 

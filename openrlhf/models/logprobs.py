@@ -16,6 +16,8 @@ Shapes: A tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,13 +73,18 @@ def chunked_logprobs(
     device = hidden_AD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
     hidden_AD, weight_VD = hidden_AD.to(dtype), weight_VD.to(dtype)
+    fused = bias_V is None and transform.softcap is None and _has_kernels(hidden_AD)
     plan = _TilePlan(
         rows_cols=tile or _choose_tile(hidden_AD, weight_VD),
         scale=transform.scale,
         softcap=transform.softcap,
         temperature=temperature or 1.0,
         with_entropy=with_entropy,
-        keep=torch.is_grad_enabled() and not with_entropy and transform.softcap is None and _fits(hidden_AD, weight_VD),
+        keep=torch.is_grad_enabled()
+        and not (with_entropy or fused)
+        and transform.softcap is None
+        and _fits(hidden_AD, weight_VD),
+        fused=fused,
     )
     with torch.autocast(device, enabled=False):
         logprobs_A, entropy_A = _ChunkedLogprobs.apply(hidden_AD, weight_VD, bias_V, targets_A, plan)
@@ -93,6 +100,8 @@ class _TilePlan:
     with_entropy: bool
     keep: bool
     """The backward pass gets the forward pass's tiles."""
+    fused: bool = False
+    """Kernels read each tile once (`models.logprobs_triton`); tiles are then not kept."""
 
 
 class _KeptTile(NamedTuple):
@@ -104,6 +113,20 @@ class _KeptTile(NamedTuple):
 
 def _fits(hidden_AD: Tensor, weight_VD: Tensor) -> bool:
     return 4 * hidden_AD.shape[0] * weight_VD.shape[0] <= _KEPT_BYTES[_device_kind(hidden_AD)]
+
+
+def _has_kernels(hidden_AD: Tensor) -> bool:
+    return hidden_AD.is_cuda and torch.version.hip is None and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, in fp32."""
+    return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
 
 def _device_kind(tensor: Tensor) -> str:
@@ -129,7 +152,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chosen_A = torch.zeros_like(peak_A)
         buffers = _Buffers(hidden_AD, plan)
         kept: list[_KeptTile] = []
-        for cols in _ranges(V, plan.rows_cols[1]):
+        if plan.fused:
+            _reduce_fused(hidden_AD, weight_VD, targets_A, plan, peak_A, total_A, moment_A, chosen_A)
+        for cols in [] if plan.fused else _ranges(V, plan.rows_cols[1]):
             for rows in _ranges(A, plan.rows_cols[0]):
                 z = buffers.logits(hidden_AD[rows], weight_VD[cols], None if bias_V is None else bias_V[cols])
                 inside, column = _targets_in(targets_A[rows], cols)
@@ -182,6 +207,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         row_ranges = list(_ranges(A, plan.rows_cols[0]))
         buffers = _Buffers(hidden_AD, plan)
         kept = iter(ctx.kept)
+        if plan.fused:
+            from openrlhf.models.logprobs_triton import tile_gradient
         for cols in _ranges(V, plan.rows_cols[1]):
             weight_tile = weight_VD[cols]
             # Summed in fp32 over the row blocks; a weight of lower precision is rounded once, at the end.
@@ -189,7 +216,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for rows in row_ranges:
                 hidden = hidden_AD[rows]
                 slope = None
-                if plan.keep:  # p = e^(z − m) · e^(m − lse)
+                if plan.fused:
+                    z = _product(hidden, weight_tile.t())
+                    dz = tile_gradient(
+                        z,
+                        targets_A[rows],
+                        lse_A=lse_A[rows],
+                        entropy_A=entropy_A[rows],
+                        g_A=g_A[rows],
+                        k_A=None if k_A is None else k_A[rows],
+                        first=cols.start,
+                        factor=plan.scale / plan.temperature,
+                        out=z if hidden.dtype == torch.float32 else z.new_empty(z.shape, dtype=hidden.dtype),
+                    )
+                elif plan.keep:  # p = e^(z − m) · e^(m − lse)
                     e, peak = next(kept)
                     scale = -g_A[rows] * (peak - lse_A[rows]).exp()
                     dz = torch.mul(e, scale[:, None], out=buffers.second(e))
@@ -206,8 +246,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                         k = k_A[rows][:, None]
                         lead = g_A[rows][:, None] + k * entropy_A[rows][:, None]
                         dz = torch.addcmul(-lead, k, z, value=-1.0, out=z).mul_(p)
-                inside, column = _targets_in(targets_A[rows], cols)
-                dz.scatter_add_(1, column[:, None], torch.where(inside, g_A[rows], 0.0)[:, None])
+                if not plan.fused:
+                    inside, column = _targets_in(targets_A[rows], cols)
+                    dz.scatter_add_(1, column[:, None], torch.where(inside, g_A[rows], 0.0)[:, None])
                 if slope is not None:
                     dz.mul_(slope)
                 dz_low = dz.to(hidden.dtype)
@@ -230,6 +271,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _reduce_fused(
+    hidden_AD: Tensor,
+    weight_VD: Tensor,
+    targets_A: Tensor,
+    plan: _TilePlan,
+    peak_A: Tensor,
+    total_A: Tensor,
+    moment_A: Tensor,
+    chosen_A: Tensor,
+) -> None:
+    from openrlhf.models.logprobs_triton import reduce_tile
+
+    for cols in _ranges(weight_VD.shape[0], plan.rows_cols[1]):
+        for rows in _ranges(hidden_AD.shape[0], plan.rows_cols[0]):
+            reduce_tile(
+                _product(hidden_AD[rows], weight_VD[cols].t()),
+                targets_A[rows],
+                peak_A=peak_A[rows],
+                total_A=total_A[rows],
+                moment_A=moment_A[rows],
+                chosen_A=chosen_A[rows],
+                first=cols.start,
+                factor=plan.scale / plan.temperature,
+                with_entropy=plan.with_entropy,
+            )
 
 
 class _Buffers:

@@ -84,6 +84,7 @@ class PackedAttention(StreamAttention):
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self._groups: list[_Group] | None = None
+        self._options = grouped_heads_option() if cu_seqlens.is_cuda else {}
 
     def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -99,7 +100,7 @@ class PackedAttention(StreamAttention):
             scale=scaling,
             # (left, right): how many tokens before and after itself a query sees; -1 is all of them.
             window_size=(-1 if window is None else window - 1, 0),
-            **grouped_heads_option(),
+            **self._options,
         )
 
     def _grouped(

@@ -65,12 +65,17 @@ class Distribution:
         """Meet the other processes, if there are any."""
         if not uses_deepspeed(backend, ds, launched(os.environ)):
             return cls(join(), None)
-        from openrlhf.backends.deepspeed import require_deepspeed
+        from openrlhf.backends.deepspeed import computes_in
 
         try:
-            require_deepspeed()  # missing now rather than after the model was loaded
+            takes_fp16 = computes_in(torch.float16)  # missing now rather than after the model was loaded
         except ImportError as error:
             raise ConfigError(str(error)) from error
+        if ds.param_dtype == "fp16" and not takes_fp16:
+            raise ConfigError(
+                "--ds.param_dtype fp16: DeepSpeed does not compute in fp16 on this machine; use bf16 or fp32, or one "
+                "process with --train.backend torch"
+            )
         return cls(join(tensor_parallel_size=ds.tensor_parallel_size, also_alone=True), zero_settings(ds))
 
     def loading(self, dtype: torch.dtype) -> AbstractContextManager[None]:

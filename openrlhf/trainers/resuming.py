@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.checkpoint.folder import CheckpointFolder, Retention
+from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
 from openrlhf.checkpoint.manager import Found, find_checkpoint, together
+from openrlhf.checkpoint.universal import UniversalCheckpoint, find_universal
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.reporting import LoggerSection, RLCheckpointSection, SupervisedCheckpointSection
 
@@ -25,13 +26,21 @@ class Checkpoints(NamedTuple):
     """None: it neither writes nor reads any."""
     found: Found | None
     """To be continued from."""
+    universal: UniversalCheckpoint | None = None
+    """To be begun with, where there is none of our own."""
 
 
 @contextlib.contextmanager
 def opened_checkpoints(
-    section: SupervisedCheckpointSection | RLCheckpointSection, *, model: str, ranks: Ranks = ALONE
+    section: SupervisedCheckpointSection | RLCheckpointSection,
+    *,
+    model: str,
+    use_universal: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Checkpoints]:
     """The folder belongs to this run while open. `model`: the part of a checkpoint that `--ckpt.save_hf` links.
+
+    `use_universal`: without a checkpoint of our own, begin with DeepSpeed's universal one there.
 
     Raises CheckpointError, and ConfigError for a new run that would replace what another one left.
     """
@@ -45,18 +54,25 @@ def opened_checkpoints(
     )
     together(ranks, lambda: folder.open() if ranks.is_main else None)
     try:
+        found, universal = None, None
         if section.load_enable:
             found = find_checkpoint(folder, ranks=ranks)
-            if found is None:
+            if found is None and use_universal:
+                universal = together(ranks, lambda: find_universal(folder.path))
+            elif found is None and folder.has_deepspeeds:
+                raise CheckpointError(
+                    f"--ckpt.path {section.path} holds checkpoints in DeepSpeed's format: make a universal one of the "
+                    "last (python -m deepspeed.checkpoint.ds_to_universal) and add --ds.use_universal_ckpt, or name "
+                    "another folder"
+                )
+            elif found is None:
                 logger.info("--ckpt.load_enable: no checkpoint in %s, a new run begins", folder.path)
         elif folder.steps:
             raise ConfigError(
                 f"--ckpt.path {section.path} holds checkpoints of an earlier run, up to global_step{folder.steps[-1]}: "
                 "continue it with --ckpt.load_enable, name another folder, or remove them"
             )
-        else:
-            found = None
-        yield Checkpoints(folder, found)
+        yield Checkpoints(folder, found, universal)
     finally:
         if ranks.is_main:
             folder.close()

@@ -72,8 +72,6 @@ def prepare_process(train: TrainSection, ranks: Ranks = ALONE) -> torch.device:
     level = logging.INFO if ranks.is_main else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
     silence_progress_bars()
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers where it is there, asks
     torch.manual_seed(train.seed)
     if train.full_determinism_enable:
         torch.use_deterministic_algorithms(True)

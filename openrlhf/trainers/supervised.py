@@ -237,6 +237,17 @@ class SupervisedTrainer:
         self.last_evaluation = dict(state["last_evaluation"])
 
 
+def state_after(steps: int, *, schedule: dict[str, Any], objective: Objective) -> dict[str, Any]:
+    """A loop's state of which no more is known than how many steps it took; `schedule`: that of its schedule then."""
+    return {
+        "steps": steps,
+        "schedule": schedule,
+        "objective": objective.state_dict(),
+        "running_means": {},
+        "last_evaluation": {},
+    }
+
+
 def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[Share]:
     """What each micro-batch of this rank contributes.
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from openrlhf.algorithms.preferences import get_reward_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
+from openrlhf.checkpoint.base import Checkpointer
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import CheckpointManager, Trained
+from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
 from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
@@ -26,6 +28,7 @@ from openrlhf.data.token_cache import default_folder
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
+from openrlhf.models.value import ValueModel
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.trainers.balancing import BalancedObjective
@@ -39,7 +42,7 @@ from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
-from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer
+from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer, state_after
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,9 @@ def train(config: SupervisedConfig) -> RunResult:
     device = prepare_process(config.train, ranks)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
-    with opened_checkpoints(config.ckpt, model=MODEL, ranks=ranks) as checkpoints:
+    with opened_checkpoints(
+        config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
+    ) as checkpoints:
         result = _train(config, checkpoints, _Place(device, distribution), model_dir=model_dir)
     ranks.close()
     return result
@@ -88,10 +93,14 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *,
     backend = distribution.train(parts.module, optimizer_settings(config, total_steps=len(schedule)))
     run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None
     title = f"{Path(config.model.model_name_or_path).name} · {_kind(config)}"
+    objective = _balanced(config, parts, parts.objective(samples))
+    checkpointer = _checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks)
+    if checkpoints.universal and checkpointer:
+        checkpointer = _universal_start(checkpoints.universal, checkpointer, backend, parts, schedule, objective)
     with observed(config, run_dir, steps=len(schedule), title=title) as seen:
         trainer = SupervisedTrainer(
             backend=backend,
-            objective=_balanced(config, parts, parts.objective(samples)),
+            objective=objective,
             evaluation=None if held_out is None else parts.objective(held_out),
             schedule=schedule,
             periods=Periods(
@@ -101,10 +110,10 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *,
             logger=seen.logger,
             progress=seen.progress,
             ranks=ranks,
-            checkpointer=_checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks),
+            checkpointer=checkpointer,
         )
-        if checkpoints.found:
-            seen.progress.note(f"continues from {checkpoints.found.path}")
+        if begun := checkpoints.found or checkpoints.universal:
+            seen.progress.note(f"continues from {begun.path}")
         evaluation = trainer.fit()
         seen.progress.phase("export")
         with backend.weights_to_save() as weights:
@@ -125,7 +134,7 @@ def _checkpointer(
     tokenizer: Any,
     run_dir: RunDirectory | None,
     ranks: Ranks,
-) -> CheckpointManager | None:
+) -> Checkpointer | None:
     if checkpoints.folder is None:
         return None
     identity = {"what is trained": _kind(config), "the digest of --data.dataset's tokens": samples.digest}
@@ -148,6 +157,26 @@ def _checkpointer(
         notes={"run_directory": str(run_dir.path.resolve())} if run_dir else {},
         resumable=not config.ckpt.disable_ds,
         ranks=ranks,
+    )
+
+
+def _universal_start(
+    universal: UniversalCheckpoint,
+    saver: Checkpointer,
+    backend: Backend,
+    parts: _Parts,
+    schedule: Schedule,
+    objective: Objective,
+) -> UniversalStart:
+    """The order of samples is ours: what is known of the data is how many were taken."""
+    module = parts.module
+    return UniversalStart(
+        universal,
+        backend,
+        saver,
+        trained=[name for name, p in module.named_parameters() if p.requires_grad],
+        aliases={"head": module.head_prefix} if isinstance(module, ValueModel) else {},
+        loop_state=lambda steps: state_after(steps, schedule=schedule.state_dict_after(steps), objective=objective),
     )
 
 
@@ -295,6 +324,7 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
         "gradient_checkpointing": config.model.gradient_checkpointing_enable,
         "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
         "lora": lora_settings(config.ds.lora, seed=config.train.seed),
+        "compiled": config.ds.deepcompile,
         "load_in_4bit": config.ds.load_in_4bit,
         "experts_implementation": config.ds.experts_implementation,
         "flag": MODEL_FLAG,

@@ -718,8 +718,9 @@ def test_log_probs_only_when_asked_for():
     assert without.logprobs is None
 
 
-def test_bfloat16_log_probs_are_near_a_rescore():
-    model = make_model(CONFIGS["llama"]).to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probs_of_16_bits_are_near_a_rescore(dtype):
+    model = make_model(CONFIGS["llama"]).to(dtype)
     engine = EmbeddedEngine(model, None, max_model_len=64)
     prompts = random_prompts(4, longest=10)
     for prompt, result in zip(prompts, generate_all(engine, prompts, SamplingParams(max_tokens=30)), strict=True):

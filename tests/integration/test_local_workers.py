@@ -1,11 +1,14 @@
 """What the workers of one process do with a round: who is asked, who learns, and what the coefficient becomes."""
 
+import copy
 import dataclasses
+import math
 
 import pytest
 import torch
 from small_rl import equal_rewards, play, training
 
+from openrlhf.trainers.local_models import LocalModels
 from openrlhf.types import Group
 
 
@@ -54,6 +57,25 @@ def test_the_critic_learns_its_returns(models, groups):
     run, _ = training(models, advantage_estimator="gae", value_clip=100, actor_learning_rate=1e-9)
     losses = [play(run.workers, groups)["critic_loss"] for _ in range(60)]
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_fp16_learns_what_fp32_learns(models, groups):
+    """Policy, reference and critic in fp16, losses scaled: what is measured differs by what fp16 rounds.
+
+    The critic's first gradients overflow until its scale is low enough; nothing moves before that.
+    """
+    half = LocalModels(
+        policy=copy.deepcopy(models.policy).half(),
+        reference=copy.deepcopy(models.reference).half(),
+        critic=copy.deepcopy(models.critic).half(),
+    )
+    flags = {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k2", "entropy_loss_coef": 0.1}
+    full, low = (training(m, advantage_estimator="gae", actor_learning_rate=1e-9, **flags)[0] for m in (models, half))
+    expected, rounds = play(full.workers, groups), [play(low.workers, groups) for _ in range(6)]
+    for name in ("policy_loss", "critic_loss", "kl", "entropy_loss", "actor_grad_norm", "critic_grad_norm"):
+        measured = next(values[name] for values in rounds if math.isfinite(values[name]))
+        assert measured == pytest.approx(expected[name], rel=2e-2, abs=1e-3), name
+    assert rounds[-1]["critic_loss"] < expected["critic_loss"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,27 @@ def test_the_token_budget_changes_nothing(run, data, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("command", ["train_sft", "train_rm", "train_dpo"])
+def test_fp16_trains_as_fp32_does(run, data, tmp_path, command):
+    """Eight steps. A resolution of 2^-11 shows in the third digit; without loss scaling gradients would be off by more."""
+    keys = {"data__output_key": "output", "data__input_template": "{}"} if command == "train_sft" else {}
+    file = data / ("sft.jsonl" if command == "train_sft" else "pairs.jsonl")
+    loss, histories = ("gpt_loss" if command == "train_sft" else "loss"), []
+    for dtype in ("fp32", "fp16"):
+        rc, err = run(
+            command,
+            *("--ds.param_dtype", dtype),
+            data__dataset=file,
+            **keys or {"data__prompt_key": "prompt"},
+            logger__run_dir=tmp_path / dtype,
+        )
+        assert rc == 0, err
+        rows = [r for r in read_metrics(tmp_path / dtype / "metrics.jsonl") if r["kind"] == "train"]
+        histories.append([number for row in rows for number in (row[loss], row["grad_norm"], row["lr"])])
+    assert len(histories[0]) == 24
+    assert histories[1] == pytest.approx(histories[0], rel=2e-2)
+
+
 @pytest.mark.parametrize("with_eval", [True, False])
 def test_a_reward_model_is_written_with_its_statistics(run, data, tmp_path, with_eval):
     """Without evaluation data the first hundredth of the training pairs, here one, stands in."""

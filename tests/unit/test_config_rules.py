@@ -137,6 +137,7 @@ NEEDS = [
     ("reward_model_is_named", "serve_rm", "", "--reward.model_name_or_path"),
     ("four_bit_weights_have_an_adapter", "train_rm", "--pretrain m --dataset d --load_in_4bit", "--ds.lora.rank"),
     ("four_bit_weights_have_an_adapter", "train_ppo_ray", f"{RUNNABLE} --load_in_4bit", "--ds.load_in_4bit"),
+    ("universal_checkpoints_are_loaded", "train_sft", "--pretrain m --dataset d --use_ds_universal_ckpt", "add --ckpt.load_enable"),
     ("merge_paths_are_named", "lora_combiner", "--model_path a --output_path c", "--lora_path"),
 ]  # fmt: skip
 

@@ -12,7 +12,6 @@ BASE = BUILT.format(estimator="group_norm").split()
 
 # The flags that ask for each entry, added to a run that is built; None: covered by a test of its own.
 ASKS = {
-    "--ds.param_dtype fp16": "--param_dtype fp16",
     "--reward.offload": None,
     "--train.async_enable": "--async_train",
     "--train.partial_rollout_enable": "--partial_rollout --async_train",
@@ -66,6 +65,7 @@ def test_so_is_each_entry_of_the_supervised_trainers(command, capsys):
     [
         ("train_sft", "--multiturn --apply_chat_template --packing_samples --zero_stage 3 --adam_offload"),
         ("train_sft", "--pretrain_mode --gradient_checkpointing --param_dtype bf16 --eval_dataset e --eval_steps 5"),
+        ("train_sft", "--param_dtype fp16 --use_ds_universal_ckpt --load_checkpoint"),
         ("train_sft", "--lora_rank 8 --lora_alpha 16 --target_modules q_proj v_proj --lora_dropout 0.1"),
         (
             "train_sft",
@@ -131,7 +131,7 @@ def test_all_missing_features_are_listed_at_once():
         "",
         "--vllm_num_engines 0 --train.launcher local",
         "--actor_num_nodes 1 --actor_num_gpus_per_node 8",
-        "--zero_stage 3 --adam_offload --gradient_checkpointing --packing_samples --flash_attn",
+        "--zero_stage 3 --adam_offload --gradient_checkpointing --packing_samples --flash_attn --param_dtype fp16",
         "--use_dynamic_batch --train_max_tokens_per_gpu 512 --rollout_max_tokens_per_gpu 1024",
         "--eps_clip_low_high 0.2 0.3 --entropy_loss_coef 0 --reward_clip_range 5",
         "--init_kl_coef 0.1 --use_kl_loss --kl_estimator k2 --kl_target 0.1 --kl_horizon 1000",

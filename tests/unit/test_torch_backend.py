@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 
@@ -97,7 +98,7 @@ def test_each_step_moves_by_its_scheduled_rate():
 
 @pytest.mark.parametrize("muon", [None, MuonSettings(lr=0.02)], ids=["adam", "muon"])
 @pytest.mark.parametrize("ema_beta", [None, 0.9], ids=["live", "ema"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_continues_bit_for_bit(dtype, ema_beta, muon):
     def advance(backend: TorchBackend, steps: range) -> None:
         for step in steps:
@@ -122,6 +123,103 @@ def test_state_continues_bit_for_bit(dtype, ema_beta, muon):
     assert all(torch.equal(a, b) for a, b in zip(saved(second), saved(straight), strict=True))
     assert second.learning_rate == straight.learning_rate
 
+
+# ------------------------------------------------------------------------------------------------------- fp16
+
+
+def push(backend: TorchBackend, gradient: float) -> float:
+    """One step with this gradient at every bias, which autograd rounds to the module's dtype."""
+    backend.backward((backend.module.bias.float() * gradient).sum())
+    return backend.step()
+
+
+def test_gradients_below_fp16_are_seen():
+    """2^-30 rounds to 0 in fp16, whose smallest number is 2^-24; 2^16 times as much does not. Adam's first step is the
+    learning rate whatever the gradient's size, so a lost one would leave the bias where it is."""
+    module = linear(torch.float16)
+    before = module.bias.detach().clone()
+    backend = TorchBackend(module, OptimizerSettings(lr=0.5, max_norm=0, eps=1e-20))
+    assert push(backend, 2**-30) == pytest.approx(2**-30 * math.sqrt(3))
+    assert torch.allclose(before - module.bias, torch.full((3,), 0.5, dtype=torch.float16), atol=1e-2)
+
+
+def test_a_gradient_that_overflows_costs_a_step_and_half_the_scale():
+    """2 · 2^16 is beyond fp16's 65504, and so is 2 · 2^15; 2 · 2^14 is not. Nothing moves before: neither weights, nor
+    the schedule, nor the average."""
+    module = linear(torch.float16)
+    backend = TorchBackend(
+        module, OptimizerSettings(lr=0.1, max_norm=0, scheduler="linear", total_steps=4), ema_beta=0.5
+    )
+    before, (_, tensors) = module.bias.detach().clone(), copied_state(backend)
+    for left in (2.0**15, 2.0**14):
+        assert not math.isfinite(push(backend, 2.0))
+        assert backend.numbers() == {"steps": 0, "loss_scale": left, "good_steps": 0}
+        assert torch.equal(module.bias, before)
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in backend.tensors())
+        assert backend.learning_rate == 0.1
+    assert push(backend, 2.0) == pytest.approx(2.0 * math.sqrt(3))
+    assert backend.numbers() == {"steps": 1, "loss_scale": 2.0**14, "good_steps": 1}
+    assert backend.learning_rate == pytest.approx(0.075)
+    assert not torch.equal(module.bias, before)
+
+
+def test_clipping_sees_gradients_as_they_are():
+    """Norm 0.6, below the clip of 1: nothing is clipped, though the scaled norm is 0.6 · 2^16."""
+    weights = []
+    for dtype in (torch.float16, torch.float32):
+        module = linear(torch.float16).to(dtype)
+        backend = TorchBackend(module, OptimizerSettings(lr=0.1, max_norm=1.0))
+        for gradient in (0.6 / math.sqrt(3), 0.3 / math.sqrt(3)):
+            assert push(backend, gradient) == pytest.approx(gradient * math.sqrt(3), rel=1e-3)
+        weights.append(dict(backend.tensors())["parameters/bias"])
+    assert torch.allclose(*weights, atol=1e-4)
+
+
+def test_the_scale_doubles_after_many_good_steps_in_a_row():
+    scale = LossScale()
+    for _ in range(1_999):
+        scale.after_good_step()
+    scale.after_overflow()
+    for _ in range(1_999):
+        scale.after_good_step()
+    assert scale.numbers() == {"loss_scale": 2.0**15, "good_steps": 1_999}
+    scale.after_good_step()
+    assert scale.numbers() == {"loss_scale": 2.0**16, "good_steps": 0}
+
+
+def test_the_scale_goes_on_where_it_was():
+    first = TorchBackend(linear(torch.float16), OptimizerSettings(lr=0.1))
+    push(first, 2.0)
+    push(first, 0.1)
+    second = TorchBackend(linear(torch.float16), OptimizerSettings(lr=0.1))
+    second.load(*copied_state(first))
+    assert second.numbers() == first.numbers() == {"steps": 1, "loss_scale": 2.0**15, "good_steps": 1}
+
+
+def test_a_state_in_another_dtype_begins_with_a_scale_of_its_own():
+    half, full = (TorchBackend(linear(dtype), OptimizerSettings(lr=0.1)) for dtype in (torch.float16, torch.float32))
+    push(half, 2.0)
+    full.load(*copied_state(half))
+    assert full.numbers() == {"steps": 0}
+    half.load(*copied_state(full))
+    assert half.numbers() == {"steps": 0, "loss_scale": 2.0**16, "good_steps": 0}
+
+
+def test_frozen_weights_in_fp16_have_their_gradients_scaled_too():
+    """An adapter in fp32 behind which fp16 layers are frozen: what flows through them could vanish."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).to(torch.float16).requires_grad_(False))
+    assert "loss_scale" in TorchBackend(module, OptimizerSettings(lr=0.1)).numbers()
+
+
+def test_gradients_that_are_never_finite_end_the_run():
+    backend = TorchBackend(linear(torch.float16), OptimizerSettings(lr=0.1))
+    for _ in range(16):
+        push(backend, math.nan)
+    with pytest.raises(FloatingPointError, match=r"--ds.param_dtype bf16"):
+        push(backend, math.nan)
+
+
+# ------------------------------------------------------------------------------------------------------ state
 
 ADAMW, MUON = OptimizerSettings(lr=0.1), OptimizerSettings(lr=0.1, muon=MuonSettings(lr=0.1))
 

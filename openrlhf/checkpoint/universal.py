@@ -1,0 +1,159 @@
+"""DeepSpeed's universal checkpoints: weights and moments, read one by one to begin a run with. None are written.
+
+<folder>/latest_universal              the name of the one to begin with
+<folder>/<name>/zero/<parameter>/      fp32.pt, exp_avg.pt, exp_avg_sq.pt, and step.pt unless it comes from stage 3
+<folder>/<name>/*model_states.pt       steps taken; of stage 3 the shapes, too: its tensors are flat
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.backends.base import Backend
+from openrlhf.backends.state import PARAMETERS
+from openrlhf.checkpoint.base import Checkpointer
+from openrlhf.checkpoint.folder import CheckpointError
+
+LATEST = "latest_universal"
+FILES = {PARAMETERS: "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalCheckpoint:
+    """One that was found."""
+
+    path: Path
+    steps: int
+    """Optimizer steps that were taken."""
+    shapes: Mapping[str, torch.Size]
+    """Of its parameters, by their names there; empty where the tensors have them."""
+
+    def tensors(self, names: Iterable[str], *, aliases: Mapping[str, str] | None = None) -> UniversalTensors:
+        """For `Backend.load` of something that trains these parameters.
+
+        `aliases`: what files call a module of ours, the head of a reward model for one.
+        """
+        return UniversalTensors(self, names, aliases or {})
+
+
+def find_universal(folder: Path) -> UniversalCheckpoint:
+    """The one that `latest_universal` names. Raises CheckpointError."""
+    try:
+        path = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"--ds.use_universal_ckpt: {folder / LATEST} cannot be read; make a universal checkpoint with "
+            "python -m deepspeed.checkpoint.ds_to_universal --input_folder FOLDER/global_stepN "
+            "--output_folder FOLDER/global_stepN_uni"
+        ) from error
+    model_states = sorted(path.glob("*model_states.pt"))
+    if not model_states or not (path / "zero").is_dir():
+        raise CheckpointError(f"--ds.use_universal_ckpt: {path} is no universal checkpoint: it has no zero/ folder")
+    state = _load(model_states[0])
+    try:
+        steps = int(state["global_steps"]) - int(state.get("skipped_steps", 0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{model_states[0]} does not say how many steps were taken") from error
+    shapes = {name: shape for group in state.get("param_shapes") or [] for name, shape in group.items()}
+    return UniversalCheckpoint(path, steps, shapes)
+
+
+class UniversalTensors(Mapping[str, Tensor]):
+    """`<kind>/<parameter>` by the names of who asks; each read from its file then."""
+
+    def __init__(self, checkpoint: UniversalCheckpoint, names: Iterable[str], aliases: Mapping[str, str]) -> None:
+        self._checkpoint = checkpoint
+        zero = checkpoint.path / "zero"
+        stored = {file.parent.relative_to(zero).as_posix() for file in zero.glob(f"*/{FILES[PARAMETERS]}")}
+        ours = {_plain(name, aliases): name for name in names}
+        # What nobody asks for keeps its name, for the message that it is not trained.
+        self._folders = {ours.get(_plain(name, {}), name): name for name in stored}
+        if len(self._folders) < len(stored):
+            raise CheckpointError(f"{checkpoint.path}: several parameters there could be the same one of this model")
+        self._names = {
+            f"{kind}/{name}": zero / folder / file
+            for name, folder in self._folders.items()
+            for kind, file in {**FILES, STEP: "step.pt"}.items()
+            if kind == STEP or (zero / folder / file).exists()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._names[name]
+        kind, _, parameter = name.partition("/")
+        if kind == STEP:
+            steps = _load(file) if file.exists() else self._checkpoint.steps
+            return torch.as_tensor(steps, dtype=torch.float32).reshape(())
+        held = _load(file)
+        tensor = held["param"] if isinstance(held, Mapping) else held
+        shape = self._checkpoint.shapes.get(self._folders[parameter])
+        return tensor if shape is None else tensor.reshape(shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it, as Mapping would
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class UniversalStart:
+    """Begins with a universal checkpoint; what is saved from then on are checkpoints of our own.
+
+    Implements `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: UniversalCheckpoint,
+        backend: Backend,
+        saver: Checkpointer,
+        *,
+        trained: Iterable[str],
+        aliases: Mapping[str, str],
+        loop_state: Callable[[int], dict[str, Any]],
+    ) -> None:
+        """`trained`, `aliases`: what `UniversalCheckpoint.tensors` asks. `loop_state(n)`: the loop's after n steps."""
+        self._checkpoint = checkpoint
+        self._backend = backend
+        self._saver = saver
+        self._trained = trained
+        self._aliases = aliases
+        self._loop_state = loop_state
+
+    def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
+        self._saver.save(step, state, best=best)
+
+    def load(self) -> dict[str, Any]:
+        tensors = self._checkpoint.tensors(self._trained, aliases=self._aliases)
+        try:
+            self._backend.load({"steps": self._checkpoint.steps}, tensors)
+        except ValueError as error:
+            raise CheckpointError(f"{self._checkpoint.path} cannot be continued: {error}") from error
+        return self._loop_state(self._checkpoint.steps)
+
+
+def _plain(name: str, aliases: Mapping[str, str]) -> str:
+    """Without the modules that wrap a model: DeepSpeed's `module`, a trainer's or Hugging Face's `model`."""
+    inner = re.sub(r"^(?:(?:module|model)\.)+", "", name)
+    module, dot, rest = inner.partition(".")
+    return aliases.get(module, module) + dot + rest
+
+
+def _load(file: Path) -> Any:
+    """Tensors and plain values: nothing in the file is run."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        first = str(error).partition("\n")[0]
+        raise CheckpointError(f"--ds.use_universal_ckpt: {file} cannot be read: {first}") from error

@@ -1,0 +1,25 @@
+"""The real loop learns the multi-turn demo's task from its agent file, with more than one estimator."""
+
+import pytest
+from demo_runs import column, run, scores
+
+GENTLE = ["--actor.adam.lr", "7e-5", "--actor.lr_scheduler", "constant_with_warmup", "--actor.lr_warmup_ratio", "0.1"]
+"""Ten steps are too few to make up for what the demo's higher rate upsets in the first ones."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["reinforce_baseline", "rloo"])
+def test_an_agent_learns(agent_demo, tmp_path, estimator):
+    """From 0.17 to 0.30 of 500 hunts, whose difference has a standard error of √(0.17·0.83 + 0.3·0.7)/√500 = 0.027.
+    With other seeds of the training it rises by 0.08 to 0.13.
+
+    Both evaluations draw the same uniforms, so a policy that did not change would score the same.
+    """
+    run_dir = run(agent_demo, tmp_path / "run", "--algo.advantage.estimator", estimator, *GENTLE, steps=10)
+    before, after = scores(run_dir)
+    assert after >= before + 0.06
+    # Also at the temperature of training: letters found before the first wrong one. A quarter more; 12% at least.
+    found = column(run_dir, "found")
+    assert sum(found[-3:]) > 1.08 * sum(found[:3])
+    assert column(run_dir, "rollout/failed") == [0] * 10
+    assert max(column(run_dir, "logprobs_diff")) < 1e-4

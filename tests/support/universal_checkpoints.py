@@ -1,0 +1,65 @@
+"""Writes checkpoints of a few steps as DeepSpeed does, of stages 2 and 3, and converts them with its own tool.
+
+    torchrun --nproc-per-node 2 universal_checkpoints.py MODEL FOLDER
+
+FOLDER/zero<stage>/ then has global_step<N>, global_step<N>_uni and latest_universal; FOLDER/zero<stage>.safetensors
+what `Backend.tensors` gives of the same moment.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
+from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.models.loading import load_policy
+from openrlhf.types import PackedTokens
+
+STEPS = 3
+STAGES = (2, 3)
+
+
+def main(model: str, folder: Path) -> None:
+    dist.init_process_group("gloo")
+    for stage in STAGES:
+        policy = load_policy(model, dtype=torch.float32, device=torch.device("cpu"))
+        backend = DeepSpeedBackend(policy, OptimizerSettings(lr=1e-3, total_steps=10), ZeroSettings(stage=stage))
+        for step in range(STEPS):
+            ids = torch.arange(8) + step
+            tokens = PackedTokens.from_sequences([ids], [torch.arange(8) > 0])
+            backend.backward(-backend.module(tokens, temperature=1.0).logprobs_A.mean())
+            backend.step()
+        target = folder / f"zero{stage}"
+        backend.module.save_checkpoint(str(target), tag=f"global_step{STEPS}")
+        tensors = {name: tensor.clone() for name, tensor in backend.tensors()}
+        if dist.get_rank() == 0:
+            save_file(tensors, folder / f"zero{stage}.safetensors")
+            convert(target)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def convert(folder: Path) -> None:
+    from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
+
+    source = folder / f"global_step{STEPS}"
+    ds_to_universal(
+        argparse.Namespace(
+            input_folder=str(source),
+            output_folder=f"{source}_uni",
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+if __name__ == "__main__":
+    require_deepspeed()
+    main(sys.argv[1], Path(sys.argv[2]))
