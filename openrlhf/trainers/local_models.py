@@ -12,22 +12,23 @@ from torch import nn
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
-from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Trained
 from openrlhf.config.roots import RLConfig
 from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.local import CriticPart, KLTerm, LocalWorkers
+from openrlhf.learners.local import LocalWorkers
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
-from openrlhf.learners.samples import RewardShaping
+from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
+from openrlhf.learners.samples import RewardShaping, SampleMaker
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.adapters import LoraSettings, WithoutAdapter
 from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
+from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 
@@ -110,22 +111,32 @@ def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings |
 
 
 class LocalTraining:
-    """Models, their backends and the workers, for a run of so many rounds."""
+    """Models, their backends and the workers, for a run of so many rounds; on a rank, its part of them."""
 
-    def __init__(self, config: RLConfig, models: LocalModels, *, rounds: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        models: LocalModels,
+        *,
+        rounds: int,
+        device: torch.device,
+        distribution: Distribution = ONE_PROCESS,
+    ) -> None:
         self._config = config
         self._models = models
+        self._distribution = distribution
         self._steps = step_settings(config)
         total_steps = rounds * self._steps.steps_per_round
-        self._policy_backend = TorchBackend(
+        self._policy_backend = distribution.train(
             models.policy,
             optimizer_settings(config.actor, total_steps=total_steps),
             ema_beta=config.train.ema_beta if config.train.enable_ema else None,
         )
-        self._critic_backend = models.critic and TorchBackend(
+        self._critic_backend = models.critic and distribution.train(
             models.critic, optimizer_settings(config.critic, total_steps=total_steps)
         )
-        self.workers = self._workers(device)
+        self.learners = self._learners(device)
+        self.workers = LocalWorkers(self.learners, sample_maker(config))
 
     def export(self, tokenizer: Any, model_dir: Path) -> list[Path]:
         """Write the policy, and the critic beside it if it is to be saved; returns the folders."""
@@ -152,37 +163,46 @@ class LocalTraining:
             )
         return trained
 
-    def _workers(self, device: torch.device) -> LocalWorkers:
-        config = self._config
+    def _learners(self, device: torch.device) -> RankLearners:
+        config, ranks = self._config, self._distribution.ranks
         scoring = _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
         policy_logprobs = logprobs(config.rollout.temperature)
         critic = kl = None
         if self._models.critic is not None and self._critic_backend is not None:
             critic = CriticPart(
-                scorer=Scorer(self._models.critic, values, batching=scoring, device=device),
-                learner=CriticLearner(self._critic_backend, value_clip=config.critic.value_clip, device=device),
+                scorer=Scorer(self._critic_backend.module, values, batching=scoring, device=device, ranks=ranks),
+                learner=CriticLearner(
+                    self._critic_backend, value_clip=config.critic.value_clip, device=device, ranks=ranks
+                ),
                 freezing_steps=config.critic.freezing_steps,
             )
-        if self._models.reference is not None:
+        reference = self._models.reference
+        if reference is not None:
+            if not config.reference_is_base:
+                reference = self._distribution.freeze(reference)
             kl = KLTerm(
                 estimator=get_kl_estimator(config.algo.kl.estimator),
                 controller=kl_controller(config),
                 as_loss=config.algo.kl.use_loss,
                 reference=Scorer(
-                    self._models.reference,
+                    reference,
                     policy_logprobs,
                     batching=scoring,
                     device=device,
                     offload=config.ref.offload and not config.reference_is_base,
+                    ranks=ranks,
                 ),
             )
-        return LocalWorkers(
+        return RankLearners(
             policy=PolicyLearner(
                 self._policy_backend,
                 policy_settings(config, balance=balance_settings(config, self._models.policy)),
                 device=device,
+                ranks=ranks,
             ),
-            policy_scorer=Scorer(self._models.policy, policy_logprobs, batching=scoring, device=device),
+            policy_scorer=Scorer(
+                self._policy_backend.module, policy_logprobs, batching=scoring, device=device, ranks=ranks
+            ),
             steps=self._steps,
             credit=CreditSettings(
                 estimator=get_estimator(config.algo.advantage.estimator),
@@ -190,10 +210,14 @@ class LocalTraining:
                 lambd=config.algo.advantage.lambd,
                 divide_by_std=not config.algo.advantage.no_std_norm,
             ),
-            shaping=reward_shaping(config),
             critic=critic,
             kl=kl,
+            ranks=ranks,
         )
+
+
+def sample_maker(config: RLConfig) -> SampleMaker:
+    return SampleMaker(estimator=get_estimator(config.algo.advantage.estimator), shaping=reward_shaping(config))
 
 
 def step_settings(config: RLConfig) -> StepSettings:
