@@ -128,6 +128,18 @@ class Place(NamedTuple):
     seat: Seat
 
 
+class Crew(NamedTuple):
+    """Roles that live in the same processes, one on each of their devices."""
+
+    roles: tuple[Role, ...]
+    places: list[Place]
+    """By rank; a seat's share is that of all its roles."""
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.roles)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     request: PlacementRequest
@@ -147,6 +159,19 @@ class PlacementPlan:
             if seat.role is role
         ]
         return sorted(found, key=lambda place: (place.seat.rank, place.seat.part))
+
+    def crews(self) -> list[Crew]:
+        """The models' processes. Roles that share their devices, all of them, share processes too: one device context,
+        and nothing to be sent from one to the other. Engines have their own."""
+        found = []
+        for pool in self.pools:
+            sizes = {role: len(self.places(role)) for role in pool.roles if role is not Role.ENGINE}
+            for size in dict.fromkeys(sizes.values()):
+                roles = tuple(role for role, own in sizes.items() if own == size)
+                share = round(sum(self.places(role)[0].seat.share for role in roles), 2)
+                places = self.places(roles[0])
+                found.append(Crew(roles, [p._replace(seat=p.seat._replace(share=share)) for p in places]))
+        return found
 
     def table(self) -> str:
         """For people: one line per role, pool by pool."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import SEGMENT_COLUMNS, SampleKey, Segment, TrainingSample
+from openrlhf.types import SEGMENT_COLUMNS, SampleKey, Segment, TrainingBatch, TrainingSample
 
 
 class _Header(NamedTuple):
@@ -86,3 +86,24 @@ def _column(segment: Segment, name: str) -> Tensor:
 
 def _end_to_end(columns: Sequence[Tensor]) -> np.ndarray:
     return torch.cat(list(columns)).numpy() if columns else np.zeros(0, dtype=np.float32)
+
+
+class Column(NamedTuple):
+    """One number for every action token of some samples, on its way to those who need some of them."""
+
+    keys: list[SampleKey]
+    values: list[np.ndarray]
+    """[A] of each sample."""
+
+    @staticmethod
+    def of(batch: TrainingBatch, name: str) -> Column:
+        column = getattr(batch, name).numpy()
+        return Column(
+            [sample.key for sample in batch.samples], [column[batch.actions_of(i)] for i in range(len(batch))]
+        )
+
+    @staticmethod
+    def for_batch(batch: TrainingBatch, parts: Sequence[Column]) -> Tensor:
+        """[A] of a batch whose samples the parts know."""
+        known = {key: values for part in parts for key, values in zip(part.keys, part.values, strict=True)}
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(known[s.key] for s in batch.samples)]))

@@ -1,19 +1,18 @@
-"""Worker groups: the ranks of one model as Ray actors, each where the plan puts it, called all at once."""
+"""Worker groups: the ranks of a crew as Ray actors, each where the plan puts it, called all at once."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from openrlhf.cluster.devices import local_device
 from openrlhf.cluster.launch import Placed
-from openrlhf.cluster.placement import Role
-
-START = 120.0
-"""Seconds for processes to start and to answer."""
+from openrlhf.cluster.placement import Crew, Role
 
 
 class WorkerError(RuntimeError):
@@ -26,16 +25,16 @@ class Shell:
     def __init__(self) -> None:
         self._service: Any = None
 
-    def address(self) -> tuple[str, int]:
-        """This node, and a port that nobody uses there."""
+    def address(self, *, on_one_node: bool) -> tuple[str, int]:
+        """Where ranks can meet: this node, and a port that nobody uses there."""
         import ray
 
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            return "127.0.0.1" if on_one_node else ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def start(self, rank: int, count: int, meeting: tuple[str, int], build: Callable[[], Any]) -> None:
-        """Tell libraries who this process is, as torchrun does, and make the service."""
+        """Tell libraries who this process is, as torchrun does, and make the service. `meeting`: of rank 0."""
         import ray
 
         given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -52,46 +51,53 @@ class Shell:
         """`fetched` follow the others: object references that Ray has brought here."""
         return getattr(self._service, method)(*arguments, *fetched)
 
+    def produce(self, method: str, arguments: tuple[Any, ...]) -> tuple[None, Any]:
+        """The answer stays here for whoever needs it; the first value says that it is there."""
+        return None, self.call(method, arguments)
+
 
 class WorkerGroup:
-    """The ranks of one role. A context manager: their processes end with it."""
+    """The ranks of a crew. Its processes end with `close`."""
 
-    def __init__(self, placed: Placed, role: Role, build: Callable[[], Any], *, deadline: float) -> None:
+    def __init__(self, placed: Placed, crew: Crew, build: Callable[[], Any]) -> None:
         """`build` is called once in every rank's process, where it may meet the others (`backends.process_group`).
 
-        Raises WorkerError; then nothing is left behind.
+        Nothing is waited for: see `ready`.
         """
         import ray
 
-        self._role = role
-        places = placed.plan.places(role)
+        self._crew = crew.name
         shell = ray.remote(Shell)
-        self._actors = [shell.options(**placed.options(place)).remote() for place in places]
-        self._nodes = [placed.node_id(place) for place in places]
-        try:
-            host, port = self._wait([self._actors[0].address.remote()], "to start", START)[0]
-            if len(set(self._nodes)) == 1:
-                host = "127.0.0.1"
-            starts = [
-                actor.start.remote(rank, len(self._actors), (host, port), build)
-                for rank, actor in enumerate(self._actors)
-            ]
-            self._wait(starts, "to load", deadline)
-        except BaseException:
-            self.close()
-            raise
+        self._actors = [shell.options(**placed.options(place)).remote() for place in crew.places]
+        self._nodes = [placed.node_id(place) for place in crew.places]
+        meeting = self._actors[0].address.remote(on_one_node=len(set(self._nodes)) == 1)
+        self._starts = [
+            actor.start.remote(rank, len(self._actors), meeting, build) for rank, actor in enumerate(self._actors)
+        ]
+
+    def ready(self, *, deadline: float) -> None:
+        """Wait until every rank has built its service. Raises WorkerError."""
+        self._wait(self._starts, "to start", deadline)
 
     def __len__(self) -> int:
         return len(self._actors)
 
-    def call(self, method: str, *arguments: Any, deadline: float, shares: Sequence[Any] | None = None) -> list[Any]:
-        """What every rank's service answers, by rank. `shares`: one more argument for each, its own.
+    def call(
+        self, method: str, *arguments: Any, deadline: float, shares: Sequence[Sequence[Any]] | None = None
+    ) -> list[Any]:
+        """What every rank's service answers, by rank. `shares`: more arguments, each rank its own.
 
-        A share that is an object reference is fetched by its rank alone. Raises WorkerError as soon as one rank does.
+        Those that are object references are fetched by their rank alone. Raises WorkerError as soon as one rank does.
         """
-        own = [()] * len(self._actors) if shares is None else [(share,) for share in shares]
+        own = [()] * len(self._actors) if shares is None else shares
         calls = [actor.call.remote(method, arguments, *share) for actor, share in zip(self._actors, own, strict=True)]
         return self._wait(calls, f"for {method}", deadline)
+
+    def produce(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
+        """References to the answers, by rank, which stay where they are until somebody fetches them."""
+        pairs = [actor.produce.options(num_returns=2).remote(method, arguments) for actor in self._actors]
+        self._wait([done for done, _ in pairs], f"for {method}", deadline)
+        return [reference for _, reference in pairs]
 
     def _wait(self, calls: Sequence[Any], what: str, seconds: float) -> list[Any]:
         """All answers. Whoever fails first ends the wait: the others may be waiting for it too."""
@@ -118,7 +124,7 @@ class WorkerGroup:
         import ray
 
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        return f"{self._role} rank {rank} on {addresses.get(self._nodes[rank], self._nodes[rank])}"
+        return f"{self._crew} rank {rank} on {addresses.get(self._nodes[rank], self._nodes[rank])}"
 
     def close(self) -> None:
         import ray
@@ -126,8 +132,22 @@ class WorkerGroup:
         for actor in self._actors:
             ray.kill(actor)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+@contextlib.contextmanager
+def worker_groups(
+    placed: Placed, build: Callable[[tuple[Role, ...]], Any], *, deadline: float
+) -> Iterator[dict[Role, WorkerGroup]]:
+    """The group of every role while open, started all at once; those of one crew have the same.
+
+    `build(roles)` makes the service of a rank, in its process. Whatever happens, no process is left. Raises
+    WorkerError.
+    """
+    with contextlib.ExitStack() as held:
+        groups: dict[Role, WorkerGroup] = {}
+        for crew in placed.plan.crews():
+            group = WorkerGroup(placed, crew, functools.partial(build, crew.roles))
+            held.callback(group.close)
+            groups |= dict.fromkeys(crew.roles, group)
+        for group in dict.fromkeys(groups.values()):
+            group.ready(deadline=deadline)
+        yield groups

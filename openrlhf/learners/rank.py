@@ -25,17 +25,16 @@ class KLTerm:
     controller: KLController
     as_loss: bool
     """A term of the loss; otherwise a cost in every token's reward."""
-    reference: Scorer
+    reference: Scorer | None
+    """None: its log-probs come with the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticPart:
-    """A critic: how it is asked, how it learns, and how long the policy waits for it."""
+    """A critic: how it is asked, and how it learns."""
 
     scorer: Scorer
     learner: CriticLearner
-    freezing_steps: int = -1
-    """The policy is not trained in rounds 1 … N."""
 
 
 class RankLearners:
@@ -52,16 +51,20 @@ class RankLearners:
         steps: StepSettings,
         credit: CreditSettings,
         critic: CriticPart | None = None,
+        freezing_steps: int = -1,
         kl: KLTerm | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        if credit.estimator.needs_critic != (critic is not None):
-            raise ValueError("the estimator and the critic must come together")
+        """`critic`: None without one, or where its values come with the batch and it learns elsewhere.
+
+        `freezing_steps`: the policy waits for its critic, and is not trained in rounds 1 … N.
+        """
         self._policy = policy
         self._policy_scorer = policy_scorer
         self._steps = steps
         self._credit = credit
         self._critic = critic
+        self._freezing_steps = freezing_steps
         self._kl = kl
         self._ranks = ranks
         self._rounds = 0
@@ -69,7 +72,8 @@ class RankLearners:
 
     def score(self, batch: TrainingBatch) -> None:
         if self._kl is not None:
-            batch.reference_logprobs_A = self._kl.reference.score(batch)
+            if self._kl.reference is not None:
+                batch.reference_logprobs_A = self._kl.reference.score(batch)
             if not self._kl.as_loss:  # a cost in the reward is that of the policy as it sampled
                 batch.old_logprobs_A = self._policy_scorer.score(batch)
         if self._critic is not None:
@@ -99,7 +103,7 @@ class RankLearners:
         """Critic, then policy, on micro-batches that are cut and packed once."""
         self._rounds += 1
         own = Metrics()
-        frozen = self._critic is not None and self._rounds <= self._critic.freezing_steps
+        frozen = self._rounds <= self._freezing_steps
         if not self._steps.on_policy and not frozen and batch.old_logprobs_A is None:
             batch.old_logprobs_A = self._policy_scorer.score(batch, trained_samples(batch, self._steps))
         steps = optimizer_steps(batch, self._steps, round_index=self._rounds, ranks=self._ranks)
@@ -127,3 +131,26 @@ class RankLearners:
         self._rounds = state["rounds"]
         if self._kl is not None and state.get("kl") is not None:
             self._kl.controller.load_state_dict(state["kl"])
+
+
+class CriticLearners:
+    """A critic by itself: the policy is trained elsewhere, on the same rounds. Methods are collective."""
+
+    def __init__(self, critic: CriticPart, steps: StepSettings, *, ranks: Ranks = ALONE) -> None:
+        self._critic = critic
+        self._steps = steps
+        self._ranks = ranks
+        self._rounds = 0
+
+    def score(self, batch: TrainingBatch) -> None:
+        batch.values_A = self._critic.scorer.score(batch)
+
+    def update(self, batch: TrainingBatch) -> Metrics:
+        """Towards the returns that came with the batch, in the policy's optimizer steps."""
+        self._rounds += 1
+        steps = optimizer_steps(batch, self._steps, round_index=self._rounds, ranks=self._ranks)
+        return Metrics.merged(self._ranks.gather(self._critic.learner.update(steps)))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The policy's: what counts here is the number of rounds."""
+        self._rounds = state["rounds"]

@@ -12,6 +12,8 @@ from torch import nn
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
+from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Trained
 from openrlhf.config.roots import RLConfig
@@ -45,10 +47,12 @@ class LocalModels:
     critic: ValueModel | None
 
 
-def load_models(config: RLConfig, device: torch.device) -> LocalModels:
+def load_models(
+    config: RLConfig, device: torch.device, *, with_reference: bool = True, with_critic: bool = True
+) -> LocalModels:
     """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae.
 
-    Of a policy with an adapter the reference is the policy without it.
+    Of a policy with an adapter the reference is the policy without it. `with_…` off: that model lives elsewhere.
     """
     lora = lora_settings(config.ds.lora, seed=config.train.seed)
     policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable, lora=lora)
@@ -56,11 +60,17 @@ def load_models(config: RLConfig, device: torch.device) -> LocalModels:
     reference: nn.Module | None = None
     if config.reference_is_base:
         reference = WithoutAdapter(policy)
-    elif config.uses_reference:
-        reference = _load_policy(config, device).requires_grad_(False)
-        if config.ref.offload:
-            reference.to("cpu")
-    return LocalModels(policy=policy, reference=reference, critic=_load_critic(config, device, lora=lora))
+    elif config.uses_reference and with_reference:
+        reference = load_reference(config, device)
+    critic = load_critic(config, device) if with_critic else None
+    return LocalModels(policy=policy, reference=reference, critic=critic)
+
+
+def load_reference(config: RLConfig, device: torch.device) -> Policy:
+    reference = _load_policy(config, device).requires_grad_(False)
+    if config.ref.offload:
+        reference.to("cpu")
+    return reference
 
 
 def _load_policy(
@@ -87,7 +97,7 @@ def _load_policy(
         )
 
 
-def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings | None) -> ValueModel | None:
+def load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
     path = config.critic_path
     if path is None:
         return None
@@ -103,7 +113,7 @@ def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings |
             attn_implementation=config.ds.attn_implementation,
             gradient_checkpointing=config.actor.gradient_checkpointing_enable,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
-            lora=lora,
+            lora=lora_settings(config.ds.lora, seed=config.train.seed),
             load_in_4bit=config.ds.load_in_4bit,
             experts_implementation=config.ds.experts_implementation,
             flag="--critic.model_name_or_path",
@@ -165,33 +175,20 @@ class LocalTraining:
 
     def _learners(self, device: torch.device) -> RankLearners:
         config, ranks = self._config, self._distribution.ranks
-        scoring = _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
+        scoring = scoring_batches(config)
         policy_logprobs = logprobs(config.rollout.temperature)
         critic = kl = None
-        if self._models.critic is not None and self._critic_backend is not None:
-            critic = CriticPart(
-                scorer=Scorer(self._critic_backend.module, values, batching=scoring, device=device, ranks=ranks),
-                learner=CriticLearner(
-                    self._critic_backend, value_clip=config.critic.value_clip, device=device, ranks=ranks
-                ),
-                freezing_steps=config.critic.freezing_steps,
-            )
-        reference = self._models.reference
-        if reference is not None:
-            if not config.reference_is_base:
-                reference = self._distribution.freeze(reference)
+        if self._critic_backend is not None:
+            critic = critic_part(config, self._critic_backend, device=device, ranks=ranks)
+        if config.uses_reference:
+            reference = self._models.reference
             kl = KLTerm(
                 estimator=get_kl_estimator(config.algo.kl.estimator),
                 controller=kl_controller(config),
                 as_loss=config.algo.kl.use_loss,
-                reference=Scorer(
-                    reference,
-                    policy_logprobs,
-                    batching=scoring,
-                    device=device,
-                    offload=config.ref.offload and not config.reference_is_base,
-                    ranks=ranks,
-                ),
+                reference=None
+                if reference is None
+                else reference_scorer(config, reference, self._distribution, device=device),
             )
         return RankLearners(
             policy=PolicyLearner(
@@ -211,9 +208,34 @@ class LocalTraining:
                 divide_by_std=not config.algo.advantage.no_std_norm,
             ),
             critic=critic,
+            freezing_steps=config.critic.freezing_steps if config.uses_critic else -1,
             kl=kl,
             ranks=ranks,
         )
+
+
+def critic_part(config: RLConfig, backend: Backend, *, device: torch.device, ranks: Ranks) -> CriticPart:
+    return CriticPart(
+        scorer=Scorer(backend.module, values, batching=scoring_batches(config), device=device, ranks=ranks),
+        learner=CriticLearner(backend, value_clip=config.critic.value_clip, device=device, ranks=ranks),
+    )
+
+
+def reference_scorer(
+    config: RLConfig, reference: nn.Module, distribution: Distribution, *, device: torch.device
+) -> Scorer:
+    return Scorer(
+        reference if config.reference_is_base else distribution.freeze(reference),
+        logprobs(config.rollout.temperature),
+        batching=scoring_batches(config),
+        device=device,
+        offload=config.ref.offload and not config.reference_is_base,
+        ranks=distribution.ranks,
+    )
+
+
+def scoring_batches(config: RLConfig) -> MicroBatching:
+    return _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
 
 
 def sample_maker(config: RLConfig) -> SampleMaker:

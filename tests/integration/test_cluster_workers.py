@@ -1,5 +1,6 @@
 """Ranks as Ray actors on CPU train what one process trains, and say which of them failed."""
 
+import contextlib
 import functools
 import os
 import sys
@@ -15,8 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from openrlhf.backends.process_group import join
 from openrlhf.cluster.launch import placed, ray_cluster
 from openrlhf.cluster.learners import RayWorkers
-from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan
-from openrlhf.cluster.workers import WorkerError, WorkerGroup
+from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, requested
+from openrlhf.cluster.workers import WorkerError, worker_groups
 from openrlhf.config import parse
 from openrlhf.trainers.local_models import LocalTraining, load_models, sample_maker, step_settings
 from openrlhf.trainers.rank_models import rank_service
@@ -39,11 +40,15 @@ def model(tmp_path_factory):
     return folder
 
 
-def group_of(count: int, build, cluster, *, deadline: float = 120):
-    """A worker group of an actor with so many ranks, and what holds its devices."""
+@contextlib.contextmanager
+def group_of(count: int, build, cluster):
+    """A worker group of an actor with so many ranks."""
     request = PlacementRequest(groups={Role.ACTOR: Size(1, count)}, cpus_per_device=0)
-    reserved = placed(plan(request), cluster)
-    return reserved, lambda whole: WorkerGroup(whole, Role.ACTOR, build, deadline=deadline)
+    with (
+        placed(plan(request), cluster) as whole,
+        worker_groups(whole, lambda roles: build(), deadline=120) as groups,
+    ):
+        yield groups[Role.ACTOR]
 
 
 class Service:
@@ -73,10 +78,10 @@ class Service:
 
 
 def test_ranks_meet_and_each_gets_its_share(cluster):
-    reserved, start = group_of(2, Service, cluster)
-    with reserved as whole, start(whole) as group:
+    with group_of(2, Service, cluster) as group:
         assert group.call("who", deadline=30) == [[0, 1], [0, 1]]
-        assert group.call("double", shares=[3, 4], deadline=30) == [6, 8]
+        assert group.call("double", shares=[[3], [4]], deadline=30) == [6, 8]
+        assert ray.get(group.produce("who", deadline=30)) == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +93,7 @@ def test_ranks_meet_and_each_gets_its_share(cluster):
     ],
 )
 def test_a_rank_that_fails_is_named_though_the_others_wait(cluster, method, deadline, message):
-    reserved, start = group_of(2, Service, cluster)
-    began = time.monotonic()
-    with reserved as whole, start(whole) as group:
+    with group_of(2, Service, cluster) as group:
         assert group.call("who", deadline=60)
         began = time.monotonic()
         with pytest.raises(WorkerError, match=message):
@@ -98,27 +101,41 @@ def test_a_rank_that_fails_is_named_though_the_others_wait(cluster, method, dead
     assert time.monotonic() - began < 15
 
 
+def test_a_model_that_is_not_there_is_said_in_one_line(cluster, tmp_path):
+    config = parse("train_ppo_ray", ["--actor.model_name_or_path", str(tmp_path / "nothing"), "--init_kl_coef", "0"])
+    build = functools.partial(rank_service, config, (Role.ACTOR,), rounds=1)
+    with (
+        pytest.raises(WorkerError, match=r"actor rank \d on [\d.]+: ModelLoadError: .*nothing") as caught,
+        group_of(1, build, cluster),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "train_batch_size": 4}
+SIZES = {f"{name}_num_gpus_per_node": size for name, size in (("actor", 2), ("critic", 2), ("ref", 2))}
 RUNS = {
-    "one rank, whitened": (1, {"advantage_estimator": "reinforce_baseline"}),
-    "zero 2, whitened": (2, {"advantage_estimator": "reinforce_baseline", "zero_stage": 2}),
-    "zero 3, ppo": (2, {"advantage_estimator": "gae", "init_kl_coef": 0.1, "zero_stage": 3, "train_batch_size": 4}),
-}
+    "one rank": ({"advantage_estimator": "reinforce_baseline"}, ["actor"]),
+    "zero 2": ({"advantage_estimator": "reinforce_baseline", "zero_stage": 2, **SIZES}, ["actor"]),
+    "zero 3, all shared": (PPO | SIZES | {"zero_stage": 3, "colocate_all_models": True}, ["actor+critic+ref"]),
+    "all apart": (PPO | SIZES | {"ref_num_gpus_per_node": 1, "critic_num_gpus_per_node": 1}, ["actor", "ref", "critic"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "flags"), RUNS.values(), ids=RUNS)
-def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, ranks, flags):
-    """Losses, gradient norms, KL and returns of two rounds agree to 1e-4, and so does the state."""
+@pytest.mark.parametrize(("flags", "crews"), RUNS.values(), ids=RUNS)
+def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flags, crews):
+    """Losses, gradient norms, KL and returns of two rounds agree to 1e-4, whoever shares devices; so does the state."""
     values = {**FLAGS, **flags, "pretrain": model}
-    words = [
-        w for name, value in values.items() for w in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
-    ]
-    config = parse("train_ppo_ray", words)
+    words = [w for name, value in values.items() for w in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]  # fmt: skip
+    config = parse("train_ppo_ray", ["--train.launcher", "ray", *words])
     local = LocalTraining(config, load_models(config, CPU), rounds=2, device=CPU).workers
     expected = [play(local, make_groups()) for _ in range(2)]
 
-    reserved, start = group_of(ranks, functools.partial(rank_service, config, rounds=2), cluster)
-    with reserved as whole, start(whole) as group:
-        workers = RayWorkers(group, sample_maker(config), step_settings(config))
+    request = requested(config, devices_per_node=1, engines_by_default=False, cpus_per_device=0)
+    build = functools.partial(rank_service, config, rounds=2)
+    with placed(plan(request), cluster) as whole, worker_groups(whole, build, deadline=120) as groups:
+        assert [crew.name for crew in whole.plan.crews()] == crews
+        workers = RayWorkers.of(groups, sample_maker(config), step_settings(config))
         for values in expected:
             found = play(workers, make_groups())
             assert found.keys() == values.keys()

@@ -111,6 +111,20 @@ def test_a_smaller_group_lives_on_the_first_devices():
     assert not any(CRITIC in {seat.role for seat in bundle} for bundle in second)
 
 
+def test_roles_on_the_same_devices_live_in_the_same_processes():
+    """A smaller group has its own. Five roles take a fifth each: actor and reference together two."""
+    whole = planned(
+        f"{SEPARATE} --colocate_all_models --reward_num_gpus_per_node 2 --critic_num_gpus_per_node 2".replace(
+            "--critic_num_gpus_per_node 8", ""
+        ).replace("--reward_num_gpus_per_node 8", "")
+    )
+    assert [(crew.name, len(crew.places), crew.places[0].seat.share) for crew in whole.crews()] == [
+        ("actor+ref", 8, 0.4),
+        ("critic+reward", 2, 0.4),
+    ]  # fmt: skip
+    assert [crew.name for crew in planned(SEPARATE).crews()] == ["actor", "ref", "critic", "reward"]
+
+
 def test_sizes_left_to_the_machine():
     """Four devices: a group by itself takes them all; a guest is as large as its host, engines fill the actor's."""
     alone = asked("--actor_num_nodes 2", devices=4)
