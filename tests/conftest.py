@@ -2,7 +2,12 @@
 
 import signal
 
+import hypothesis
 import pytest
+
+# How long an example takes says more about what else the machine does than about the code.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # Shells start background jobs with SIGINT ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

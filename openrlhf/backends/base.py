@@ -33,6 +33,14 @@ class Backend(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """What only a step needs (master weights, moments) waits in CPU memory. Forwards go on as before."""
+        ...
+
+    def wake(self) -> None:
+        """It comes back to the device; before the next backward."""
+        ...
+
     def weights_to_save(self) -> AbstractContextManager[Mapping[str, Tensor] | None]:
         """While open, the weights to export: their average if one is kept, else the live ones. Collective.
 

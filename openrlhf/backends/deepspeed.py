@@ -22,16 +22,25 @@ from openrlhf.backends.optimizer import (
     STATE_KINDS,
     OptimizerSettings,
     ScheduledOptimizers,
-    make_optimizers,
+    divided,
+    make_adamw,
+    muon_arguments,
     whole_shape,
 )
+from openrlhf.backends.parking import Parking
 from openrlhf.backends.schedules import rate_factor
+from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 
 logger = logging.getLogger(__name__)
 
 STEP = "step"
-MOMENTS = tuple(kind for kind in STATE_KINDS[torch.optim.AdamW] if kind != STEP)
+_MASTERS = (
+    ("fp32_partitioned_groups_flat", "fp16_groups"),
+    ("single_partition_of_fp32_groups", "bit16_groups"),
+    ("fp32_groups_flat_partition", "bf16_groups"),
+)
+"""Where DeepSpeed's optimizers keep a rank's master weights, and the parameters that these are pieces of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +96,7 @@ def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float 
 
 
 class DeepSpeedBackend:
-    """A module trained by several ranks, with torch's own AdamW inside. Implements `Backend`.
+    """A module trained by several ranks, with torch's own AdamW and Muon's steps inside. Implements `Backend`.
 
     Every rank computes its share of a step's losses, which are weighted over the whole step, and gradients add up.
     """
@@ -99,8 +108,9 @@ class DeepSpeedBackend:
         self._module = module
         self._max_norm = settings.max_norm
         self._ema_beta = ema_beta
+        self._parking = Parking()
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        (optimizer,) = make_optimizers(module, settings, stands_for=trained)
+        optimizer, self._kinds = _one_optimizer(module, settings, trained)
         self._rates = ScheduledOptimizers(
             [optimizer],
             rate_factor(
@@ -128,6 +138,8 @@ class DeepSpeedBackend:
         # AutoTP has put its own layers, with their own parameters, in place of some.
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._begin_optimizer_state()
+        if isinstance(optimizer, ShardedMuon):
+            optimizer.sharing = self._sharing()
         self._scaler: Any = self._engine.optimizer.loss_scaler if dtype == torch.float16 else None
 
     # ------------------------------------------------------------------------------------------------ training
@@ -163,6 +175,29 @@ class DeepSpeedBackend:
         nn.utils.clip_grads_with_norm_(self._trained.values(), self._max_norm or math.inf, norm)
         self._norm_unwrapped = float(norm)
 
+    def sleep(self) -> None:
+        if self._moves_states:
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+            kinds = {Kind.optim_states, Kind.hp_params, Kind.lp_grads, Kind.contiguous_grad_buffer}
+            self._engine.offload_states(include=kinds, pin_memory=torch.cuda.is_available())
+            return
+        kept = [tensor for state in self._masters_state() for tensor in state.values()]
+        # Elsewhere masters are the module's own weights, or views of them are about that would keep their memory.
+        masters = self._masters() if hasattr(self._engine.optimizer, "fp32_partitioned_groups_flat") else []
+        self._parking.park([*masters, *kept])
+
+    def wake(self) -> None:
+        if self._moves_states:
+            self._engine.reload_states()
+        else:
+            self._parking.fetch()
+
+    @property
+    def _moves_states(self) -> bool:
+        """Stages 1 and 2 can by themselves; stage 3 only with an optimizer that has to be compiled."""
+        return hasattr(self._engine.optimizer, "single_partition_of_fp32_groups")
+
     # ------------------------------------------------------------------------------------------- state, whole
 
     @contextlib.contextmanager
@@ -189,32 +224,32 @@ class DeepSpeedBackend:
         return {"steps": self._rates.steps} | scale.numbers()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        updates = float(next(iter(self._masters_state()))[STEP])
+        updates = next((float(state[STEP]) for state in self._masters_state() if STEP in state), self._rates.steps)
         for name, parameter in self._trained.items():
             yield f"{PARAMETERS}/{name}", self._whole(name, parameter, PARAMETERS)
-            if updates:
-                yield f"{STEP}/{name}", torch.tensor(updates)
-                for kind in MOMENTS:
-                    yield f"{kind}/{name}", self._whole(name, parameter, kind)
+            for kind in self._kinds[name] if updates else ():
+                kept = torch.tensor(float(updates)) if kind == STEP else self._whole(name, parameter, kind)
+                yield f"{kind}/{name}", kept
             if self._ema_beta is not None:
                 yield f"{AVERAGE}/{name}", self._whole(name, parameter, AVERAGE)
 
     @torch.no_grad()
     def load(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        require_names(tensors, dict.fromkeys(self._trained, STATE_KINDS[torch.optim.AdamW]))
+        require_names(tensors, self._kinds)
         updates = 0.0
         for name, parameter in self._trained.items():
             weight = whole(tensors, f"{PARAMETERS}/{name}", self._whole_shape(name, parameter))
             self._set(name, parameter, PARAMETERS, weight)
             # One count for all: the masters of many parameters lie in one flat tensor.
             updates = max(updates, float(tensors.get(f"{STEP}/{name}", 0.0)))
-            for kind in MOMENTS:
+            for kind in self._moments(name):
                 kept = tensors.get(f"{kind}/{name}")
                 self._set(name, parameter, kind, torch.zeros_like(weight) if kept is None else kept)
             if self._ema_beta is not None:
                 self._set(name, parameter, AVERAGE, tensors.get(f"{AVERAGE}/{name}", weight))
         for state in self._masters_state():
-            state[STEP].fill_(updates)
+            if STEP in state:
+                state[STEP].fill_(updates)
         self._rates.steps = numbers["steps"]
         if self._scaler is not None:
             scale = LossScale()
@@ -226,11 +261,18 @@ class DeepSpeedBackend:
 
     def _masters(self) -> list[Tensor]:
         """What this rank's optimizer updates: flat fp32 pieces of many parameters; without ZeRO the parameters."""
+        return [master for master, _ in self._masters_and_parameters()]
+
+    def _masters_and_parameters(self) -> list[tuple[Tensor, list[str]]]:
+        """Each with the parameters that it has pieces of, in order."""
         if self._unwrapped:
-            return list(self._trained.values())
-        for place in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-            if masters := getattr(self._engine.optimizer, place, None):
-                return list(masters)
+            return [(parameter, [name]) for name, parameter in self._trained.items()]
+        names = {parameter: name for name, parameter in self._trained.items()}
+        for masters, parameters in _MASTERS:
+            if hasattr(self._engine.optimizer, masters):
+                groups = getattr(self._engine.optimizer, parameters)
+                pairs = zip(getattr(self._engine.optimizer, masters), groups, strict=True)
+                return [(master, [names[p] for p in group]) for master, group in pairs]
         raise TypeError(f"this DeepSpeed keeps its master weights elsewhere: {type(self._engine.optimizer).__name__}")
 
     def _masters_state(self) -> Iterator[dict[str, Tensor]]:
@@ -241,15 +283,28 @@ class DeepSpeedBackend:
 
         The average is kept beside the moments, where DeepSpeed finds it in the same way.
         """
-        for master in self._masters():
+        for master, names in self._masters_and_parameters():
             state = self._base.state[master]
-            state[STEP] = torch.zeros((), device=master.device)
-            for kind in MOMENTS:
+            if STEP in self._kinds[names[0]]:
+                state[STEP] = torch.zeros((), device=master.device)
+            for kind in self._moments(names[0]):
                 state[kind] = torch.zeros_like(master, dtype=torch.float32).detach()
             if self._ema_beta is not None:
                 state[AVERAGE] = master.detach().clone()
         if link := getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None):
             link()
+
+    def _moments(self, name: str) -> list[str]:
+        return [kind for kind in self._kinds[name] if kind != STEP]
+
+    def _sharing(self) -> Sharing:
+        """Where the matrices are that Muon wants whole."""
+        pieces = {
+            master: _pieces({name: self._trained[name] for name in names}, whole=self._unwrapped)
+            for master, names in self._masters_and_parameters()
+        }
+        group = None if self._unwrapped else self._engine.optimizer.dp_process_group
+        return Sharing(pieces, group, torch.device(self._engine.device), self._join, self._part)
 
     @torch.no_grad()
     def _update_average(self) -> None:
@@ -383,6 +438,40 @@ def _register_head(module: nn.Module) -> None:
     if isinstance(module, Policy):
         for parameter in output_head(module.model).parameters():
             register_external_parameter(module, parameter)
+
+
+def _one_optimizer(
+    module: nn.Module, settings: OptimizerSettings, trained: Mapping[str, nn.Parameter]
+) -> tuple[torch.optim.Optimizer, dict[str, tuple[str, ...]]]:
+    """DeepSpeed takes one. With what it keeps for each parameter."""
+    matrices, rest = divided(module, settings, trained=trained)
+    kinds = {name: STATE_KINDS[torch.optim.Muon] for name, _ in matrices}
+    kinds |= {name: STATE_KINDS[torch.optim.AdamW] for name, _ in rest}
+    adamw = make_adamw(rest, settings, stands_for=trained) if rest else None
+    if adamw is not None and not matrices:
+        return adamw, kinds
+    return ShardedMuon([p for _, p in matrices], adamw, **muon_arguments(settings)), kinds
+
+
+def _pieces(parameters: Mapping[str, nn.Parameter], *, whole: bool) -> list[Piece]:
+    """What this rank's flat tensor has of each of these parameters, which lie in it in this order."""
+    pieces, end = [], 0
+    for name, parameter in parameters.items():
+        shape = whole_shape(parameter)
+        if whole:
+            piece = Piece(name, shape, start=0, at=0, count=shape.numel())
+        elif hasattr(parameter, "ds_tensor"):  # stage 3: equal pieces, the last ones filled up with zeros
+            size = parameter.ds_tensor.ds_numel
+            start = min(dist.get_rank(parameter.ds_process_group) * size, shape.numel())
+            piece = Piece(name, shape, start, at=end, count=min(size, shape.numel() - start))
+            end += size
+        elif (mapping := parameter._hp_mapping) is not None:
+            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+            piece = Piece(name, shape, here.start, at=there.start, count=here.numel)
+        else:
+            piece = Piece(name, shape, start=0, at=0, count=0)
+        pieces.append(piece)
+    return pieces
 
 
 def _with_fp32_sums(zero: ZeroSettings, dtype: torch.dtype) -> ZeroSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,37 +92,55 @@ def make_optimizers(
     module: nn.Module, settings: OptimizerSettings, *, stands_for: Mapping[str, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
     """Muon if asked for, then AdamW for the rest; each only if it has something to update."""
-    named = [(name, p) for name, p in module.named_parameters() if name in stands_for]
-    chosen = muon_parameters(module) if settings.muon else set()
-    matrices = [stands_for[name] for name, p in named if p in chosen]
-    rest = [(name, p) for name, p in named if p not in chosen]
+    matrices, rest = divided(module, settings, trained=stands_for)
     optimizers: list[torch.optim.Optimizer] = []
-    if settings.muon and matrices:
+    if matrices:
         optimizers.append(
             torch.optim.Muon(
-                matrices,
-                lr=settings.muon.lr,
-                weight_decay=settings.weight_decay,
-                momentum=settings.muon.momentum,
-                nesterov=settings.muon.nesterov,
-                ns_steps=settings.muon.ns_steps,
+                [stands_for[name] for name, _ in matrices],
                 # Steps of lr·√max(1, rows/columns), for which the usual rate of 0.02 is meant. The alternative,
                 # 0.2·lr·√max(rows, columns), is meant for rates of AdamW.
                 adjust_lr_fn="original",
+                **muon_arguments(settings),
             )
         )
     if rest:
-        optimizers.append(
-            torch.optim.AdamW(
-                adamw_groups(rest, weight_decay=settings.weight_decay, stands_for=stands_for),
-                lr=settings.lr,
-                betas=settings.betas,
-                eps=settings.eps,
-                # One kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
-                fused=True,
-            )
-        )
+        optimizers.append(make_adamw(rest, settings, stands_for=stands_for))
     return optimizers
+
+
+def divided(
+    module: nn.Module, settings: OptimizerSettings, *, trained: Collection[str]
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """What Muon updates, and what AdamW does."""
+    named = [(name, p) for name, p in module.named_parameters() if name in trained]
+    chosen = muon_parameters(module) if settings.muon else set()
+    return [(name, p) for name, p in named if p in chosen], [(name, p) for name, p in named if p not in chosen]
+
+
+def muon_arguments(settings: OptimizerSettings) -> dict[str, Any]:
+    if settings.muon is None:
+        raise ValueError("these are settings without Muon")
+    return {
+        "lr": settings.muon.lr,
+        "weight_decay": settings.weight_decay,
+        "momentum": settings.muon.momentum,
+        "nesterov": settings.muon.nesterov,
+        "ns_steps": settings.muon.ns_steps,
+    }
+
+
+def make_adamw(
+    named: Sequence[tuple[str, nn.Parameter]], settings: OptimizerSettings, *, stands_for: Mapping[str, nn.Parameter]
+) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        adamw_groups(named, weight_decay=settings.weight_decay, stands_for=stands_for),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        # One kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
+        fused=True,
+    )
 
 
 STATE_KINDS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openrlhf.backends.averaging import WeightAverage
 from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
+from openrlhf.backends.parking import Parking
 from openrlhf.backends.schedules import rate_factor
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 
@@ -42,6 +43,7 @@ class TorchBackend:
             ),
         )
         self._average = None if ema_beta is None else WeightAverage(self._masters, beta=ema_beta)
+        self._parking = Parking()
         # Gradients pass through frozen weights too.
         self._scale = LossScale() if any(p.dtype == torch.float16 for p in module.parameters()) else None
 
@@ -86,6 +88,15 @@ class TorchBackend:
         if self._scale:
             self._scale.after_good_step()
         return norm
+
+    def sleep(self) -> None:
+        own = [master for _, master in self._shadowed]
+        kept = [t for master in self._masters.values() for t in self._optimizers.kept_for(master).values()]
+        averages = [self._average.of(name) for name in self._masters] if self._average else []
+        self._parking.park([*own, *kept, *averages])
+
+    def wake(self) -> None:
+        self._parking.fetch()
 
     def weights_to_save(self) -> contextlib.AbstractContextManager[None]:
         return self._average.swapped_into(self._trained) if self._average else contextlib.nullcontext()

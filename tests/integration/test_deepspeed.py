@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from openrlhf.demo.model import make_tokenizer
 from openrlhf.observability.loggers import read_metrics
@@ -25,6 +33,7 @@ TRAINERS = {
     "dpo": ("train_dpo", {"data.dataset": "pairs.jsonl", "data.prompt_key": "prompt", "eval.dataset": "pairs_eval.jsonl"}),
     "kto": ("train_dpo", {"data.dataset": "judged.jsonl", "model.loss_type": "kto", "eval.dataset": "judged.jsonl"}),
 }  # fmt: skip
+MUON = {"optim": "muon", "muon.lr": 2e-3}
 TWO_RANKS = {
     "zero 0": {"ds.zero_stage": 0},
     "zero 1": {"ds.zero_stage": 1},
@@ -35,14 +44,28 @@ TWO_RANKS = {
     "checkpointing": {"ds.zero_stage": 3, "model.gradient_checkpointing_enable": True},
     "small budget": {"ds.zero_stage": 3, "train.micro_batch_size": 1},
     "lora": {"ds.zero_stage": 3, "ds.lora.rank": 4},
+    "qlora": {"ds.zero_stage": 2, "ds.lora.rank": 4, "ds.load_in_4bit": True},
+    "experts": {"ds.zero_stage": 2, "model.aux_loss_coef": 0.1},
+    "experts zero 3": {"ds.zero_stage": 3, "model.aux_loss_coef": 0.1},
+    "muon zero 1": {"ds.zero_stage": 1, **MUON},
+    "muon zero 2 offload": {"ds.zero_stage": 2, "ds.adam_offload": True, **MUON},
+    "muon zero 3": {"ds.zero_stage": 3, **MUON},
 }
+ALONE = {
+    "lora": {"ds.lora.rank": 4},
+    "qlora": {"ds.lora.rank": 4, "ds.load_in_4bit": True},
+    "experts": {"model.aux_loss_coef": 0.1},
+    "muon": MUON,
+}
+"""What cases are compared with that begin so; the others with plain flags."""
 CASES = [("sft", way) for way in TWO_RANKS]
+CASES += [(trainer, f"zero {stage}") for trainer in ("rm", "dpo", "kto") for stage in (2, 3)]
 TENSOR_PARALLEL = {
-    "tp zero 0": {"ds.zero_stage": 0},
-    "tp zero 1": {"ds.zero_stage": 1},
-    "tp zero 3": {"ds.zero_stage": 3},
+    "tp zero 0": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 0},
+    "tp zero 1": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 1},
+    "tp zero 3": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 3},
+    "muon tp": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 1, **MUON},
 }
-TENSOR_PARALLEL = {name: {**flags, "ds.tensor_parallel_size": 2} for name, flags in TENSOR_PARALLEL.items()}
 RELAY = [
     ("alone", {}),
     ("two", {"ds.zero_stage": 3}),
@@ -53,7 +76,19 @@ RELAY = [
     ("two", {"ds.tensor_parallel_size": 2}),
 ]
 """Who trains which epoch of one run, each continuing from the checkpoint of the one before."""
-CASES += [(trainer, f"zero {stage}") for trainer in ("rm", "dpo", "kto") for stage in (2, 3)]
+
+
+def expected_run(trainer: str, way: str) -> str:
+    first = way.partition(" ")[0]
+    return f"alone {first if first in ALONE else trainer}"
+
+
+def precision(way: str, otherwise: float = 1e-4) -> float:
+    """Muon orthogonalises in bf16, whose rounding shows; at a higher rate it grows, in one process as in two.
+
+    How balanced experts are is a matter of the tokens that are routed together, and ranks cut a step differently.
+    """
+    return {"muon": 1e-3, "experts": 1e-2}.get(way.partition(" ")[0], otherwise)
 
 
 class Runs:
@@ -133,13 +168,42 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_experts(folder: Path, tiny: Path) -> Path:
+    """A mixture of four experts with the tokenizer of `tiny`."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, data) -> Runs:
     """Every case on two ranks, and each trainer in one process with plain torch."""
     folder = tmp_path_factory.mktemp("runs")
     runs = Runs(folder, write_model(folder / "tiny"), data)
-    alone = [runs.words(f"alone {t}", t) for t in TRAINERS] + [runs.words("alone lora", "sft", **{"ds.lora.rank": 4})]
-    pairs = [runs.words(f"{way} {trainer}", trainer, **TWO_RANKS[way]) for trainer, way in CASES]
+    experts = {"model.model_name_or_path": write_experts(folder / "experts", folder / "tiny")}
+
+    def flags_of(way: str, flags: dict) -> dict:
+        return {**flags, **(experts if way.startswith("experts") else {})}
+
+    alone = [runs.words(f"alone {trainer}", trainer) for trainer in TRAINERS]
+    alone += [runs.words(f"alone {way}", "sft", **flags_of(way, flags)) for way, flags in ALONE.items()]
+    pairs = [runs.words(f"{way} {trainer}", trainer, **flags_of(way, TWO_RANKS[way])) for trainer, way in CASES]
     cut = [runs.words(f"{way} sft", "sft", **flags) for way, flags in TENSOR_PARALLEL.items()]
     runs.train("alone", alone)
     runs.train("two", pairs + cut)
@@ -149,22 +213,27 @@ def runs(tmp_path_factory, data) -> Runs:
 @pytest.mark.parametrize(("trainer", "way"), [*CASES, *(("sft", way) for way in TENSOR_PARALLEL)])
 def test_losses_and_gradient_norms_are_those_of_one_process(runs, trainer, way):
     loss = "gpt_loss" if trainer == "sft" else "loss"
-    expected = runs.history("alone lora" if way == "lora" else f"alone {trainer}", loss, "grad_norm", "lr")
+    expected = runs.history(expected_run(trainer, way), loss, "grad_norm", "lr")
     measured = runs.history(f"{way} {trainer}", loss, "grad_norm", "lr")
     assert len(expected) == STEPS
     for step, (ours, theirs) in enumerate(zip(measured, expected, strict=True)):
-        assert ours == pytest.approx(theirs, rel=1e-4), (step, ours, theirs)
+        assert ours == pytest.approx(theirs, rel=precision(way)), (step, ours, theirs)
 
 
 @pytest.mark.parametrize(("trainer", "way"), CASES)
 def test_evaluation_is_that_of_one_process(runs, trainer, way):
-    expected = runs.evaluation("alone lora" if way == "lora" else f"alone {trainer}")
-    assert runs.evaluation(f"{way} {trainer}") == pytest.approx(expected, rel=1e-3)
+    expected = runs.evaluation(expected_run(trainer, way))
+    assert runs.evaluation(f"{way} {trainer}") == pytest.approx(expected, rel=precision(way, 1e-3))
     assert expected
 
 
 @pytest.mark.parametrize(
-    "way", [*(way for trainer, way in CASES if trainer == "sft" and way != "lora"), *TENSOR_PARALLEL]
+    "way",
+    [
+        way
+        for way in [*(way for trainer, way in CASES if trainer == "sft"), *TENSOR_PARALLEL]
+        if way.partition(" ")[0] not in ALONE
+    ],
 )
 def test_the_model_that_is_left_is_that_of_one_process(runs, way):
     expected = AutoModelForCausalLM.from_pretrained(runs.model("alone sft")).state_dict()
@@ -185,22 +254,24 @@ def test_a_reward_model_of_stage_3_has_its_head(runs):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_ranks_stages_and_backends(runs):
+@pytest.mark.parametrize("optim", ["adam", "muon"])
+def test_a_run_goes_on_with_other_ranks_stages_and_backends(runs, optim):
     """One epoch each; the checkpoints, and so the losses, are those of one process that trains them all."""
-    constant = {"lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0}
-    relay = {**constant, "ckpt.path": runs.folder / "relay" / "ckpt", "ckpt.save_steps": 4, "ckpt.load_enable": True}
-    runs.train("alone", [runs.words("undisturbed", "sft", **constant, **{"train.max_epochs": len(RELAY)})])
+    common = {"lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0, **MUON, "optim": optim}
+    names = [f"undisturbed {optim}", f"relay {optim}"]
+    relay = {**common, "ckpt.path": runs.folder / names[1] / "ckpt", "ckpt.save_steps": 4, "ckpt.load_enable": True}
+    runs.train("alone", [runs.words(names[0], "sft", **common, **{"train.max_epochs": len(RELAY)})])
     legs = [
-        (who, runs.words("relay", "sft", **relay, **flags, **{"train.max_epochs": epoch}))
+        (who, runs.words(names[1], "sft", **relay, **flags, **{"train.max_epochs": epoch}))
         for epoch, (who, flags) in enumerate(RELAY, start=1)
     ]
     for who, group in itertools.groupby(legs, key=operator.itemgetter(0)):
         runs.train(who, [words for _, words in group])
-    expected, measured = (runs.history(name, "gpt_loss", "grad_norm") for name in ("undisturbed", "relay"))
+    expected, measured = (runs.history(name, "gpt_loss", "grad_norm") for name in names)
     assert len(expected) == 4 * len(RELAY)
     assert len(measured) == len(expected)
     for step, (ours, theirs) in enumerate(zip(measured, expected, strict=True)):
-        assert ours == pytest.approx(theirs, rel=1e-3), (step, ours, theirs)
+        assert ours == pytest.approx(theirs, rel=precision(optim, 1e-3)), (step, ours, theirs)
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "python"])
@@ -220,3 +291,23 @@ def test_every_launcher_starts_a_training(runs, launcher):
     assert len(measured) == 4
     assert measured[0] == pytest.approx(expected[0], rel=1e-4)
     assert "model" in {path.name for path in (runs.folder / launcher).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("half")
+    Runs(folder, folder, folder).start(*torchrun(2), str(SUPPORT / "fp16_ranks.py"), str(folder / "out.json"))
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fp16_scales_and_leaves_out_what_one_process_does(half, stage):
+    """Two of five steps overflow: three are taken, at a quarter of the scale, the first of them two ago."""
+    torchs, ours, loaded = (half[str(stage)][who] for who in ("torch", "deepspeed", "loaded"))
+    assert torchs["numbers"] == {"steps": 3, "loss_scale": 2.0**14, "good_steps": 2}
+    assert ours["numbers"] == loaded["numbers"] == torchs["numbers"]
+    assert [norm == -1.0 for norm, _ in ours["steps"]] == [False, True, True, False, False]
+    assert torch.tensor(ours["steps"]) == pytest.approx(torch.tensor(torchs["steps"]), rel=1e-3)
+    for name, tensor in torchs["tensors"].items():
+        assert torch.allclose(torch.tensor(ours["tensors"][name]), torch.tensor(tensor), rtol=1e-3, atol=1e-5), name
+        assert loaded["tensors"][name] == ours["tensors"][name], name

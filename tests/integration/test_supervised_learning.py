@@ -89,6 +89,15 @@ def test_a_reward_model_judges_pairs_it_has_not_seen(tmp_path):
         theirs = [classifier(e.token_ids[None]).logits.item() for e in some]
     assert ours.tolist() == pytest.approx(theirs, abs=1e-4)
 
+    # As documents show it: padded on the left, the body, and the head where every text ends.
+    longest = max(len(e.token_ids) for e in some)
+    assert len({len(e.token_ids) for e in some}) > 1
+    ids = torch.stack([torch.nn.functional.pad(e.token_ids, (longest - len(e.token_ids), 0)) for e in some])
+    mask = torch.stack([torch.arange(longest) >= longest - len(e.token_ids) for e in some]).long()
+    with torch.no_grad():
+        padded = classifier.score(classifier.model(input_ids=ids, attention_mask=mask)[0])[:, -1].squeeze(-1)
+    assert padded.tolist() == pytest.approx(theirs, abs=1e-4)
+
 
 def answers_to(prompts):
     """The liked answer copies the prompt's first token and says 10; the disliked one says 12."""
