@@ -18,7 +18,7 @@ imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -153,6 +153,12 @@ class Moments(NamedTuple):
     def of(values: Tensor) -> Moments:
         doubles = values.double()
         return Moments(float(doubles.sum()), float((doubles * doubles).sum()), values.numel())
+
+    @staticmethod
+    def merged(parts: Iterable[Moments]) -> Moments:
+        """Those of all ranks' values together."""
+        totals, squares, sizes = zip(*parts, strict=True)
+        return Moments(sum(totals), sum(squares), sum(sizes))
 
     @property
     def mean(self) -> float:

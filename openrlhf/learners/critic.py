@@ -8,6 +8,7 @@ import torch
 
 from openrlhf.algorithms.values import value_loss
 from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.observability.metrics import Metrics
 
@@ -15,17 +16,19 @@ from openrlhf.observability.metrics import Metrics
 class CriticLearner:
     """Updates the critic through its backend. The loss is a mean over a step's action tokens."""
 
-    def __init__(self, backend: Backend, *, value_clip: float, device: torch.device) -> None:
+    def __init__(self, backend: Backend, *, value_clip: float, device: torch.device, ranks: Ranks = ALONE) -> None:
         self._backend = backend
         self._value_clip = value_clip
         self._device = device
+        self._ranks = ranks
 
     def update(self, steps: Sequence[Step]) -> Metrics:
-        """One optimizer step per `Step`."""
+        """One optimizer step per `Step`. Metrics of this rank."""
         metrics = Metrics()
         self._backend.module.train()
         for step in steps:
-            metrics.mean("critic_loss", sum(self._accumulate(micro, metrics) for micro in step), 1)
+            loss = sum(self._accumulate(micro, Metrics() if micro.is_filler else metrics) for micro in step)
+            metrics.mean("critic_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
             metrics.last("critic_lr", self._backend.learning_rate)
             metrics.mean("critic_grad_norm", self._backend.step(), 1)
         return metrics

@@ -2,141 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.algorithms.advantages import Moments, whiten
-from openrlhf.algorithms.kl import KLController, KLEstimator
-from openrlhf.learners.credit import CreditSettings, give_credit
-from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.policy import PolicyLearner
-from openrlhf.learners.samples import RewardShaping, training_samples
-from openrlhf.learners.scorer import Scorer
-from openrlhf.learners.steps import StepSettings, optimizer_steps, trained_samples
+from openrlhf.learners.rank import RankLearners
+from openrlhf.learners.samples import SampleMaker
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, TrainingBatch
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KLTerm:
-    """KL to the reference model, and its price."""
-
-    estimator: KLEstimator
-    controller: KLController
-    as_loss: bool
-    """A term of the loss; otherwise a cost in every token's reward."""
-    reference: Scorer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticPart:
-    """A critic: how it is asked, how it learns, and how long the policy waits for it."""
-
-    scorer: Scorer
-    learner: CriticLearner
-    freezing_steps: int = -1
-    """The policy is not trained in rounds 1 … N."""
-
 
 class LocalWorkers:
-    """One rank. Implements `learners.base.Workers`."""
+    """One rank, which has all samples. Implements `learners.base.Workers`."""
 
-    def __init__(
-        self,
-        *,
-        policy: PolicyLearner,
-        policy_scorer: Scorer,
-        steps: StepSettings,
-        credit: CreditSettings,
-        shaping: RewardShaping,
-        critic: CriticPart | None = None,
-        kl: KLTerm | None = None,
-    ) -> None:
-        if credit.estimator.needs_critic != (critic is not None):
-            raise ValueError("the estimator and the critic must come together")
-        self._policy = policy
-        self._policy_scorer = policy_scorer
-        self._steps = steps
-        self._credit = credit
-        self._shaping = shaping
-        self._critic = critic
-        self._kl = kl
-        self._rounds = 0
-        self._warned_of_clipping = False
-        self._metrics = Metrics()
+    def __init__(self, learners: RankLearners, make_samples: SampleMaker) -> None:
+        self._learners = learners
+        self._make_samples = make_samples
+        self._placed = Metrics()
 
     def place(self, groups: Sequence[Group]) -> TrainingBatch:
-        shaped = training_samples(groups, estimator=self._credit.estimator, shaping=self._shaping)
-        self._metrics = shaped.metrics
-        if shaped.clipped_rewards and not self._warned_of_clipping:
-            logger.warning(
-                "%d of %d rewards lie outside --reward.clip_range %g %g and were clipped; widen it if they are meant",
-                shaped.clipped_rewards,
-                shaped.rewards,
-                *self._shaping.clip_range,
-            )
-            self._warned_of_clipping = True
+        shaped = self._make_samples(groups)
+        self._placed = shaped.metrics
         return TrainingBatch(samples=shaped.samples)
 
     def score(self, batch: TrainingBatch) -> None:
-        if not len(batch):
-            return
-        if self._kl is not None:
-            batch.reference_logprobs_A = self._kl.reference.score(batch)
-            if not self._kl.as_loss:  # a cost in the reward is that of the policy as it sampled
-                batch.old_logprobs_A = self._policy_scorer.score(batch)
-        if self._critic is not None:
-            batch.values_A = self._critic.scorer.score(batch)
+        self._learners.score(batch)
 
     def assign_advantages(self, batch: TrainingBatch) -> Metrics:
-        metrics, costs_A = self._metrics, None
-        if self._kl is not None:
-            metrics.last("kl_coef", self._kl.controller.coef)
-            if not self._kl.as_loss and len(batch):
-                kl_A = self._kl.estimator(batch.old_logprobs_A, batch.reference_logprobs_A)
-                metrics.mean("kl", float(kl_A.sum()), batch.num_actions)
-                costs_A = self._kl.controller.coef * kl_A
-        credit = give_credit(batch, self._credit, costs_A=costs_A)
-        metrics.mean("return", float(credit.totals_E.sum()), len(credit.totals_E))
-        advantages_A = credit.advantages_A
-        if self._credit.estimator.whiten:
-            moments = Moments.of(advantages_A)
-            advantages_A = whiten(advantages_A, moments, divide_by_std=self._credit.divide_by_std)
-        batch.advantages_A = advantages_A
-        batch.returns_A = credit.returns_A
-        return metrics
+        return Metrics.merged([self._placed, self._learners.assign_advantages(batch)])
 
     def update(self, batch: TrainingBatch) -> Metrics:
-        """Critic, then policy, on micro-batches that are cut and packed once."""
-        self._rounds += 1
-        metrics = Metrics()
-        frozen = self._critic is not None and self._rounds <= self._critic.freezing_steps
-        if not self._steps.on_policy and not frozen and batch.old_logprobs_A is None and len(batch):
-            batch.old_logprobs_A = self._policy_scorer.score(batch, trained_samples(batch, self._steps))
-        steps = optimizer_steps(batch, self._steps, round_index=self._rounds)
-        if self._critic is not None:
-            metrics.merge(self._critic.learner.update(steps))
-        if not frozen:
-            metrics.merge(self._policy.update(steps, kl_coef=self._kl.controller.coef if self._kl else 0.0))
-        self._adapt_kl(batch, metrics)
-        return metrics
-
-    def _adapt_kl(self, batch: TrainingBatch, updated: Metrics) -> None:
-        """Tell the controller what the round's KL was: as the policy sampled, or as the loss saw it."""
-        if self._kl is None:
-            return
-        kl = (updated if self._kl.as_loss else self._metrics).values().get("kl")
-        if kl is not None:
-            self._kl.controller.update(kl, len(batch.episode_offsets) - 1)
+        return self._learners.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rounds": self._rounds, "kl": self._kl.controller.state_dict() if self._kl else None}
+        return self._learners.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rounds = state["rounds"]
-        if self._kl is not None and state.get("kl") is not None:
-            self._kl.controller.load_state_dict(state["kl"])
+        self._learners.load_state_dict(state)

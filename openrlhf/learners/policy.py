@@ -13,6 +13,7 @@ from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
 from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
 from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.routing import RouterLog
 from openrlhf.observability.metrics import Metrics
@@ -61,24 +62,26 @@ class PolicyLearner:
     a mixture of experts + α·Σ_m (T_m / T)·B_m, the balancing loss of each micro-batch by its share of the tokens.
     """
 
-    def __init__(self, backend: Backend, settings: PolicySettings, *, device: torch.device) -> None:
+    def __init__(
+        self, backend: Backend, settings: PolicySettings, *, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
         self._backend = backend
         self._settings = settings
         self._device = device
+        self._ranks = ranks
 
     def update(self, steps: Sequence[Step], *, kl_coef: float = 0.0) -> Metrics:
-        """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss."""
+        """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss. Metrics of this rank."""
         metrics = Metrics()
         self._backend.module.train()
         for step in steps:
-            tokens = sum(len(micro.packed.tokens.token_ids) for micro in step)
-            loss = sum(self._accumulate(micro, metrics, kl_coef, step_tokens=tokens) for micro in step)
-            metrics.mean("policy_loss", loss, 1)
+            loss = sum(self._accumulate(micro, Metrics() if micro.is_filler else metrics, kl_coef) for micro in step)
+            metrics.mean("policy_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
             metrics.last("actor_lr", self._backend.learning_rate)
             metrics.mean("actor_grad_norm", self._backend.step(), 1)
         return metrics
 
-    def _accumulate(self, micro: MicroBatch, metrics: Metrics, kl_coef: float, *, step_tokens: int) -> float:
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics, kl_coef: float) -> float:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
         settings = self._settings
         packed = micro.packed.to(self._device)
@@ -105,9 +108,9 @@ class PolicyLearner:
                 loss = loss - settings.entropy_coef * (weights_A * output.entropy_A).sum()
             metrics.mean("entropy_loss", float(output.entropy_A.detach().sum()), count)
         if settings.balance is not None and router_log is not None:
-            tokens = len(packed.tokens.token_ids)
+            tokens = packed.tokens.num_tokens
             balance = load_balancing_loss(router_log.logits, top_k=settings.balance.top_k)
-            loss = loss + settings.balance.coef * tokens / step_tokens * balance
+            loss = loss + settings.balance.coef * micro.token_share * balance
             metrics.mean("aux_loss", float(balance.detach()) * tokens, tokens)
         self._backend.backward(loss)
         metrics.mean("ppo_kl", float((old_A - current_A.detach()).sum()), count)

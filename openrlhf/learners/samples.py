@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from openrlhf.algorithms.advantages import Estimator
 from openrlhf.algorithms.penalties import charge_last_turn, overlong_penalty, stop_properly
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, Outcome, TrainingSample, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,27 @@ def training_samples(groups: Sequence[Group], *, estimator: Estimator, shaping: 
     metrics.mean("reward_clipped", clipped, rewards)
     metrics.last("rollout/left_alone", lonely)
     return ShapedSamples(samples=samples, metrics=metrics, clipped_rewards=clipped, rewards=rewards)
+
+
+class SampleMaker:
+    """`training_samples` as a run is set; says once that rewards were clipped."""
+
+    def __init__(self, *, estimator: Estimator, shaping: RewardShaping) -> None:
+        self._estimator = estimator
+        self._shaping = shaping
+        self._warned_of_clipping = False
+
+    def __call__(self, groups: Sequence[Group]) -> ShapedSamples:
+        shaped = training_samples(groups, estimator=self._estimator, shaping=self._shaping)
+        if shaped.clipped_rewards and not self._warned_of_clipping:
+            logger.warning(
+                "%d of %d rewards lie outside --reward.clip_range %g %g and were clipped; widen it if they are meant",
+                shaped.clipped_rewards,
+                shaped.rewards,
+                *self._shaping.clip_range,
+            )
+            self._warned_of_clipping = True
+        return shaped
 
 
 def _action_rewards(member: Trajectory) -> Tensor:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.learners.filler import filler
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.types import PackedTokens, TrainingBatch
 
@@ -23,6 +25,7 @@ class Scorer:
         batching: MicroBatching,
         device: torch.device,
         offload: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`forward` gives the [A] numbers of a packed stream. `offload`: the weights are on `device` only meanwhile."""
         self._module = module
@@ -30,16 +33,24 @@ class Scorer:
         self._batching = batching
         self._device = device
         self._offload = offload
+        self._ranks = ranks
 
     @torch.no_grad()
     def score(self, batch: TrainingBatch, indices: Sequence[int] | None = None) -> Tensor:
-        """float32 [A] for the whole batch, on CPU; 0 for samples that are not in `indices` (None: all are)."""
+        """float32 [A] for this rank's batch, on CPU; 0 for samples that are not in `indices` (None: all are).
+
+        Collective: weights may be shared out over ranks, who then run as many forwards as the one with the most.
+        """
         result = torch.zeros(batch.num_actions)
         self._module.eval()
+        cut = self._batching.cut(batch, range(len(batch)) if indices is None else indices)
+        missing = max(self._ranks.gather(len(cut))) - len(cut)
         with self._on_device():
-            for micro in self._batching.cut(batch, range(len(batch)) if indices is None else indices):
+            for micro in cut:
                 packed = batch.pack(micro)
                 result[packed.rows] = self._forward(self._module, packed.tokens.to(self._device)).float().cpu()
+            for _ in range(missing):
+                self._forward(self._module, filler().tokens.to(self._device))
         return result
 
     @contextlib.contextmanager

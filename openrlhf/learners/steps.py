@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation, sample_weights
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.data.packing import evenly
+from openrlhf.learners.filler import filler
 from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.types import PackedBatch, TrainingBatch
+from openrlhf.types import PackedBatch, SampleKey, TrainingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,29 +53,60 @@ class MicroBatch(NamedTuple):
     policy_weights_A: Tensor
     regulariser_weights_A: Tensor
     value_weights_A: Tensor
+    token_share: float
+    """Its tokens as a part of the step's, of all ranks."""
+    is_filler: bool = False
+    """It weighs nothing and is in no metric."""
 
 
 Step = list[MicroBatch]
 
 
-def optimizer_steps(batch: TrainingBatch, settings: StepSettings, *, round_index: int) -> list[Step]:
-    """The round's optimizer steps, a fixed number; what failures and filtering left is split evenly over them.
+class Listed(NamedTuple):
+    """What every rank knows of a sample, whosever it is."""
 
-    A step without a sample is left out. Weights are worked out over all of a step's samples before any is skipped
-    or packed: an idle sample costs no forward and still counts in the denominators, of which it is a part.
+    key: SampleKey
+    actions: int
+    tokens: int
+    rank: int
+    index: int
+    """In its rank's batch."""
+
+
+def roster(batch: TrainingBatch, ranks: Ranks = ALONE) -> list[Listed]:
+    """The round's samples in an order that does not depend on how they are shared out. Collective."""
+    own = [(sample.key, sample.segment.num_actions, len(sample)) for sample in batch.samples]
+    return sorted(
+        Listed(key, actions, tokens, rank, index)
+        for rank, share in enumerate(ranks.gather(own))
+        for index, (key, actions, tokens) in enumerate(share)
+    )
+
+
+def optimizer_steps(
+    batch: TrainingBatch, settings: StepSettings, *, round_index: int, ranks: Ranks = ALONE
+) -> list[Step]:
+    """This rank's part of the round's optimizer steps, a fixed number. Collective.
+
+    What failures and filtering left is split evenly over them; a step without a sample is left out. Which samples are
+    in a step, and what they weigh, follows from all ranks' samples, before any is skipped or packed: an idle sample
+    costs no forward and still counts in the denominators, of which it is a part. Every rank has the same number of
+    micro-batches in a step, and at least one: a gradient of 0 is a step too, for the optimizer's momentum goes on.
     """
+    listed = roster(batch, ranks)
     steps = []
     for epoch in range(settings.epochs):
-        order = shuffled(batch, seed=derive_seed(settings.seed, "order", round_index, epoch))
+        order = shuffled(listed, seed=derive_seed(settings.seed, "order", round_index, epoch))
         parts = evenly(order, parts=settings.steps_per_epoch)
-        steps += [_step(batch, indices, settings) for indices in parts if indices]
-    return steps
+        steps += [_step(batch, [listed[i] for i in part], settings, rank=ranks.index) for part in parts if part]
+    sizes = zip(*ranks.gather([len(step) for step in steps]), strict=True)
+    return [step + [_filler()] * (max(1, *size) - len(step)) for step, size in zip(steps, sizes, strict=True)]
 
 
-def shuffled(batch: TrainingBatch, *, seed: int) -> list[int]:
+def shuffled(samples: Sequence[Listed], *, seed: int) -> list[int]:
     """The samples in random order, those of a prompt side by side: they share its forward."""
     by_prompt: dict[int, list[int]] = {}
-    for index, sample in enumerate(batch.samples):
+    for index, sample in enumerate(samples):
         by_prompt.setdefault(sample.key.prompt, []).append(index)
     prompts = list(by_prompt.values())
     random.Random(seed).shuffle(prompts)
@@ -86,25 +120,31 @@ def trained_samples(batch: TrainingBatch, settings: StepSettings) -> list[int]:
     return [i for i in range(len(batch)) if bool(batch.advantages_A[batch.actions_of(i)].any())]
 
 
-def _step(batch: TrainingBatch, indices: Sequence[int], settings: StepSettings) -> Step:
-    counts = [batch.samples[i].segment.num_actions for i in indices]
+def _step(batch: TrainingBatch, members: Sequence[Listed], settings: StepSettings, *, rank: int) -> Step:
+    counts, tokens = [member.actions for member in members], sum(member.tokens for member in members)
     columns = [
-        _column(batch, indices, sample_weights(aggregation, counts, constant_length=settings.constant_length))
+        _column(batch, members, sample_weights(aggregation, counts, constant_length=settings.constant_length), rank)
         for aggregation in (settings.aggregation, settings.regulariser_aggregation, Aggregation.TOKEN)
     ]
     trained = set(trained_samples(batch, settings))
-    # A step of idle samples alone has the gradient 0, and the optimizer's momentum goes on: one sample shows it that.
-    kept = [i for i in indices if i in trained] or [min(indices, key=lambda i: len(batch.samples[i]))]
+    kept = [member.index for member in members if member.rank == rank and member.index in trained]
     step = []
     for micro in settings.batching.cut(batch, kept):
         packed = batch.pack(micro)
-        step.append(MicroBatch(packed, *(column[packed.rows] for column in columns)))
+        share = packed.tokens.num_tokens / tokens
+        step.append(MicroBatch(packed, *(column[packed.rows] for column in columns), token_share=share))
     return step
 
 
-def _column(batch: TrainingBatch, indices: Sequence[int], weights: Sequence[float]) -> Tensor:
-    """[A] over the whole batch; 0 outside this step."""
+def _filler() -> MicroBatch:
+    zero = torch.zeros(1)
+    return MicroBatch(filler(), zero, zero, zero, token_share=0.0, is_filler=True)
+
+
+def _column(batch: TrainingBatch, members: Sequence[Listed], weights: Sequence[float], rank: int) -> Tensor:
+    """[A] over this rank's batch; 0 outside this step."""
     per_sample = [0.0] * len(batch)
-    for index, weight in zip(indices, weights, strict=True):
-        per_sample[index] = weight
+    for member, weight in zip(members, weights, strict=True):
+        if member.rank == rank:
+            per_sample[member.index] = weight
     return batch.per_action(per_sample)

@@ -13,7 +13,7 @@ from torch import nn
 from openrlhf.backends.base import Backend
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.process_group import Launch, join, launched
-from openrlhf.backends.ranks import Ranks
+from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.config.errors import ConfigError
 
@@ -86,12 +86,13 @@ class Distribution:
 
         return sharded_loading(self._zero, dtype=dtype)
 
-    def train(self, module: nn.Module, settings: OptimizerSettings) -> Backend:
+    def train(self, module: nn.Module, settings: OptimizerSettings, *, ema_beta: float | None = None) -> Backend:
+        """`ema_beta` as in `TorchBackend`."""
         if self._zero is None:
-            return TorchBackend(module, settings)
+            return TorchBackend(module, settings, ema_beta=ema_beta)
         from openrlhf.backends.deepspeed import DeepSpeedBackend
 
-        return DeepSpeedBackend(module, settings, self._zero)
+        return DeepSpeedBackend(module, settings, self._zero, ema_beta=ema_beta)
 
     def freeze(self, module: nn.Module) -> nn.Module:
         """A module that is only run forward."""
@@ -106,3 +107,6 @@ class Distribution:
     def shares_out_weights(self) -> bool:
         """No rank holds a whole model."""
         return self._zero is not None and self._zero.stage == 3
+
+
+ONE_PROCESS = Distribution(ALONE, None)

@@ -12,22 +12,25 @@ from torch import nn
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
-from openrlhf.backends.torch import TorchBackend
+from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Trained
 from openrlhf.config.roots import RLConfig
 from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.local import CriticPart, KLTerm, LocalWorkers
+from openrlhf.learners.local import LocalWorkers
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
-from openrlhf.learners.samples import RewardShaping
+from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
+from openrlhf.learners.samples import RewardShaping, SampleMaker
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.adapters import LoraSettings, WithoutAdapter
 from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
+from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 
@@ -44,10 +47,12 @@ class LocalModels:
     critic: ValueModel | None
 
 
-def load_models(config: RLConfig, device: torch.device) -> LocalModels:
+def load_models(
+    config: RLConfig, device: torch.device, *, with_reference: bool = True, with_critic: bool = True
+) -> LocalModels:
     """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae.
 
-    Of a policy with an adapter the reference is the policy without it.
+    Of a policy with an adapter the reference is the policy without it. `with_…` off: that model lives elsewhere.
     """
     lora = lora_settings(config.ds.lora, seed=config.train.seed)
     policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable, lora=lora)
@@ -55,11 +60,17 @@ def load_models(config: RLConfig, device: torch.device) -> LocalModels:
     reference: nn.Module | None = None
     if config.reference_is_base:
         reference = WithoutAdapter(policy)
-    elif config.uses_reference:
-        reference = _load_policy(config, device).requires_grad_(False)
-        if config.ref.offload:
-            reference.to("cpu")
-    return LocalModels(policy=policy, reference=reference, critic=_load_critic(config, device, lora=lora))
+    elif config.uses_reference and with_reference:
+        reference = load_reference(config, device)
+    critic = load_critic(config, device) if with_critic else None
+    return LocalModels(policy=policy, reference=reference, critic=critic)
+
+
+def load_reference(config: RLConfig, device: torch.device) -> Policy:
+    reference = _load_policy(config, device).requires_grad_(False)
+    if config.ref.offload:
+        reference.to("cpu")
+    return reference
 
 
 def _load_policy(
@@ -86,7 +97,7 @@ def _load_policy(
         )
 
 
-def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings | None) -> ValueModel | None:
+def load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
     path = config.critic_path
     if path is None:
         return None
@@ -102,7 +113,7 @@ def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings |
             attn_implementation=config.ds.attn_implementation,
             gradient_checkpointing=config.actor.gradient_checkpointing_enable,
             gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
-            lora=lora,
+            lora=lora_settings(config.ds.lora, seed=config.train.seed),
             load_in_4bit=config.ds.load_in_4bit,
             experts_implementation=config.ds.experts_implementation,
             flag="--critic.model_name_or_path",
@@ -110,22 +121,32 @@ def _load_critic(config: RLConfig, device: torch.device, *, lora: LoraSettings |
 
 
 class LocalTraining:
-    """Models, their backends and the workers, for a run of so many rounds."""
+    """Models, their backends and the workers, for a run of so many rounds; on a rank, its part of them."""
 
-    def __init__(self, config: RLConfig, models: LocalModels, *, rounds: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        models: LocalModels,
+        *,
+        rounds: int,
+        device: torch.device,
+        distribution: Distribution = ONE_PROCESS,
+    ) -> None:
         self._config = config
         self._models = models
+        self._distribution = distribution
         self._steps = step_settings(config)
         total_steps = rounds * self._steps.steps_per_round
-        self._policy_backend = TorchBackend(
+        self._policy_backend = distribution.train(
             models.policy,
             optimizer_settings(config.actor, total_steps=total_steps),
             ema_beta=config.train.ema_beta if config.train.enable_ema else None,
         )
-        self._critic_backend = models.critic and TorchBackend(
+        self._critic_backend = models.critic and distribution.train(
             models.critic, optimizer_settings(config.critic, total_steps=total_steps)
         )
-        self.workers = self._workers(device)
+        self.learners = self._learners(device)
+        self.workers = LocalWorkers(self.learners, sample_maker(config))
 
     def export(self, tokenizer: Any, model_dir: Path) -> list[Path]:
         """Write the policy, and the critic beside it if it is to be saved; returns the folders."""
@@ -152,37 +173,33 @@ class LocalTraining:
             )
         return trained
 
-    def _workers(self, device: torch.device) -> LocalWorkers:
-        config = self._config
-        scoring = _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
+    def _learners(self, device: torch.device) -> RankLearners:
+        config, ranks = self._config, self._distribution.ranks
+        scoring = scoring_batches(config)
         policy_logprobs = logprobs(config.rollout.temperature)
         critic = kl = None
-        if self._models.critic is not None and self._critic_backend is not None:
-            critic = CriticPart(
-                scorer=Scorer(self._models.critic, values, batching=scoring, device=device),
-                learner=CriticLearner(self._critic_backend, value_clip=config.critic.value_clip, device=device),
-                freezing_steps=config.critic.freezing_steps,
-            )
-        if self._models.reference is not None:
+        if self._critic_backend is not None:
+            critic = critic_part(config, self._critic_backend, device=device, ranks=ranks)
+        if config.uses_reference:
+            reference = self._models.reference
             kl = KLTerm(
                 estimator=get_kl_estimator(config.algo.kl.estimator),
                 controller=kl_controller(config),
                 as_loss=config.algo.kl.use_loss,
-                reference=Scorer(
-                    self._models.reference,
-                    policy_logprobs,
-                    batching=scoring,
-                    device=device,
-                    offload=config.ref.offload and not config.reference_is_base,
-                ),
+                reference=None
+                if reference is None
+                else reference_scorer(config, reference, self._distribution, device=device),
             )
-        return LocalWorkers(
+        return RankLearners(
             policy=PolicyLearner(
                 self._policy_backend,
                 policy_settings(config, balance=balance_settings(config, self._models.policy)),
                 device=device,
+                ranks=ranks,
             ),
-            policy_scorer=Scorer(self._models.policy, policy_logprobs, batching=scoring, device=device),
+            policy_scorer=Scorer(
+                self._policy_backend.module, policy_logprobs, batching=scoring, device=device, ranks=ranks
+            ),
             steps=self._steps,
             credit=CreditSettings(
                 estimator=get_estimator(config.algo.advantage.estimator),
@@ -190,10 +207,39 @@ class LocalTraining:
                 lambd=config.algo.advantage.lambd,
                 divide_by_std=not config.algo.advantage.no_std_norm,
             ),
-            shaping=reward_shaping(config),
             critic=critic,
+            freezing_steps=config.critic.freezing_steps if config.uses_critic else -1,
             kl=kl,
+            ranks=ranks,
         )
+
+
+def critic_part(config: RLConfig, backend: Backend, *, device: torch.device, ranks: Ranks) -> CriticPart:
+    return CriticPart(
+        scorer=Scorer(backend.module, values, batching=scoring_batches(config), device=device, ranks=ranks),
+        learner=CriticLearner(backend, value_clip=config.critic.value_clip, device=device, ranks=ranks),
+    )
+
+
+def reference_scorer(
+    config: RLConfig, reference: nn.Module, distribution: Distribution, *, device: torch.device
+) -> Scorer:
+    return Scorer(
+        reference if config.reference_is_base else distribution.freeze(reference),
+        logprobs(config.rollout.temperature),
+        batching=scoring_batches(config),
+        device=device,
+        offload=config.ref.offload and not config.reference_is_base,
+        ranks=distribution.ranks,
+    )
+
+
+def scoring_batches(config: RLConfig) -> MicroBatching:
+    return _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
+
+
+def sample_maker(config: RLConfig) -> SampleMaker:
+    return SampleMaker(estimator=get_estimator(config.algo.advantage.estimator), shaping=reward_shaping(config))
 
 
 def step_settings(config: RLConfig) -> StepSettings:

@@ -9,6 +9,7 @@ from openrlhf.config import parse
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
+from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
 from openrlhf.trainers.local_models import LocalModels, LocalTraining
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
 
@@ -83,7 +84,9 @@ def make_groups() -> list[Group]:
     return result
 
 
-def training(models: LocalModels, **flags: object) -> tuple[LocalTraining, LocalModels]:
+def training(
+    models: LocalModels, *, distribution: Distribution = ONE_PROCESS, **flags: object
+) -> tuple[LocalTraining, LocalModels]:
     """A training of copies of the models, with these flags over `FLAGS`; True for a switch, None to leave one out."""
     words = []
     for name, value in {**FLAGS, **flags}.items():
@@ -95,7 +98,7 @@ def training(models: LocalModels, **flags: object) -> tuple[LocalTraining, Local
         reference=copy.deepcopy(models.reference) if config.uses_reference else None,
         critic=copy.deepcopy(models.critic) if config.uses_critic else None,
     )
-    return LocalTraining(config, own, rounds=2, device=CPU), own
+    return LocalTraining(config, own, rounds=2, device=CPU, distribution=distribution), own
 
 
 def play(workers, groups) -> dict[str, float]:

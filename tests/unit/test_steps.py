@@ -1,11 +1,16 @@
 """How a round is cut: nothing lost, weights of the whole step, idle samples without a forward."""
 
+import dataclasses
+
 import pytest
 import torch
+from thread_ranks import together
 
+from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.learners.steps import StepSettings, optimizer_steps, shuffled, trained_samples
+from openrlhf.learners.sharing import share_out
+from openrlhf.learners.steps import StepSettings, optimizer_steps, roster, shuffled, trained_samples
 from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
 
 
@@ -59,7 +64,7 @@ def test_too_few_samples_leave_steps_out():
 
 def test_the_order_is_another_every_round_and_keeps_a_prompt_together():
     batch = make_batch([(prompt, 1) for prompt in range(8) for _ in range(3)])
-    orders = [shuffled(batch, seed=seed) for seed in range(3)]
+    orders = [shuffled(roster(batch), seed=seed) for seed in range(3)]
     assert len({tuple(order) for order in orders}) == 3
     for order in orders:
         assert sorted(order) == list(range(24))
@@ -99,7 +104,71 @@ def test_idle_samples_get_no_forward_and_stay_in_the_denominator():
 
 
 def test_a_step_of_idle_samples_still_happens():
-    """One sample, the shortest, shows the optimizer that the gradient is 0: its momentum goes on as it would have."""
+    """A micro-batch that weighs nothing shows the optimizer the gradient 0: its momentum goes on as it would have."""
     batch = make_batch([(0, 3), (0, 1)], advantages=[0.0, 0.0])
     (step,) = optimizer_steps(batch, make_settings(skip_idle=True), round_index=1)
-    assert rows([step]) == [[3]]
+    (micro,) = step
+    assert micro.is_filler
+    assert micro.policy_weights_A.tolist() == micro.value_weights_A.tolist() == [0.0]
+
+
+# ----------------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_have_the_same_steps_as_one_process(ranks, aggregation):
+    """Which samples are in a step and what their tokens weigh does not depend on who has them, and all have equally
+    many forwards; with 8 ranks some have nothing at all."""
+    whole = make_batch([(0, 2), (0, 1), (1, 3), (1, 2), (2, 1), (2, 4), (3, 2)])
+    settings = make_settings(epochs=2, steps_per_epoch=3, aggregation=aggregation, constant_length=10)
+    alone = optimizer_steps(whole, settings, round_index=1)
+    shares = share_out(whole.samples, settings, round_index=1, ranks=ranks)
+    parts = together(
+        ranks,
+        lambda own: optimizer_steps(TrainingBatch(samples=shares[own.index]), settings, round_index=1, ranks=own),
+    )
+    assert {len(part) for part in parts} == {6}
+    for number, step in enumerate(alone):
+        assert len({len(part[number]) for part in parts}) == 1
+        found = {token: weight for part in parts for token, weight in weighed(part[number]).items()}
+        assert found == pytest.approx(weighed(step))
+        assert sum(micro.token_share for part in parts for micro in part[number]) == pytest.approx(1)
+
+
+def weighed(step) -> dict[int, float]:
+    """What every action that counts weighs, by its token."""
+    return {
+        token: weight
+        for micro in step
+        if not micro.is_filler
+        for token, weight in zip(
+            micro.packed.tokens.token_ids[micro.packed.tokens.action_positions].tolist(),
+            micro.policy_weights_A.tolist(),
+            strict=True,
+        )
+    }
+
+
+def test_tokens_are_shared_out_evenly_within_every_step():
+    """Eight prompts of two samples of 5 tokens, four steps: two prompts a step, and each of two ranks has one of them
+    whole, 10 tokens."""
+    batch = make_batch([(i // 2, 4) for i in range(16)])
+    settings = make_settings(steps_per_epoch=4)
+    shares = share_out(batch.samples, settings, round_index=3, ranks=2)
+    order = shuffled(roster(batch), seed=derive_seed(0, "order", 3, 0))
+    for step in range(4):
+        prompts = {order[4 * step] // 2, order[4 * step + 2] // 2}
+        for share in shares:
+            assert sum(len(s) for s in share if s.key.prompt in prompts) == 10
+            assert len({s.key.prompt for s in share if s.key.prompt in prompts}) == 1
+
+
+def test_the_segments_of_an_episode_stay_on_one_rank():
+    batch = make_batch([(0, 4)] * 8)
+    segments = [dataclasses.replace(s, key=SampleKey(0, i // 4, i % 4)) for i, s in enumerate(batch.samples)]
+    for ranks in (2, 3, 5):
+        shares = share_out(segments, make_settings(steps_per_epoch=3), round_index=1, ranks=ranks)
+        episodes = [{sample.key.sample for sample in share} for share in shares]
+        assert sorted(e for share in episodes for e in share) == [0, 1]
+        assert sorted(len(share) for share in shares if share) in ([8], [4, 4])

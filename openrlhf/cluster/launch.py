@@ -1,0 +1,266 @@
+"""A Ray cluster to run on — one that is there, or one of our own — and a plan made real on it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf.cluster.placement import Fit, Node, Place, PlacementPlan, fit
+from openrlhf.utils import interrupts
+
+WORKER = "openrlhf_worker"
+"""Ray resource that counts workers where there are no GPUs: `ray start --resources '{"openrlhf_worker": 8}'`."""
+WORKERS_PER_CORE = 4
+"""On a Ray of our own without GPUs: so many may share a core."""
+NODE_LABEL = "ray.io/node-id"
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be had, or cannot hold the run. The message is all a user needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """What a device is to Ray."""
+
+    resource: str
+    cpus: int
+    """CPUs that come with one."""
+
+    def options(self, share: float) -> dict[str, Any]:
+        """Of a Ray actor that takes this share of a device."""
+        if self.resource == "GPU":
+            return {"num_gpus": share, "num_cpus": share * self.cpus}
+        if self.resource == "CPU":
+            return {"num_cpus": share}
+        return {"resources": {self.resource: share}, "num_cpus": 0}
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """A whole one."""
+        return {self.resource: 1.0} | ({"CPU": float(self.cpus)} if self.cpus else {})
+
+
+def device_kind(resources: list[Mapping[str, float]]) -> DeviceKind:
+    """GPUs where a node has one; else workers where a node counts them; else a CPU is a worker."""
+    if any(node.get("GPU") for node in resources):
+        return DeviceKind("GPU", cpus=1)
+    return DeviceKind(WORKER if any(node.get(WORKER) for node in resources) else "CPU", cpus=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of the Ray that this process is connected to."""
+
+    node_ids: tuple[str, ...]
+    kind: DeviceKind
+    total: tuple[Node, ...]
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of a group that leaves it to the machine: the fewest of a node that has any; without GPUs 1."""
+        return (
+            min((node.devices for node in self.total if node.devices), default=1) if self.kind.resource == "GPU" else 1
+        )
+
+    def free(self) -> list[Node]:
+        """What nobody uses at this moment."""
+        from ray._private.state import available_resources_per_node
+
+        now = available_resources_per_node()
+        return [_node(now.get(node_id, {}), self.kind) for node_id in self.node_ids]
+
+
+def _node(resources: Mapping[str, float], kind: DeviceKind) -> Node:
+    return Node(int(resources.get(kind.resource, 0)), int(resources.get("CPU", 0)))
+
+
+# ------------------------------------------------------------------------------------------------ connection
+
+
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[Cluster]:
+    """While open this process is connected to Ray: to RAY_ADDRESS if there is one, else to a Ray of its own.
+
+    Whatever was started for it ends with it, also after Ctrl-C; if this process is killed, Ray sees to that itself.
+    Raises ClusterError.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    joins = address not in ("", "local")
+    if joins:
+        require_reachable(address)
+    else:
+        os.environ.update(authentication(os.environ))
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError("this run needs Ray: pip install 'openrlhf[ray]'") from error
+    from ray._raylet import Config
+
+    Config.initialize("")  # who imported Ray before has shown it another environment
+    try:
+        with _handlers_kept():
+            ray.init(
+                address=address if joins else "local",
+                resources=None if joins else {WORKER: WORKERS_PER_CORE * (os.cpu_count() or 1)},
+                include_dashboard=None if joins else False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ClusterError(
+            f"Ray {f'at {address} cannot be joined' if joins else 'does not start'}: {reason}"
+        ) from error
+    try:
+        yield _connected()
+    except KeyboardInterrupt:
+        # Should shutting down hang: Ray ends what it started when it sees this process gone.
+        interrupts.end_at_once_on_the_next(last=lambda: None)
+        raise
+    finally:
+        ray.shutdown()
+
+
+def _connected() -> Cluster:
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    resources = [node["Resources"] for node in nodes]
+    kind = device_kind(resources)
+    return Cluster(tuple(node["NodeID"] for node in nodes), kind, tuple(_node(r, kind) for r in resources))
+
+
+def authentication(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the environment of a Ray of our own is to say about tokens.
+
+    Who reaches the ports of a Ray may run anything on it. So it asks for a token: the user's, where there is one,
+    else one that is made for this run and written nowhere. RAY_AUTH_MODE decides otherwise.
+    """
+    if "RAY_AUTH_MODE" in environment:
+        return {}
+    home = Path(environment.get("HOME", "/"))
+    mine = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys() or (home / ".ray" / "auth_token").exists()
+    return {"RAY_AUTH_MODE": "token"} | ({} if mine else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+
+
+def require_reachable(address: str, *, seconds: float = 5.0) -> None:
+    """Ray itself tries for many minutes to reach a head node that is not there. Raises ClusterError."""
+    if address == "auto":
+        return
+    if "://" in address:
+        raise ClusterError(
+            f"RAY_ADDRESS {address}: a run lives on the cluster; submit it with `ray job submit --address={address} -- "
+            "…`, or give host:port of the head node"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ClusterError(f"RAY_ADDRESS {address}: not host:port of a head node")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+    except OSError as error:
+        raise ClusterError(
+            f"RAY_ADDRESS {address}: nobody answers there ({error.strerror or error}); start Ray with `ray start "
+            "--head`, or leave RAY_ADDRESS out for a Ray of its own"
+        ) from error
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; what it means for a run is decided in `utils.interrupts`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+# -------------------------------------------------------------------------------------------------- placement
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A plan whose devices are reserved."""
+
+    plan: PlacementPlan
+    cluster: Cluster
+    fit: Fit
+    groups: tuple[Any, ...]
+    """Ray placement groups, one per pool."""
+
+    def options(self, place: Place) -> dict[str, Any]:
+        """Of the Ray actor that sits there."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return self.cluster.kind.options(place.seat.share) | {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.groups[place.pool], placement_group_bundle_index=place.bundle
+            )
+        }
+
+    def node_id(self, place: Place) -> str:
+        return _bundle_nodes(self.plan, self.fit, self.cluster)[place.pool][place.bundle]
+
+
+@contextlib.contextmanager
+def placed(plan: PlacementPlan, cluster: Cluster, *, deadline: float = 60.0) -> Iterator[Placed]:
+    """While open the plan's devices are this run's.
+
+    A plan that the cluster could never hold is refused at once; what others use now is waited for until the deadline.
+    Raises ClusterError.
+    """
+    from ray.util import placement_group, remove_placement_group
+
+    if problem := fit(plan, cluster.total).problem:
+        raise ClusterError(problem)
+    found = _free_places(plan, cluster, deadline=deadline)
+    groups: list[Any] = []
+    try:
+        for nodes in _bundle_nodes(plan, found, cluster):
+            groups.append(
+                placement_group(
+                    [cluster.kind.bundle] * len(nodes),
+                    # Where a bundle goes is settled, so that Ray cannot decide otherwise, and then wait for room.
+                    bundle_label_selector=[{NODE_LABEL: node} for node in nodes],
+                )
+            )
+        for pool, group in zip(plan.pools, groups, strict=True):
+            if not group.wait(deadline):
+                raise ClusterError(f"waited {deadline:g} s for the {len(pool.bundles)} devices of {pool.name}")
+        yield Placed(plan, cluster, found, tuple(groups))
+    finally:
+        for group in groups:
+            remove_placement_group(group)
+
+
+def _free_places(plan: PlacementPlan, cluster: Cluster, *, deadline: float) -> Fit:
+    end = time.monotonic() + deadline
+    while True:
+        found = fit(plan, cluster.free())
+        if not found.problem:
+            return found
+        if time.monotonic() > end:
+            raise ClusterError(f"waited {deadline:g} s for devices that others use; at the moment {found.problem}")
+        time.sleep(0.5)
+
+
+def _bundle_nodes(plan: PlacementPlan, found: Fit, cluster: Cluster) -> list[list[str]]:
+    """[pool][bundle] → node id."""
+    return [
+        [cluster.node_ids[node] for block, node in zip(pool.blocks, nodes, strict=True) for _ in block]
+        for pool, nodes in zip(plan.pools, found.nodes, strict=True)
+    ]

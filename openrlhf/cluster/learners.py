@@ -1,0 +1,190 @@
+"""The loop's workers on a cluster: the driver shares samples out, the ranks score and train them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.cluster.placement import Role
+from openrlhf.cluster.transport import Column, PackedSamples
+from openrlhf.cluster.workers import WorkerGroup
+from openrlhf.learners.rank import CriticLearners, RankLearners
+from openrlhf.learners.samples import SampleMaker
+from openrlhf.learners.scorer import Scorer
+from openrlhf.learners.sharing import share_out
+from openrlhf.learners.steps import StepSettings
+from openrlhf.observability.metrics import Metrics
+from openrlhf.types import Group, SampleKey, TrainingBatch
+
+DEADLINE = 3600.0
+"""Of one stage of a round, in seconds."""
+
+
+class RankService:
+    """In a rank's process: the samples that it has at the moment, and columns that come and go."""
+
+    def __init__(self) -> None:
+        self._batch = TrainingBatch(samples=[])
+
+    def hold(self, share: PackedSamples) -> None:
+        self._batch = TrainingBatch(samples=share.samples())
+
+    def give(self, name: str) -> Column:
+        return Column.of(self._batch, name)
+
+    def take(self, name: str, *parts: Column) -> None:
+        setattr(self._batch, name, Column.for_batch(self._batch, parts))
+
+
+class PolicyService(RankService):
+    """A rank of the policy, and of what lives in the same process."""
+
+    def __init__(self, learners: RankLearners) -> None:
+        super().__init__()
+        self._learners = learners
+
+    def score(self) -> None:
+        self._learners.score(self._batch)
+
+    def assign_advantages(self) -> Metrics:
+        return self._learners.assign_advantages(self._batch)
+
+    def update(self) -> Metrics:
+        return self._learners.update(self._batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._learners.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._learners.load_state_dict(state)
+
+
+class CriticService(RankService):
+    """A rank of a critic that has processes of its own."""
+
+    def __init__(self, learners: CriticLearners) -> None:
+        super().__init__()
+        self._learners = learners
+
+    def score(self) -> None:
+        self._learners.score(self._batch)
+
+    def update(self) -> Metrics:
+        return self._learners.update(self._batch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._learners.load_state_dict(state)
+
+
+class ReferenceService(RankService):
+    """A rank of a reference model that has processes of its own."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self._scorer = scorer
+
+    def score(self) -> None:
+        self._batch.reference_logprobs_A = self._scorer.score(self._batch)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBatch:
+    """A round's samples, which lie on their ranks."""
+
+    round_index: int
+    metrics: Metrics
+    """Of placing them."""
+    keys: Mapping[int, list[set[SampleKey]]]
+    """Number of ranks → whose samples are whose."""
+
+
+class RayWorkers:
+    """Groups of `RankService`s: the policy's, and those of models that live elsewhere. Implements `Workers`.
+
+    Samples and columns go from rank to rank; the driver sees neither.
+    """
+
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        make_samples: SampleMaker,
+        steps: StepSettings,
+        *,
+        critic: WorkerGroup | None = None,
+        reference: WorkerGroup | None = None,
+    ) -> None:
+        """`critic`, `reference`: None where there is none, or where it lives with the policy."""
+        self._policy = policy
+        self._critic = critic
+        self._reference = reference
+        self._groups = [group for group in (policy, critic, reference) if group is not None]
+        self._make_samples = make_samples
+        self._steps = steps
+        self._rounds = 0
+
+    @classmethod
+    def of(cls, groups: Mapping[Role, WorkerGroup], make_samples: SampleMaker, steps: StepSettings) -> RayWorkers:
+        """From the group of each role; those of one crew have the same."""
+        policy = groups[Role.ACTOR]
+        critic, reference = (
+            None if groups.get(role) in (None, policy) else groups[role] for role in (Role.CRITIC, Role.REFERENCE)
+        )
+        return cls(policy, make_samples, steps, critic=critic, reference=reference)
+
+    def place(self, groups: Sequence[Group]) -> HeldBatch:
+        import ray
+
+        shaped = self._make_samples(groups)
+        self._rounds += 1
+        keys, references = {}, {}
+        for ranks in {len(group) for group in self._groups}:
+            shares = share_out(shaped.samples, self._steps, round_index=self._rounds, ranks=ranks)
+            keys[ranks] = [{sample.key for sample in share} for share in shares]
+            references[ranks] = [(ray.put(PackedSamples.of(share)),) for share in shares]
+        for group in self._groups:
+            group.call("hold", shares=references[len(group)], deadline=DEADLINE)
+        return HeldBatch(self._rounds, shaped.metrics, keys)
+
+    def score(self, batch: HeldBatch) -> None:
+        for group in self._groups:
+            self._ask(group, "score", batch)
+        if self._reference is not None:
+            self._send("reference_logprobs_A", self._reference, self._policy, batch)
+        if self._critic is not None:
+            self._send("values_A", self._critic, self._policy, batch)
+
+    def assign_advantages(self, batch: HeldBatch) -> Metrics:
+        metrics = Metrics.merged([batch.metrics, self._ask(self._policy, "assign_advantages", batch)])
+        if self._critic is not None:
+            self._send("returns_A", self._policy, self._critic, batch)
+        return metrics
+
+    def update(self, batch: HeldBatch) -> Metrics:
+        learning = [group for group in (self._critic, self._policy) if group is not None]
+        return Metrics.merged([self._ask(group, "update", batch) for group in learning])
+
+    def _ask(self, group: WorkerGroup, stage: str, batch: HeldBatch) -> Any:
+        """What the first rank says: it has gathered what is to be known of all."""
+        if batch.round_index != self._rounds:
+            raise ValueError(f"{stage}: the samples of round {batch.round_index} have made room for others")
+        return group.call(stage, deadline=DEADLINE)[0]
+
+    def _send(self, name: str, source: WorkerGroup, target: WorkerGroup, batch: HeldBatch) -> None:
+        """A column from those who have it to those who need it; a rank fetches from those it shares samples with."""
+        references = source.produce("give", name, deadline=DEADLINE)
+        theirs = batch.keys[len(source)]
+        needed = [
+            [reference for reference, keys in zip(references, theirs, strict=True) if keys & own]
+            for own in batch.keys[len(target)]
+        ]
+        target.call("take", name, shares=needed, deadline=DEADLINE)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._policy.call("state_dict", deadline=DEADLINE)[0]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rounds = state["rounds"]
+        for group in (self._policy, self._critic):
+            if group is not None:
+                group.call("load_state_dict", state, deadline=DEADLINE)

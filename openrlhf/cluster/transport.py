@@ -1,0 +1,109 @@
+"""A rank's samples on their way there: a few long columns instead of thousands of short tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.types import SEGMENT_COLUMNS, SampleKey, Segment, TrainingBatch, TrainingSample
+
+
+class _Header(NamedTuple):
+    """What of a sample is no column."""
+
+    key: SampleKey
+    tokens: int
+    actions: int
+    baseline: float
+    scale: float
+    has_logprobs: bool
+    beside: tuple[Any, Any]
+    """Position ids and multimodal inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """`TrainingSample`s, end to end."""
+
+    headers: list[_Header]
+    columns: dict[str, np.ndarray]
+    """[T] each, named as in `Segment`."""
+    rewards_A: np.ndarray
+
+    @staticmethod
+    def of(samples: Sequence[TrainingSample]) -> PackedSamples:
+        segments = [sample.segment for sample in samples]
+        return PackedSamples(
+            headers=[
+                _Header(
+                    key=sample.key,
+                    tokens=len(sample),
+                    actions=len(sample.rewards_A),
+                    baseline=sample.baseline,
+                    scale=sample.scale,
+                    has_logprobs=sample.segment.rollout_logprobs is not None,
+                    beside=(sample.segment.position_ids, sample.segment.multimodal),
+                )
+                for sample in samples
+            ],
+            columns={name: _end_to_end([_column(segment, name) for segment in segments]) for name in SEGMENT_COLUMNS},
+            rewards_A=_end_to_end([sample.rewards_A for sample in samples]),
+        )
+
+    def samples(self) -> list[TrainingSample]:
+        """In memory of their own: what Ray hands out may not be written to."""
+        columns = {name: torch.from_numpy(column.copy()) for name, column in self.columns.items()}
+        rewards_A = torch.from_numpy(self.rewards_A.copy())
+        result, token, action = [], 0, 0
+        for header in self.headers:
+            own = {name: column[token : token + header.tokens] for name, column in columns.items()}
+            if not header.has_logprobs:
+                own["rollout_logprobs"] = None
+            position_ids, multimodal = header.beside
+            result.append(
+                TrainingSample(
+                    key=header.key,
+                    segment=Segment(**own, position_ids=position_ids, multimodal=multimodal),
+                    rewards_A=rewards_A[action : action + header.actions],
+                    baseline=header.baseline,
+                    scale=header.scale,
+                )
+            )
+            token += header.tokens
+            action += header.actions
+        return result
+
+
+def _column(segment: Segment, name: str) -> Tensor:
+    column = getattr(segment, name)
+    return torch.zeros(len(segment)) if column is None else column
+
+
+def _end_to_end(columns: Sequence[Tensor]) -> np.ndarray:
+    return torch.cat(list(columns)).numpy() if columns else np.zeros(0, dtype=np.float32)
+
+
+class Column(NamedTuple):
+    """One number for every action token of some samples, on its way to those who need some of them."""
+
+    keys: list[SampleKey]
+    values: list[np.ndarray]
+    """[A] of each sample."""
+
+    @staticmethod
+    def of(batch: TrainingBatch, name: str) -> Column:
+        column = getattr(batch, name).numpy()
+        return Column(
+            [sample.key for sample in batch.samples], [column[batch.actions_of(i)] for i in range(len(batch))]
+        )
+
+    @staticmethod
+    def for_batch(batch: TrainingBatch, parts: Sequence[Column]) -> Tensor:
+        """[A] of a batch whose samples the parts know."""
+        known = {key: values for part in parts for key, values in zip(part.keys, part.values, strict=True)}
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(known[s.key] for s in batch.samples)]))

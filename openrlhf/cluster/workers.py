@@ -1,0 +1,153 @@
+"""Worker groups: the ranks of a crew as Ray actors, each where the plan puts it, called all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from openrlhf.cluster.devices import local_device
+from openrlhf.cluster.launch import Placed
+from openrlhf.cluster.placement import Crew, Role
+
+
+class WorkerError(RuntimeError):
+    """A rank failed, died or did not answer in time. The message says which, and where."""
+
+
+class Shell:
+    """The inside of a worker's process: a rank's place among the others, and the service it makes there."""
+
+    def __init__(self) -> None:
+        self._service: Any = None
+
+    def address(self, *, on_one_node: bool) -> tuple[str, int]:
+        """Where ranks can meet: this node, and a port that nobody uses there."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return "127.0.0.1" if on_one_node else ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def start(self, rank: int, count: int, meeting: tuple[str, int], build: Callable[[], Any]) -> None:
+        """Tell libraries who this process is, as torchrun does, and make the service. `meeting`: of rank 0."""
+        import ray
+
+        given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_RANK": str(local_device(given, os.environ)),
+            "MASTER_ADDR": meeting[0],
+            "MASTER_PORT": str(meeting[1]),
+        }
+        self._service = build()
+
+    def call(self, method: str, arguments: tuple[Any, ...], *fetched: Any) -> Any:
+        """`fetched` follow the others: object references that Ray has brought here."""
+        return getattr(self._service, method)(*arguments, *fetched)
+
+    def produce(self, method: str, arguments: tuple[Any, ...]) -> tuple[None, Any]:
+        """The answer stays here for whoever needs it; the first value says that it is there."""
+        return None, self.call(method, arguments)
+
+
+class WorkerGroup:
+    """The ranks of a crew. Its processes end with `close`."""
+
+    def __init__(self, placed: Placed, crew: Crew, build: Callable[[], Any]) -> None:
+        """`build` is called once in every rank's process, where it may meet the others (`backends.process_group`).
+
+        Nothing is waited for: see `ready`.
+        """
+        import ray
+
+        self._crew = crew.name
+        shell = ray.remote(Shell)
+        self._actors = [shell.options(**placed.options(place)).remote() for place in crew.places]
+        self._nodes = [placed.node_id(place) for place in crew.places]
+        meeting = self._actors[0].address.remote(on_one_node=len(set(self._nodes)) == 1)
+        self._starts = [
+            actor.start.remote(rank, len(self._actors), meeting, build) for rank, actor in enumerate(self._actors)
+        ]
+
+    def ready(self, *, deadline: float) -> None:
+        """Wait until every rank has built its service. Raises WorkerError."""
+        self._wait(self._starts, "to start", deadline)
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def call(
+        self, method: str, *arguments: Any, deadline: float, shares: Sequence[Sequence[Any]] | None = None
+    ) -> list[Any]:
+        """What every rank's service answers, by rank. `shares`: more arguments, each rank its own.
+
+        Those that are object references are fetched by their rank alone. Raises WorkerError as soon as one rank does.
+        """
+        own = [()] * len(self._actors) if shares is None else shares
+        calls = [actor.call.remote(method, arguments, *share) for actor, share in zip(self._actors, own, strict=True)]
+        return self._wait(calls, f"for {method}", deadline)
+
+    def produce(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
+        """References to the answers, by rank, which stay where they are until somebody fetches them."""
+        pairs = [actor.produce.options(num_returns=2).remote(method, arguments) for actor in self._actors]
+        self._wait([done for done, _ in pairs], f"for {method}", deadline)
+        return [reference for _, reference in pairs]
+
+    def _wait(self, calls: Sequence[Any], what: str, seconds: float) -> list[Any]:
+        """All answers. Whoever fails first ends the wait: the others may be waiting for it too."""
+        import ray
+
+        end, pending = time.monotonic() + seconds, list(calls)
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                late = ", ".join(self._name(rank) for rank, call in enumerate(calls) if call in pending)
+                raise WorkerError(f"waited {seconds:g} s {what}: {late}")
+            for call in done:
+                try:
+                    ray.get(call)
+                except ray.exceptions.RayTaskError as error:
+                    reason = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
+                    raise WorkerError(f"{self._name(calls.index(call))}: {reason}") from error
+                except ray.exceptions.RayError as error:
+                    reason = str(error).strip().splitlines()[-1].strip()
+                    raise WorkerError(f"{self._name(calls.index(call))} is gone: {reason}") from error
+        return ray.get(list(calls))
+
+    def _name(self, rank: int) -> str:
+        import ray
+
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return f"{self._crew} rank {rank} on {addresses.get(self._nodes[rank], self._nodes[rank])}"
+
+    def close(self) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+@contextlib.contextmanager
+def worker_groups(
+    placed: Placed, build: Callable[[tuple[Role, ...]], Any], *, deadline: float
+) -> Iterator[dict[Role, WorkerGroup]]:
+    """The group of every role while open, started all at once; those of one crew have the same.
+
+    `build(roles)` makes the service of a rank, in its process. Whatever happens, no process is left. Raises
+    WorkerError.
+    """
+    with contextlib.ExitStack() as held:
+        groups: dict[Role, WorkerGroup] = {}
+        for crew in placed.plan.crews():
+            group = WorkerGroup(placed, crew, functools.partial(build, crew.roles))
+            held.callback(group.close)
+            groups |= dict.fromkeys(crew.roles, group)
+        for group in dict.fromkeys(groups.values()):
+            group.ready(deadline=deadline)
+        yield groups

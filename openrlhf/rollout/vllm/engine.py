@@ -1,0 +1,290 @@
+"""`VllmEngine`: the policy samples from a vLLM whose workers are processes of their own.
+
+Who waits on whom:
+    generate      asks on the engine's own loop (`LoopThread`), waits for its future
+    stream        the same, and meanwhile for each of its parts
+    hold, go_on   around a push: nothing is sampled in between; who is under way goes on with the new weights
+vLLM knows no versions before 0.32. So every request counts: where `hold` found it is where the new version begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from openrlhf.rollout.embedded.stopping import eos_token_ids
+from openrlhf.rollout.vllm.loop_thread import LoopThread
+from openrlhf.rollout.vllm.sampling import sampling_arguments
+from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
+from openrlhf.rollout.vllm.texts import PartTexts
+from openrlhf.types import FinishReason, Generation, SamplingParams
+
+_T = TypeVar("_T")
+_SHUTDOWN_SECONDS = 20.0
+"""After this long vLLM kills what has not ended by itself."""
+
+
+class VllmError(RuntimeError):
+    """The engine cannot start, or has stopped working."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request under way."""
+
+    name: str
+    params: SamplingParams
+    starts: list[tuple[int, int]]
+    """(token, version): from this token on that version samples."""
+    handed_out: int = 0
+    """Tokens given to a stream."""
+    prompt: TokensPrompt = field(kw_only=True)
+    arguments: dict[str, Any] = field(kw_only=True)
+    texts: PartTexts | None = field(kw_only=True)
+    """None: no text, or vLLM's own where it looks for stop strings."""
+
+    def versions(self, start: int, end: int) -> list[int]:
+        ends = [first for first, _ in self.starts[1:]] + [end]
+        spans = zip(self.starts, ends, strict=True)
+        return [version for (first, version), stop in spans for _ in range(max(first, start), min(stop, end))]
+
+
+class VllmEngine:
+    """Token ids in, token ids out. Any number of calls, from any event loop; vLLM batches them.
+
+    >>> engine = VllmEngine(VllmSettings(model=path, max_model_len=4096), tokenizer)
+    >>> generation = await engine.generate(token_ids, SamplingParams(temperature=0.7))
+    >>> engine.close()
+    """
+
+    def __init__(self, settings: VllmSettings, tokenizer: Any | None) -> None:
+        """Starts vLLM, which takes most of a minute.
+
+        `tokenizer` decodes results; vLLM loads its own from the model's folder, for stop strings. None: no text but
+        where there are some.
+        """
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self._version = 0
+        self._numbers = itertools.count()
+        self._running: dict[str, _Request] = {}
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._vocab_size = int(config.get_text_config().vocab_size)
+        self._ends = eos_token_ids(
+            SimpleNamespace(config=config, generation_config=_generation_config(settings.model)), tokenizer
+        )
+        self._thread = LoopThread("vllm")
+        gpu = torch.cuda.is_available()
+        try:
+            with _environment(worker_environment(settings, gpu=gpu)):
+                self._llm: AsyncLLM | None = self._thread.run(_start(settings, gpu=gpu))
+        except Exception as error:
+            self._thread.close()
+            raise VllmError(f"vLLM did not start with {settings.model}: {error}") from error
+
+    @property
+    def llm(self) -> AsyncLLM:
+        if self._llm is None:
+            raise VllmError("the engine is closed")
+        return self._llm
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        return self.settings.max_model_len
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+        """Continue `token_ids` until end-of-sequence, a stop string, `max_tokens` or the context limit.
+
+        `logprobs` are those of the distribution sampled from. Cancelling the call gives the request up. An engine that
+        died fails every call.
+        """
+        request = self._make_request(token_ids, sampling_params.copy())
+        return await asyncio.wrap_future(self._thread.submit(self._generate(request)))
+
+    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+        """`generate` in parts: what is new, as soon as it is sampled. Closing the iterator gives the request up."""
+        request = self._make_request(token_ids, sampling_params.copy())
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue[Generation | None]()
+
+        async def pass_on() -> None:
+            try:
+                async for output in self._outputs(request, RequestOutputKind.DELTA):
+                    part = self._part(request, output)
+                    loop.call_soon_threadsafe(parts.put_nowait, part)
+            finally:
+                loop.call_soon_threadsafe(parts.put_nowait, None)
+
+        passing = self._thread.submit(pass_on())
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            await asyncio.wrap_future(passing)
+        finally:
+            passing.cancel()
+
+    def abort(self) -> None:
+        """Finish every request now, with the tokens it has: reason ABORT."""
+        self.call(self.llm.abort(list(self._running)))
+
+    def hold(self) -> None:
+        """Stop sampling and forget every key and value, those of running requests too. `go_on` ends it."""
+        self.call(self.llm.pause_generation(mode="keep", clear_cache=True))
+
+    def go_on(self, *, version: int) -> None:
+        """Sample again; tokens from here on carry `version`."""
+        self.call(self._go_on(version))
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """log π of each token but the first given those before it, at temperature 1."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=None, detokenize=False)
+        request = self._make_request(token_ids, params)
+        request.arguments["prompt_logprobs"] = 0
+        output = self.call(self._last_output(request))
+        found = output.prompt_logprobs[1:]
+        return [at[token].logprob for at, token in zip(found, token_ids[1:], strict=True)]
+
+    def call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run one of vLLM's coroutines on its loop, and wait."""
+        return self._thread.run(work)
+
+    def close(self) -> None:
+        """Give every request up and end vLLM's processes. Closing twice is fine."""
+        if self._llm is None:
+            return
+        if self._running:
+            self.abort()
+        # First vLLM's own tasks, which would take the end of its processes for a failure.
+        self._thread.close()
+        self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        self._llm = None  # now, and not when the interpreter ends: its finalizer needs modules that are gone by then
+
+    def _make_request(self, token_ids: Sequence[int], params: SamplingParams) -> _Request:
+        prompt = [int(token) for token in token_ids]
+        room = self.max_model_len - len(prompt)
+        if not prompt:
+            raise ValueError("a prompt needs at least one token")
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len} "
+                "(max_model_len): shorten the prompt or raise the limit"
+            )
+        outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocab_size]
+        if outside:
+            raise ValueError(f"prompt ids must be in 0 … {self._vocab_size - 1}, got {outside[0]}")
+        wants_text = params.detokenize and not params.stop and self.tokenizer is not None
+        return _Request(
+            name=str(next(self._numbers)),
+            params=params,
+            starts=[(0, self._version)],
+            prompt=TokensPrompt(prompt_token_ids=prompt),
+            arguments=sampling_arguments(
+                params,
+                room=room,
+                end_ids=self._ends,
+                deterministic=self.settings.deterministic,
+            ),
+            texts=PartTexts(self.tokenizer, params) if wants_text else None,
+        )
+
+    async def _outputs(self, request: _Request, kind: RequestOutputKind) -> AsyncGenerator[Any]:
+        params = VllmSamplingParams(**request.arguments, output_kind=kind)
+        self._running[request.name] = request
+        request.starts = [(0, self._version)]
+        try:
+            async for output in self.llm.generate(request.prompt, params, request.name):
+                yield output
+        finally:
+            del self._running[request.name]
+
+    async def _last_output(self, request: _Request) -> Any:
+        last = None
+        async for output in self._outputs(request, RequestOutputKind.FINAL_ONLY):
+            last = output
+        if last is None:
+            raise VllmError(f"vLLM ended request {request.name} without an answer")
+        return last
+
+    async def _generate(self, request: _Request) -> Generation:
+        return self._part(request, await self._last_output(request))
+
+    def _part(self, request: _Request, output: Any) -> Generation:
+        """What vLLM says, in our words: new tokens of a stream, or a whole generation."""
+        (found,) = output.outputs
+        token_ids = list(found.token_ids)
+        start, end = request.handed_out, request.handed_out + len(token_ids)
+        request.handed_out = end
+        logprobs = None
+        if request.params.wants_logprobs:
+            logprobs = [at[token].logprob for at, token in zip(found.logprobs or (), token_ids, strict=True)]
+        reason = FinishReason(found.finish_reason) if found.finish_reason else None
+        stop_reason = found.stop_reason
+        if not request.params.ignore_eos and stop_reason in self._ends:
+            stop_reason = None  # end-of-sequence; vLLM takes all but the first for stop tokens
+        text = found.text
+        if request.texts is not None:
+            by_token = reason is FinishReason.STOP
+            text = request.texts.last(token_ids, by_token=by_token) if reason else request.texts.next(token_ids)
+        return Generation(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=request.versions(start, end),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            text=text,
+        )
+
+    async def _go_on(self, version: int) -> None:
+        for state in self.llm.output_processor.request_states.values():
+            request = self._running.get(state.external_req_id)
+            if request is not None:
+                request.starts.append((state.detokenizer.num_output_tokens(), version))
+        self._version = version
+        await self.llm.resume_generation()
+
+
+async def _start(settings: VllmSettings, *, gpu: bool) -> AsyncLLM:
+    arguments = engine_arguments(settings, gpu=gpu)
+    transfer = WeightTransferConfig(backend=settings.transfer_backend)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
+
+
+def _generation_config(model: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:  # not every folder has one
+        return None
+
+
+@contextlib.contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """While open, these are set where nothing was: processes that start inherit them, this one is itself again."""
+    missing = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)

@@ -1,0 +1,85 @@
+"""How an engine is started, and vLLM's arguments for it. Imports no vLLM: a mapping is data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.weight_sync.vllm_names import RPC_BACKEND, WORKER_EXTENSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """One engine."""
+
+    model: str
+    """A Hugging Face folder: configuration, tokenizer, first weights."""
+    max_model_len: int
+    dtype: str = "bfloat16"
+    max_num_seqs: int = 512
+    """Most requests at once. On a GPU also the largest captured graph: a batch above it runs without one, and 1,024
+    sequences were seen to take longer than twice 512."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens of one step. vLLM's own default for asynchronous engines is 2,048."""
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    enable_prefix_caching: bool = True
+    cpu_cache_gib: int = 4
+    """Keys and values, on a CPU."""
+    enable_sleep: bool = False
+    trust_remote_code: bool = False
+    seed: int = 0
+    """Of vLLM's shared generator."""
+    deterministic: bool = False
+    """Whether requests sample with their own seeds, at a price."""
+    transfer_backend: str = RPC_BACKEND
+    """How weights arrive: vLLM's `ipc` or `nccl`, or our own inside the calls."""
+
+
+def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`, `weight_transfer_config` apart, which is an object of vLLM's."""
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        # Every sequence must have room for its next token: vLLM refuses to start otherwise.
+        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "trust_remote_code": settings.trust_remote_code,
+        "seed": settings.seed,
+        # A rollout log-prob is that of the distribution sampled from: after temperature, top-p and penalties.
+        "logprobs_mode": "processed_logprobs",
+        # End-of-sequence ids come with every request; defaults of the model's makers must not change ours.
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "enforce_eager": settings.enforce_eager or not gpu,
+    }
+    if gpu:
+        arguments |= {
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "enable_sleep_mode": settings.enable_sleep,
+        }
+        if not settings.enforce_eager:
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": settings.max_num_seqs}
+    return arguments
+
+
+def worker_environment(settings: VllmSettings, *, gpu: bool) -> dict[str, str]:
+    """What vLLM reads from the environment; what the user has set there wins."""
+    # A fork of a process with torch's threads may hang; and workers must find our transfer engine by themselves.
+    variables = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    if gpu:
+        # Its kernels are compiled at every start: 210 s instead of 57.
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    else:
+        variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
+        # Counting ranks of log-probs would be compiled with the first request: 40 s instead of 1.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+        # A worker waits here for its parent to end, and its parent for it; on a CPU there is nothing to give back.
+        variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
+    return variables

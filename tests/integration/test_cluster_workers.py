@@ -1,0 +1,145 @@
+"""Ranks as Ray actors on CPU train what one process trains, and say which of them failed."""
+
+import contextlib
+import functools
+import os
+import sys
+import time
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from small_rl import CONFIG, FLAGS, make_groups, play
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from openrlhf.backends.process_group import join
+from openrlhf.cluster.launch import placed, ray_cluster
+from openrlhf.cluster.learners import RayWorkers
+from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, requested
+from openrlhf.cluster.workers import WorkerError, worker_groups
+from openrlhf.config import parse
+from openrlhf.trainers.local_models import LocalTraining, load_models, sample_maker, step_settings
+from openrlhf.trainers.rank_models import rank_service
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster() as joined:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find test modules
+        yield joined
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(Qwen2Config.from_dict(CONFIG.to_dict())).save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def group_of(count: int, build, cluster):
+    """A worker group of an actor with so many ranks."""
+    request = PlacementRequest(groups={Role.ACTOR: Size(1, count)}, cpus_per_device=0)
+    with (
+        placed(plan(request), cluster) as whole,
+        worker_groups(whole, lambda roles: build(), deadline=120) as groups,
+    ):
+        yield groups[Role.ACTOR]
+
+
+class Service:
+    """What ranks can do to each other."""
+
+    def __init__(self) -> None:
+        self._ranks = join()
+
+    def who(self) -> list[int]:
+        return self._ranks.gather(dist.get_rank())
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def fail_on(self, rank: int) -> list[int]:
+        """The others wait for it."""
+        if self._ranks.index == rank:
+            raise ValueError("no such thing")
+        return self._ranks.gather(rank)
+
+    def sleep_on(self, rank: int) -> None:
+        time.sleep(30 if self._ranks.index == rank else 0)
+
+    def die_on(self, rank: int) -> None:
+        if self._ranks.index == rank:
+            os._exit(3)
+
+
+def test_ranks_meet_and_each_gets_its_share(cluster):
+    with group_of(2, Service, cluster) as group:
+        assert group.call("who", deadline=30) == [[0, 1], [0, 1]]
+        assert group.call("double", shares=[[3], [4]], deadline=30) == [6, 8]
+        assert ray.get(group.produce("who", deadline=30)) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("method", "deadline", "message"),
+    [
+        ("fail_on", 30, r"actor rank 1 on [\d.]+: ValueError: no such thing"),
+        ("sleep_on", 1, r"waited 1 s for sleep_on: actor rank 1 on [\d.]+$"),
+        ("die_on", 30, r"actor rank 1 on [\d.]+ is gone: "),
+    ],
+)
+def test_a_rank_that_fails_is_named_though_the_others_wait(cluster, method, deadline, message):
+    with group_of(2, Service, cluster) as group:
+        assert group.call("who", deadline=60)
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match=message):
+            group.call(method, 1, deadline=deadline)
+    assert time.monotonic() - began < 15
+
+
+def test_a_model_that_is_not_there_is_said_in_one_line(cluster, tmp_path):
+    config = parse("train_ppo_ray", ["--actor.model_name_or_path", str(tmp_path / "nothing"), "--init_kl_coef", "0"])
+    build = functools.partial(rank_service, config, (Role.ACTOR,), rounds=1)
+    with (
+        pytest.raises(WorkerError, match=r"actor rank \d on [\d.]+: ModelLoadError: .*nothing") as caught,
+        group_of(1, build, cluster),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "train_batch_size": 4}
+SIZES = {f"{name}_num_gpus_per_node": size for name, size in (("actor", 2), ("critic", 2), ("ref", 2))}
+RUNS = {
+    "one rank": ({"advantage_estimator": "reinforce_baseline"}, ["actor"]),
+    "zero 2": ({"advantage_estimator": "reinforce_baseline", "zero_stage": 2, **SIZES}, ["actor"]),
+    "zero 3, all shared": (PPO | SIZES | {"zero_stage": 3, "colocate_all_models": True}, ["actor+critic+ref"]),
+    "all apart": (PPO | SIZES | {"ref_num_gpus_per_node": 1, "critic_num_gpus_per_node": 1}, ["actor", "ref", "critic"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "crews"), RUNS.values(), ids=RUNS)
+def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flags, crews):
+    """Losses, gradient norms, KL and returns of two rounds agree to 1e-4, whoever shares devices; so does the state."""
+    values = {**FLAGS, **flags, "pretrain": model}
+    words = [w for name, value in values.items() for w in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]  # fmt: skip
+    config = parse("train_ppo_ray", ["--train.launcher", "ray", *words])
+    local = LocalTraining(config, load_models(config, CPU), rounds=2, device=CPU).workers
+    expected = [play(local, make_groups()) for _ in range(2)]
+
+    request = requested(config, devices_per_node=1, engines_by_default=False, cpus_per_device=0)
+    build = functools.partial(rank_service, config, rounds=2)
+    with placed(plan(request), cluster) as whole, worker_groups(whole, build, deadline=120) as groups:
+        assert [crew.name for crew in whole.plan.crews()] == crews
+        workers = RayWorkers.of(groups, sample_maker(config), step_settings(config))
+        for values in expected:
+            found = play(workers, make_groups())
+            assert found.keys() == values.keys()
+            for name, value in values.items():
+                if name != "critic_clip_ratio":  # a count of values on either side of an edge
+                    assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        assert workers.state_dict() == local.state_dict()

@@ -1,0 +1,57 @@
+"""However many ranks share a round, it is the same round: losses, gradients, advantages and metrics."""
+
+import pytest
+from small_rl import play, training
+from thread_ranks import ThreadDistribution, together
+
+from openrlhf.learners.sharing import share_out
+from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.local_models import step_settings
+from openrlhf.types import TrainingBatch
+
+RUNS = {
+    "whitened": {"advantage_estimator": "reinforce"},
+    "grpo": {"advantage_estimator": "group_norm", "micro_train_batch_size": 1, "use_dynamic_batch": None},
+    "kl in the reward": {"advantage_estimator": "rloo", "init_kl_coef": 0.1, "kl_target": 1e-6, "kl_horizon": 12},
+    "kl as a loss": {"advantage_estimator": "rloo", "init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k2"},
+    "ppo": {"advantage_estimator": "gae", "init_kl_coef": 0.1, "entropy_loss_coef": 0.01},
+    "two steps": {"advantage_estimator": "gae", "train_batch_size": 4, "max_epochs": 2},
+    "corrected": {"advantage_estimator": "rloo", "enable_vllm_is_correction": True},
+}
+
+
+def shared(models, groups, flags, *, ranks, rounds):
+    """What every rank of so many says after each of the rounds."""
+
+    def run(own):
+        training_of_rank, _ = training(models, distribution=ThreadDistribution(own), **flags)
+        learners, workers = training_of_rank.learners, training_of_rank.workers
+        settings = step_settings(training_of_rank._config)
+        said = []
+        for number in range(1, rounds + 1):
+            whole = workers.place(groups)
+            share = share_out(whole.samples, settings, round_index=number, ranks=own.count)[own.index]
+            batch = TrainingBatch(samples=share)
+            learners.score(batch)
+            metrics = Metrics.merged([workers._placed, learners.assign_advantages(batch)])
+            metrics.merge(learners.update(batch))
+            said.append(metrics.values())
+        return said, learners.state_dict()
+
+    return together(ranks, run)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+def test_the_number_of_ranks_changes_nothing(models, groups, flags, ranks):
+    """Six samples on 2 ranks, and on 8, of which two have none. The second round has the weights of the first."""
+    alone, _ = training(models, **flags)
+    expected = [play(alone.workers, groups) for _ in range(2)]
+    for said, state in shared(models, groups, flags, ranks=ranks, rounds=2):
+        for own, values in zip(said, expected, strict=True):
+            assert own.keys() == values.keys()
+            for name, value in values.items():
+                if name != "critic_clip_ratio":  # a count of values on either side of an edge
+                    assert own[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert state["rounds"] == 2
+        assert state["kl"] == pytest.approx(alone.workers.state_dict()["kl"])

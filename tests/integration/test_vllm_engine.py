@@ -1,0 +1,363 @@
+"""vLLM on this machine's CPU: the tokens of the embedded engine, and the policy's weights after every push.
+
+An engine takes most of a minute to start, so each kind of model has one for all its tests, which push weights of their
+own where they need them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from processes import living_children, wait_until
+from small_tokenizers import tokenizer as small_tokenizer
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+pytest.importorskip("vllm")
+
+from openrlhf.models.adapters import LoraSettings, add_adapter
+from openrlhf.models.attention import ATTENTION
+from openrlhf.models.policy import Policy
+from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.rollout.vllm.engine import VllmEngine, VllmError
+from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.weight_sync.buckets import cut_into_buckets
+from openrlhf.weight_sync.probe import Probe, WeightSyncError, policy_logprobs, probe_tokens
+from openrlhf.weight_sync.vllm_source import ModelWeights
+from openrlhf.weight_sync.vllm_transfer import RpcTrainerInfo, VllmWeightSync
+from openrlhf.weight_sync.vllm_worker import RpcUpdateInfo
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 360
+CONTEXT = 256
+BUCKET_BYTES = 100_000
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+@dataclass
+class Setup:
+    """An engine, and the model that its folder was written from."""
+
+    engine: VllmEngine
+    model: Any
+    tokenizer: Any
+    version: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.model)
+
+    def sync(self, model: Any | None = None, **options: Any) -> VllmWeightSync:
+        info = RpcTrainerInfo(rank=0, bucket_bytes=BUCKET_BYTES, checksums=True)
+        return VllmWeightSync(self.engine, ModelWeights(model or self.model), init_info=info, **options)
+
+    def push(self, sync: VllmWeightSync) -> None:
+        self.version += 1
+        sync.push(version=self.version)
+
+    def change_weights(self, *, seed: int) -> None:
+        """As an update would, only more so."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.3 * parameter.std().nan_to_num() * torch.randn_like(parameter))
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def setup(request, tmp_path_factory) -> Iterator[Setup]:
+    """A Qwen2 with grouped queries: 4 heads share 2 keys. Its engine, closed afterwards with no process left."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    tokenizer = small_tokenizer()
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,  # heads of 32, the smallest that vLLM has on a CPU
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=request.param == "tied",
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    others = set(living_children(os.getpid()))
+    engine = VllmEngine(
+        VllmSettings(model=str(folder), max_model_len=CONTEXT, dtype="float32", max_num_seqs=64, cpu_cache_gib=1),
+        tokenizer,
+    )
+    workers = _descendants(os.getpid()) - others
+    yield Setup(engine, model, tokenizer)
+    engine.close()
+    engine.close()
+    torch.set_num_threads(threads)
+    # multiprocessing's resource tracker lives as long as the process that once spawned something
+    left = {pid for pid in workers if _is_ours(pid)}
+    assert wait_until(lambda: not {pid for pid in left if _is_ours(pid)}), left
+    with pytest.raises(VllmError, match="closed"):
+        engine.abort()
+
+
+def _descendants(pid: int) -> set[int]:
+    children = living_children(pid)
+    return set(children).union(*(_descendants(child) for child in children))
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline") as command:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z" and "resource_tracker" not in command.read()
+    except OSError:
+        return False
+
+
+def prompts(n: int, *, length: int = 9) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randint(1, 250, (n, length), generator=generator).tolist()
+
+
+async def _gather(calls: Sequence[Coroutine]) -> list[Generation]:
+    return await asyncio.gather(*calls)
+
+
+def generate_all(engine: Any, asked: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
+    return asyncio.run(_gather([engine.generate(prompt, params) for prompt in asked]))
+
+
+def embedded(setup: Setup) -> EmbeddedEngine:
+    return EmbeddedEngine(setup.model, setup.tokenizer, max_model_len=CONTEXT)
+
+
+def rescored(model: Any, prompt: Sequence[int], generation: Generation, *, temperature: float = 1.0) -> torch.Tensor:
+    """log-probs of the generated tokens, by a plain forward of the whole sequence."""
+    with torch.no_grad():
+        return (
+            _logits(model, prompt, generation)
+            .div(temperature)
+            .log_softmax(-1)[torch.arange(len(generation.token_ids)), generation.token_ids]
+        )
+
+
+def _logits(model: Any, prompt: Sequence[int], generation: Generation) -> torch.Tensor:
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        return plain(torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
+
+
+def test_greedy_tokens_are_those_of_the_embedded_engine(setup):
+    setup.push(setup.sync())
+    asked = prompts(8)
+    for ours, theirs in zip(
+        generate_all(setup.engine, asked, GREEDY), generate_all(embedded(setup), asked, GREEDY), strict=True
+    ):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.text == theirs.text
+        assert ours.finish_reason == theirs.finish_reason
+        assert ours.stop_reason == theirs.stop_reason
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
+
+
+def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(setup):
+    setup.push(setup.sync())
+    params = SamplingParams(temperature=0.7, max_tokens=24, ignore_eos=True)
+    asked = prompts(6)
+    for prompt, generation in zip(asked, generate_all(setup.engine, asked, params), strict=True):
+        expected = rescored(setup.model, prompt, generation, temperature=0.7)
+        torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
+        assert generation.versions == [setup.version] * 24
+        assert generation.finish_reason is FinishReason.LENGTH
+
+
+def test_logprobs_are_left_out_unless_asked_for(setup):
+    (generation,) = generate_all(setup.engine, prompts(1), GREEDY.copy(logprobs=None))
+    assert generation.logprobs is None
+    assert generation.token_ids
+
+
+def test_a_push_changes_what_is_sampled_and_costs_one_call_a_bucket(setup):
+    """The same prompts before and after: whatever is cached of the old weights must be gone."""
+    asked = prompts(4, length=100)
+    sync = setup.sync()
+    setup.push(sync)
+    before = generate_all(setup.engine, asked, GREEDY)
+    setup.change_weights(seed=setup.version)
+    calls = sync.client.num_updates
+    setup.push(sync)
+
+    buckets = list(cut_into_buckets(ModelWeights(setup.model), max_bytes=BUCKET_BYTES))
+    assert 1 < len(buckets) < len(list(setup.model.parameters()))
+    assert sync.client.num_updates - calls == len(buckets)
+    after = generate_all(setup.engine, asked, GREEDY)
+    assert [g.token_ids for g in after] != [g.token_ids for g in before]
+    assert [g.token_ids for g in after] == [g.token_ids for g in generate_all(embedded(setup), asked, GREEDY)]
+    assert {v for g in after for v in g.versions} == {setup.version}
+    probe = probe_tokens(VOCABULARY)
+    torch.testing.assert_close(
+        torch.tensor(setup.engine.prompt_logprobs(probe)), policy_logprobs(setup.policy, probe), atol=1e-4, rtol=0
+    )
+
+
+def test_a_verified_push_notices_weights_that_are_not_the_policys(setup):
+    """The head alone is 1% off, in what is sent and not in the policy that is compared."""
+    probe = Probe(policy=setup.policy, token_ids=probe_tokens(VOCABULARY))
+    setup.push(setup.sync(probe=probe))
+    wrong = copy.deepcopy(setup.model)
+    with torch.no_grad():
+        wrong.get_output_embeddings().weight.mul_(1.01)
+    with pytest.raises(WeightSyncError, match=rf"version {setup.version + 1} .* differ"):
+        setup.push(setup.sync(wrong, probe=probe))
+    setup.push(setup.sync(probe=probe))
+
+
+def test_a_policy_with_an_adapter_is_refused():
+    """Its parameters have names that no engine knows, and none of them is what is multiplied with."""
+    config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = AutoModelForCausalLM.from_config(config)
+    add_adapter(model, LoraSettings(rank=2, alpha=2), dtype=torch.float32)
+    with pytest.raises(ValueError, match="must be merged"):
+        ModelWeights(model)
+
+
+def test_a_damaged_bucket_is_refused():
+    """One bit of it."""
+    (bucket,) = cut_into_buckets([("a", torch.arange(5.0))], max_bytes=100)
+    message = RpcUpdateInfo.of(bucket, with_checksum=True)
+    payload = bytearray(message["payload"])
+    assert RpcUpdateInfo(**message | {"payload": bytes(payload)}).bucket().entries == bucket.entries
+    payload[3] ^= 1
+    with pytest.raises(ValueError, match="arrived damaged"):
+        RpcUpdateInfo(**message | {"payload": bytes(payload)}).bucket()
+
+
+def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its_version(setup):
+    """A greedy token is the likeliest of the version it names: old weights up to the push, new ones from there."""
+    setup.push(setup.sync())
+    old_model, old = copy.deepcopy(setup.model), setup.version
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)
+    asked = prompts(6)
+    setup.change_weights(seed=100)
+
+    async def play() -> list[Generation]:
+        calls = [asyncio.create_task(setup.engine.generate(prompt, params)) for prompt in asked]
+        seen = 0
+        async with contextlib.aclosing(setup.engine.stream(asked[0], params)) as parts:
+            async for part in parts:
+                seen += len(part.token_ids)
+                if seen > 30:
+                    break
+        await asyncio.to_thread(setup.push, setup.sync())
+        return await asyncio.gather(*calls)
+
+    for prompt, generation in zip(asked, asyncio.run(play()), strict=True):
+        assert len(generation.token_ids) == 200
+        assert sorted(generation.versions) == generation.versions
+        first_new = generation.versions.count(old)
+        assert 20 < first_new < 200
+        assert set(generation.versions) == {old, old + 1}
+        likeliest_old = _logits(old_model, prompt, generation).argmax(-1).tolist()
+        likeliest_new = _logits(setup.model, prompt, generation).argmax(-1).tolist()
+        assert generation.token_ids[:first_new] == likeliest_old[:first_new]
+        assert generation.token_ids[first_new:] == likeliest_new[first_new:]
+        assert likeliest_old != likeliest_new
+
+
+def test_more_requests_than_places_are_all_answered(setup):
+    """200 for 64 places, from two event loops at once; no answer goes to another's question."""
+    setup.push(setup.sync())
+    asked = prompts(100)
+    params = GREEDY.copy(max_tokens=8)
+
+    async def both() -> list[list[Generation]]:
+        halves = (asyncio.to_thread(generate_all, setup.engine, asked, params) for _ in range(2))
+        return await asyncio.gather(*halves)
+
+    first, second = asyncio.run(both())
+    expected = [g.token_ids for g in generate_all(embedded(setup), asked, params)]
+    assert [g.token_ids for g in first] == expected
+    assert [g.token_ids for g in second] == expected
+    assert setup.engine.num_running == 0
+
+
+def test_streamed_parts_are_the_whole_generation(setup):
+    async def parts() -> list[Generation]:
+        return [part async for part in setup.engine.stream(prompts(1)[0], GREEDY)]
+
+    streamed = asyncio.run(parts())
+    (whole,) = generate_all(setup.engine, prompts(1), GREEDY)
+    assert len(streamed) > 3
+    assert [token for part in streamed for token in part.token_ids] == whole.token_ids
+    assert "".join(part.text for part in streamed) == whole.text
+    assert [part.finish_reason for part in streamed[:-1]] == [None] * (len(streamed) - 1)
+    assert streamed[-1].finish_reason is whole.finish_reason
+
+
+def test_stop_strings_and_stop_tokens_end_a_generation_as_in_the_embedded_engine(setup):
+    setup.push(setup.sync())
+    asked = [setup.tokenizer("the answer is")["input_ids"]]  # vLLM reads on from whole characters
+    (free,) = generate_all(setup.engine, asked, GREEDY.copy(ignore_eos=True))
+    texts = [setup.tokenizer.decode([token]) for token in free.token_ids[3:]]
+    word = next(text for text in texts if text.isascii() and text.isprintable() and text)
+    for params in (
+        GREEDY.copy(ignore_eos=True, stop_token_ids=[free.token_ids[5]]),
+        GREEDY.copy(ignore_eos=True, stop=[word]),
+        GREEDY.copy(ignore_eos=True, stop=[word], include_stop_str_in_output=True),
+    ):
+        (ours,) = generate_all(setup.engine, asked, params)
+        (theirs,) = generate_all(embedded(setup), asked, params)
+        assert ours.finish_reason is FinishReason.STOP
+        assert (ours.token_ids, ours.text, ours.stop_reason) == (theirs.token_ids, theirs.text, theirs.stop_reason)
+
+
+def test_abort_ends_every_request_with_the_tokens_it_has(setup):
+    params = GREEDY.copy(max_tokens=None, ignore_eos=True)
+
+    async def play() -> list[Generation]:
+        calls = [asyncio.create_task(setup.engine.generate(prompt, params)) for prompt in prompts(3)]
+        async with contextlib.aclosing(setup.engine.stream(prompts(1)[0], params)) as parts:
+            async for _ in parts:
+                break
+        await asyncio.to_thread(setup.engine.abort)
+        return await asyncio.gather(*calls)
+
+    for generation in asyncio.run(play()):
+        assert generation.finish_reason is FinishReason.ABORT
+        assert 0 <= len(generation.token_ids) < CONTEXT - 9
+    assert setup.engine.num_running == 0
+
+
+def test_a_cancelled_call_gives_its_place_up(setup):
+    async def play() -> None:
+        call = asyncio.create_task(setup.engine.generate(prompts(1)[0], GREEDY.copy(max_tokens=None, ignore_eos=True)))
+        while not setup.engine.num_running:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(play())
+    assert wait_until(lambda: setup.engine.num_running == 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "at least one token"), ([1] * CONTEXT, "leaves no room"), ([VOCABULARY], "must be in 0 … 359, got 360")],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(setup, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        generate_all(setup.engine, [prompt], GREEDY)

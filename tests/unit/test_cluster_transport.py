@@ -1,0 +1,50 @@
+"""Samples arrive as they were sent."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from small_rl import make_groups
+
+from openrlhf.algorithms.advantages import get_estimator
+from openrlhf.cluster.transport import Column, PackedSamples
+from openrlhf.learners.samples import RewardShaping, training_samples
+from openrlhf.types import TrainingBatch
+
+
+def test_samples_survive_packing():
+    """Every field of every sample, with and without rollout log-probs, extra inputs included."""
+    samples = training_samples(make_groups(), estimator=get_estimator("group_norm"), shaping=RewardShaping()).samples
+    bare = dataclasses.replace(samples[1].segment, rollout_logprobs=None, multimodal={"pixels": torch.ones(2, 2)})
+    samples[1] = dataclasses.replace(samples[1], segment=bare)
+    arrived = pickle.loads(pickle.dumps(PackedSamples.of(samples))).samples()
+    assert len(arrived) == len(samples) == 6
+    for there, here in zip(arrived, samples, strict=True):
+        assert (there.key, there.baseline, there.scale) == (here.key, here.baseline, here.scale)
+        assert torch.equal(there.rewards_A, here.rewards_A)
+        for name in ("token_ids", "action_mask", "versions", "turn_rewards", "rollout_logprobs"):
+            one, other = getattr(there.segment, name), getattr(here.segment, name)
+            assert (one is None) == (other is None)
+            assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
+    assert torch.equal(arrived[1].segment.multimodal["pixels"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_a_column_finds_its_samples_however_they_are_shared_out(ranks):
+    """From three ranks to others: each token's number arrives where its token is."""
+    samples = training_samples(make_groups(), estimator=get_estimator("rloo"), shaping=RewardShaping()).samples
+    theirs = [TrainingBatch(samples=samples[i::3]) for i in range(3)]
+    for batch in theirs:
+        batch.values_A = torch.cat(
+            [sample.segment.token_ids[sample.segment.action_mask] for sample in batch.samples]
+        ).float()
+    parts = [Column.of(batch, "values_A") for batch in theirs]
+    for own in (TrainingBatch(samples=samples[i::ranks]) for i in range(ranks)):
+        expected = torch.cat([sample.segment.token_ids[sample.segment.action_mask] for sample in own.samples]).float()
+        assert torch.equal(Column.for_batch(own, parts), expected)
+    assert Column.for_batch(TrainingBatch(samples=[]), []).shape == (0,)
+
+
+def test_a_rank_may_get_nothing():
+    assert PackedSamples.of([]).samples() == []

@@ -1,0 +1,90 @@
+"""Our words and vLLM's: sampling parameters and engine arguments. No vLLM is needed to compare them."""
+
+import pytest
+
+from openrlhf.rollout.vllm.sampling import sampling_arguments
+from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
+from openrlhf.types import SamplingParams
+
+SETTINGS = VllmSettings(model="/m", max_model_len=1024)
+
+
+def arguments(params: SamplingParams | None = None, *, room: int = 100, end_ids=(2, 5), deterministic: bool = False):
+    return sampling_arguments(params or SamplingParams(), room=room, end_ids=end_ids, deterministic=deterministic)
+
+
+def test_numbers_pass_through():
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": -0.4,
+        "min_tokens": 3,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    found = arguments(SamplingParams(**given))
+    assert {name: found[name] for name in given} == given
+
+
+@pytest.mark.parametrize(("asked", "room", "expected"), [(None, 100, 100), (30, 100, 30), (300, 100, 100)])
+def test_a_response_ends_where_the_context_does(asked, room, expected):
+    assert arguments(SamplingParams(max_tokens=asked), room=room)["max_tokens"] == expected
+
+
+def test_every_end_of_sequence_id_is_named_unless_ignored():
+    params = SamplingParams(stop_token_ids=[9, 2])
+    assert arguments(params)["stop_token_ids"] == [2, 5, 9]
+    assert arguments(params.copy(ignore_eos=True))["stop_token_ids"] == [2, 9]
+    assert arguments(end_ids=())["stop_token_ids"] is None
+
+
+def test_seeds_travel_under_determinism_only_and_fit_63_bits():
+    params = SamplingParams(seed=2**63 + 5)
+    assert arguments(params)["seed"] is None
+    assert arguments(params, deterministic=True)["seed"] == 5
+    assert arguments(deterministic=True)["seed"] is None
+
+
+def test_logprobs_are_of_the_sampled_token_alone():
+    assert [arguments(SamplingParams(logprobs=asked))["logprobs"] for asked in (True, 0, 1, None, False)] == [
+        0,
+        0,
+        0,
+        None,
+        None,
+    ]
+
+
+def test_vllm_decodes_only_where_it_looks_for_stop_strings():
+    assert not arguments()["detokenize"]
+    assert arguments(SamplingParams(stop=["."]))["detokenize"]
+
+
+def test_the_largest_graph_is_the_largest_batch():
+    found = engine_arguments(SETTINGS, gpu=True)
+    assert found["max_num_seqs"] == found["compilation_config"]["max_cudagraph_capture_size"] == 512
+    assert not found["enforce_eager"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu"), [(VllmSettings(model="/m", max_model_len=9, enforce_eager=True), True), (SETTINGS, False)]
+)
+def test_without_graphs_none_are_configured(settings, gpu):
+    found = engine_arguments(settings, gpu=gpu)
+    assert found["enforce_eager"]
+    assert "compilation_config" not in found
+
+
+def test_a_step_has_room_for_a_token_of_every_sequence():
+    settings = VllmSettings(model="/m", max_model_len=64, max_num_seqs=300, max_num_batched_tokens=100)
+    assert engine_arguments(settings, gpu=True)["max_num_batched_tokens"] == 300
+
+
+def test_a_cpu_has_a_cache_of_the_size_asked_for():
+    settings = VllmSettings(model="/m", max_model_len=64, cpu_cache_gib=3)
+    assert worker_environment(settings, gpu=False)["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in worker_environment(settings, gpu=True)

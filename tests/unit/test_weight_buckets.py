@@ -1,0 +1,102 @@
+"""Buckets of weights: everything arrives as it was, in few blocks; and the probe that compares engine and policy."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.weight_sync.buckets import cut_into_buckets
+from openrlhf.weight_sync.probe import Probe, WeightSyncError, policy_logprobs, probe_tokens
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+
+
+def test_tensors_are_laid_end_to_end_from_multiples_of_16():
+    """12 bytes, then 2 from 16 on, then 40 from 32 on: 72 of 80 bytes. The next 12 would begin at 80."""
+    named = [
+        ("a", torch.arange(3.0)),
+        ("b", torch.ones(1, dtype=torch.bfloat16)),
+        ("c", torch.zeros(2, 5)),
+        ("d", torch.arange(3.0)),
+    ]
+    first, second = cut_into_buckets(named, max_bytes=80)
+    assert [(entry.name, entry.start) for entry in first.entries] == [("a", 0), ("b", 16), ("c", 32)]
+    assert len(first.payload) == 72
+    assert [(entry.name, entry.start) for entry in second.entries] == [("d", 0)]
+
+
+def test_a_tensor_larger_than_a_bucket_has_one_to_itself():
+    named = [("small", torch.ones(2)), ("large", torch.ones(100)), ("last", torch.ones(2))]
+    assert [[entry.name for entry in bucket.entries] for bucket in cut_into_buckets(named, max_bytes=64)] == [
+        ["small"],
+        ["large"],
+        ["last"],
+    ]
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.sampled_from(DTYPES)), max_size=8),
+    max_bytes=st.integers(1, 200),
+)
+def test_everything_arrives_as_it_was(shapes, max_bytes):
+    named = [
+        (str(i), torch.arange(rows * columns).view(rows, columns).to(dtype).t())  # not contiguous
+        for i, (rows, columns, dtype) in enumerate(shapes)
+    ]
+    buckets = list(cut_into_buckets(named, max_bytes=max_bytes))
+    arrived = [pair for bucket in buckets for pair in bucket.tensors()]
+    assert [name for name, _ in arrived] == [name for name, _ in named]
+    for (_, ours), (_, theirs) in zip(arrived, named, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    assert all(len(bucket.payload) <= max_bytes or len(bucket.entries) == 1 for bucket in buckets)
+
+
+def test_a_tensor_may_change_as_soon_as_the_next_is_asked_for():
+    """As one that was gathered from several ranks, whose memory the next one gets."""
+    memory = torch.zeros(4)
+
+    def gathered():
+        for value in (1.0, 2.0):
+            yield str(value), memory.fill_(value)
+
+    (bucket,) = cut_into_buckets(gathered(), max_bytes=1000)
+    assert [tensor.tolist() for _, tensor in bucket.tensors()] == [[1.0] * 4, [2.0] * 4]
+
+
+def test_a_checksum_sees_one_bit():
+    (bucket,) = cut_into_buckets([("a", torch.arange(9.0))], max_bytes=1000)
+    before = bucket.checksum()
+    bucket.payload[17] ^= 4
+    assert bucket.checksum() != before
+
+
+class EngineOf:
+    """Computes what a policy computes, and adds something to the last log-prob."""
+
+    def __init__(self, policy, *, off: float) -> None:
+        self._policy, self._off = policy, off
+
+    def prompt_logprobs(self, token_ids):
+        *others, last = policy_logprobs(self._policy, token_ids).tolist()
+        return [*others, last + self._off]
+
+
+@pytest.mark.parametrize(("off", "allowed"), [(0.0, True), (5e-5, True), (3e-4, False), (math.nan, False)])
+def test_a_probe_allows_what_the_tolerance_allows(models, off, allowed):
+    probe = Probe(policy=models.policy, token_ids=probe_tokens(13))
+    engine = EngineOf(models.policy, off=off)
+    if allowed:
+        assert probe.check(engine, version=3) == pytest.approx(off, abs=1e-6)
+    else:
+        with pytest.raises(WeightSyncError, match="version 3"):
+            probe.check(engine, version=3)
+
+
+def test_probe_tokens_reach_the_whole_vocabulary():
+    tokens = probe_tokens(1000, length=32)
+    assert len(set(tokens)) == 32
+    assert min(tokens) < 50
+    assert 950 <= max(tokens) < 1000
