@@ -1,4 +1,4 @@
-"""Binds the RL loop to one process: embedded engine, plain torch. From a configuration to a finished run."""
+"""Binds the RL loop to one process: an engine beside it, plain torch. From a configuration to a finished run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from openrlhf.models.loading import load_tokenizer
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.rollout.base import Engine
 from openrlhf.rollout.collector import SyncCollector
-from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
+from openrlhf.trainers.local_engines import opened_engine
 from openrlhf.trainers.local_models import ACTOR, LocalTraining, load_models
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
@@ -43,7 +44,6 @@ from openrlhf.trainers.running import (
 )
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts
-from openrlhf.weight_sync.in_process import InProcessWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +77,7 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
         source = build_reward(config, tokenizer, device)
         reward = source and held.enter_context(_started(source, loop))
         models = load_models(config, device)
-        engine = EmbeddedEngine(
-            models.policy.model,
-            tokenizer,
-            max_model_len=config.data.max_len,
-            seed=config.train.seed,
-            # Only an agent comes back to a history it has shown before.
-            reuse_prefixes=config.train.agent_func_path is not None,
-        )
+        engine, weights = held.enter_context(opened_engine(config, models.policy, tokenizer, device))
         episodes = held.enter_context(_started(_episodes(config, engine, tokenizer), loop))
         runner = EpisodeRunner(episodes=episodes, reward=reward, seed=config.train.seed)
         schedule = Schedule(
@@ -115,7 +108,7 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
                     score_filter=_score_filter(config),
                 ),
                 workers=training.workers,
-                weights=InProcessWeightSync(engine),
+                weights=weights,
                 evaluation=held_out
                 and PromptEvaluation(
                     prompts=held_out,
@@ -199,7 +192,7 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
     )
 
 
-def _episodes(config: RLConfig, engine: EmbeddedEngine, tokenizer: Any) -> Episodes:
+def _episodes(config: RLConfig, engine: Engine, tokenizer: Any) -> Episodes:
     """Where episodes are played: a user's agent in its hosts, else our own single turn right here."""
     if not config.train.agent_func_path:
         return OwnEpisodes(

@@ -6,7 +6,9 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,15 +46,17 @@ def cut_into_buckets(named: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> 
     One tensor at a time is asked for, and copied before the next: what gathers them may let them go at once.
     """
     entries: list[Entry] = []
-    block, used = bytearray(), 0
+    block, used = np.empty(0, dtype=np.uint8), 0
     for name, tensor in named:
         start = _aligned(used)
         size = tensor.numel() * tensor.element_size()
         if entries and start + size > max_bytes:
             yield Bucket(tuple(entries), memoryview(block)[:used])
             entries = []
-        if not entries:  # a new block each time: whoever got the last one may still read it
-            block, start = bytearray(max(max_bytes, size)), 0
+        if not entries:
+            # A new block each time: whoever got the last one may still read it. Empty, because filling a whole one
+            # with zeros takes longer than a small model's push.
+            block, start = np.empty(max(max_bytes, size), dtype=np.uint8), 0
         entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
         _view(block, entry).copy_(tensor.detach())
         entries.append(entry)
@@ -65,7 +69,7 @@ def _aligned(position: int) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
-def _view(payload: bytearray | memoryview, entry: Entry) -> Tensor:
+def _view(payload: Any, entry: Entry) -> Tensor:
     dtype = getattr(torch, entry.dtype)
     count = math.prod(entry.shape)
     if not count:
