@@ -1,4 +1,4 @@
-"""Small models and trajectories (`support/small_rl.py`), made once per module that asks for them."""
+"""What several folders of tests ask for, made once per module: see `support/`."""
 
 import signal
 
@@ -25,3 +25,23 @@ def groups():
     from small_rl import make_groups
 
     return make_groups()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What the runs of `support/killed_runs.py` read."""
+    from killed_runs import make_inputs
+
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(files, tmp_path_factory):
+    """A run that nothing happened to."""
+    from killed_runs import Sft
+
+    run = Sft(files, tmp_path_factory.mktemp("straight"))
+    run.run()
+    return run

@@ -28,7 +28,6 @@ from openrlhf.backends.optimizer import (
     whole_shape,
 )
 from openrlhf.backends.parking import Parking
-from openrlhf.backends.schedules import rate_factor
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 
@@ -113,12 +112,7 @@ class DeepSpeedBackend:
         optimizer, self._kinds = _one_optimizer(module, settings, trained)
         self._rates = ScheduledOptimizers(
             [optimizer],
-            rate_factor(
-                settings.scheduler,
-                total_steps=settings.total_steps,
-                warmup_ratio=settings.warmup_ratio,
-                min_lr_ratio=settings.min_lr_ratio,
-            ),
+            settings.rate_factor(),
         )
         dtype = next(iter(trained.values())).dtype
         zero = _with_fp32_sums(zero, dtype)
@@ -213,8 +207,8 @@ class DeepSpeedBackend:
                 tensor = self._whole_weight(name, parameter)
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
-        weights |= {name: b for name, b in self._module.state_dict().items() if name in _buffer_names(self._module)}
-        yield weights
+        buffers = {name for name, _ in self._module.named_buffers()}
+        yield weights | {name: tensor for name, tensor in self._module.state_dict().items() if name in buffers}
 
     def numbers(self) -> dict[str, Any]:
         if self._scaler is None:
@@ -399,7 +393,6 @@ def require_deepspeed() -> None:
     """Import DeepSpeed for the devices that are there, and for machines without a compiler. Raises ImportError."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     try:
         import deepspeed
     except ImportError as error:
@@ -492,10 +485,6 @@ def _gathered(parameter: nn.Parameter, *, modifier_rank: int | None = None) -> I
             yield
     else:
         yield
-
-
-def _buffer_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_buffers()}
 
 
 # ---------------------------------------------------------------------------------------- tensor parallelism

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.schedules import rate_factor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonSettings:
@@ -43,6 +45,15 @@ class OptimizerSettings:
     """Used by the `*_with_min_lr` schedules."""
     total_steps: int = 1
     """Optimizer steps of the whole run."""
+
+    def rate_factor(self) -> Callable[[int], float]:
+        """Learning rate ÷ peak, given the number of steps already taken."""
+        return rate_factor(
+            self.scheduler,
+            total_steps=self.total_steps,
+            warmup_ratio=self.warmup_ratio,
+            min_lr_ratio=self.min_lr_ratio,
+        )
 
 
 def no_decay(name: str, parameter: nn.Parameter) -> bool:

@@ -14,7 +14,6 @@ from openrlhf.backends.averaging import WeightAverage
 from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
 from openrlhf.backends.parking import Parking
-from openrlhf.backends.schedules import rate_factor
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 
 
@@ -35,12 +34,7 @@ class TorchBackend:
         self._shadowed = [(p, self._masters[name]) for name, p in self._trained.items() if self._masters[name] is not p]
         self._optimizers = ScheduledOptimizers(
             make_optimizers(module, settings, stands_for=self._masters),
-            rate_factor(
-                settings.scheduler,
-                total_steps=settings.total_steps,
-                warmup_ratio=settings.warmup_ratio,
-                min_lr_ratio=settings.min_lr_ratio,
-            ),
+            settings.rate_factor(),
         )
         self._average = None if ema_beta is None else WeightAverage(self._masters, beta=ema_beta)
         self._parking = Parking()

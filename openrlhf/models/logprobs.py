@@ -124,11 +124,6 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, in fp32."""
-    return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
-
-
 def _device_kind(tensor: Tensor) -> str:
     return tensor.device.type if tensor.device.type in _TILE_BYTES else "cuda"
 
@@ -153,9 +148,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         buffers = _Buffers(hidden_AD, plan)
         kept: list[_KeptTile] = []
         if plan.fused:
-            _reduce_fused(hidden_AD, weight_VD, targets_A, plan, peak_A, total_A, moment_A, chosen_A)
-        for cols in [] if plan.fused else _ranges(V, plan.rows_cols[1]):
+            from openrlhf.models.logprobs_triton import reduce_tile
+        for cols in _ranges(V, plan.rows_cols[1]):
             for rows in _ranges(A, plan.rows_cols[0]):
+                if plan.fused:
+                    reduce_tile(
+                        _product(hidden_AD[rows], weight_VD[cols].t()),
+                        targets_A[rows],
+                        peak_A=peak_A[rows],
+                        total_A=total_A[rows],
+                        moment_A=moment_A[rows],
+                        chosen_A=chosen_A[rows],
+                        first=cols.start,
+                        factor=plan.scale / plan.temperature,
+                        with_entropy=plan.with_entropy,
+                    )
+                    continue
                 z = buffers.logits(hidden_AD[rows], weight_VD[cols], None if bias_V is None else bias_V[cols])
                 inside, column = _targets_in(targets_A[rows], cols)
                 chosen_A[rows] = torch.where(inside, z.gather(1, column[:, None]).squeeze(1), chosen_A[rows])
@@ -273,33 +281,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-def _reduce_fused(
-    hidden_AD: Tensor,
-    weight_VD: Tensor,
-    targets_A: Tensor,
-    plan: _TilePlan,
-    peak_A: Tensor,
-    total_A: Tensor,
-    moment_A: Tensor,
-    chosen_A: Tensor,
-) -> None:
-    from openrlhf.models.logprobs_triton import reduce_tile
-
-    for cols in _ranges(weight_VD.shape[0], plan.rows_cols[1]):
-        for rows in _ranges(hidden_AD.shape[0], plan.rows_cols[0]):
-            reduce_tile(
-                _product(hidden_AD[rows], weight_VD[cols].t()),
-                targets_A[rows],
-                peak_A=peak_A[rows],
-                total_A=total_A[rows],
-                moment_A=moment_A[rows],
-                chosen_A=chosen_A[rows],
-                first=cols.start,
-                factor=plan.scale / plan.temperature,
-                with_entropy=plan.with_entropy,
-            )
-
-
 class _Buffers:
     """Two tiles of fp32 memory, used over and over."""
 
@@ -316,10 +297,8 @@ class _Buffers:
             if self._first is None:
                 self._first = self._new()
             z = torch.mm(hidden, weight.t(), out=_shaped(self._first, hidden.shape[0], weight.shape[0]))
-        elif hidden.is_cuda:
-            z = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         else:
-            z = torch.mm(hidden, weight.t()).float()
+            z = _product(hidden, weight.t())
         if bias is not None:
             z.add_(bias)
         factor = plan.scale if plan.softcap is not None else plan.scale / plan.temperature
@@ -357,11 +336,16 @@ def _targets_in(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, targets - cols.start, 0)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, in fp32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).float()
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, `total` in fp32."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
-    elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=torch.float32)
     else:
-        total += torch.mm(left, right)
+        total += _product(left, right)

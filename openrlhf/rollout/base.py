@@ -28,3 +28,19 @@ class Engine(Protocol):
     def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
         """`generate` in parts, each with what is new; the last one says why it ended. Closing it gives it up."""
         ...
+
+
+def check_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> int:
+    """How many tokens of room a prompt leaves; ValueError for one that no engine could continue."""
+    if not token_ids:
+        raise ValueError("a prompt needs at least one token")
+    room = max_model_len - len(token_ids)
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {len(token_ids)} tokens leaves no room in a context of {max_model_len} "
+            "(max_model_len): shorten the prompt or raise the limit"
+        )
+    outside = [token for token in (min(token_ids), max(token_ids)) if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"prompt ids must be in 0 … {vocab_size - 1}, got {outside[0]}")
+    return room

@@ -35,7 +35,8 @@ from openrlhf.trainers.preflight import reading_model, warn_of_positions
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 
 ACTOR = "actor"
-"""The policy's folder in a checkpoint."""
+CRITIC = "critic"
+"""Folders in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +151,15 @@ class LocalTraining:
 
     def export(self, tokenizer: Any, model_dir: Path) -> list[Path]:
         """Write the policy, and the critic beside it if it is to be saved; returns the folders."""
-        with self._policy_backend.weights_to_save():
-            written = [export_policy(self._models.policy, tokenizer, model_dir)]
-        if self._models.critic is not None and self._config.critic.save_value_network:
-            folder = model_dir.with_name(f"{model_dir.name}_critic")
-            written.append(export_value_model(self._models.critic, tokenizer, folder))
-        return written
+        folders = {ACTOR: model_dir}
+        if self._config.critic.save_value_network:
+            folders[CRITIC] = model_dir.with_name(f"{model_dir.name}_critic")
+        trained = self.checkpointed(tokenizer)
+        written = {name: folder for name, folder in folders.items() if name in trained}
+        for name, folder in written.items():
+            with trained[name].backend.weights_to_save() as weights:
+                trained[name].export(folder, {}, weights)
+        return list(written.values())
 
     def checkpointed(self, tokenizer: Any) -> dict[str, Trained]:
         """What a checkpoint holds, by the names of its folders."""
@@ -167,7 +171,7 @@ class LocalTraining:
             )
         }
         if critic is not None and self._critic_backend is not None:
-            trained["critic"] = Trained(
+            trained[CRITIC] = Trained(
                 self._critic_backend,
                 lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
             )

@@ -4,21 +4,7 @@ Minutes: `make faults`, not part of `make test`.
 """
 
 import pytest
-from killed_runs import SAVE_STEPS, Sft, assert_same_end, make_inputs
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    make_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def straight(files, tmp_path_factory):
-    run = Sft(files, tmp_path_factory.mktemp("straight"))
-    run.run()
-    return run
+from killed_runs import SAVE_STEPS, Sft, assert_same_end
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,6 +181,19 @@ def _set_torch_threads(count: int) -> None:
     import torch
 
     torch.set_num_threads(count)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch) -> Iterator[Path]:
+    """An empty current directory for commands that are run in this process, in one thread, with a cache of its own."""
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

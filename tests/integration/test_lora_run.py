@@ -35,14 +35,9 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def run(inputs, data, tmp_path, monkeypatch, capfd, caplog):
+def run(inputs, data, workplace, capfd, caplog):
     """Runs a supervised command in this process from an empty directory: its metrics by training step."""
     from importlib import import_module
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def start(command, *words, name="out", **overrides):
         values = {
@@ -52,8 +47,8 @@ def run(inputs, data, tmp_path, monkeypatch, capfd, caplog):
             "train.batch_size": 16,
             "train.max_epochs": 4,
             "adam.lr": 5e-3,
-            "ckpt.output_dir": tmp_path / name,
-            "logger.run_dir": tmp_path / f"run_{name}",
+            "ckpt.output_dir": workplace / name,
+            "logger.run_dir": workplace / f"run_{name}",
         }
         if command == "train_sft":
             values |= {"data.output_key": "output", "data.input_template": "{}"}
@@ -64,10 +59,9 @@ def run(inputs, data, tmp_path, monkeypatch, capfd, caplog):
         rc = import_module(f"openrlhf.cli.{command}").main([*argv, *words])
         said = capfd.readouterr().err + caplog.text
         assert rc == 0, said
-        return [r for r in read_metrics(tmp_path / f"run_{name}" / "metrics.jsonl") if r["kind"] == "train"]
+        return [r for r in read_metrics(workplace / f"run_{name}" / "metrics.jsonl") if r["kind"] == "train"]
 
-    yield start
-    torch.set_num_threads(before)
+    return start
 
 
 def adapter(folder):

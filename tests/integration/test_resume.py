@@ -6,26 +6,11 @@ from importlib import import_module
 
 import pytest
 import torch
-from killed_runs import Sft, assert_same_end, flags, make_inputs
+from killed_runs import Sft, assert_same_end, flags
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from openrlhf.observability.loggers import read_metrics, without_times
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    make_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def straight(files, tmp_path_factory):
-    """A run that nothing happened to."""
-    run = Sft(files, tmp_path_factory.mktemp("straight"))
-    run.run()
-    return run
 
 
 @pytest.mark.parametrize(
@@ -45,14 +30,11 @@ def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, at
 
 
 @pytest.fixture
-def train(files, tmp_path, monkeypatch, capfd, caplog):
+def train(files, workplace, monkeypatch, capfd, caplog):
     """Runs a command: exit status, and what it said."""
     import openrlhf.trainers.supervised_assembly  # noqa: F401, seconds of imports
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", files / "cache")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", files / "cache")  # of all runs on these files
     data = {
         "train_sft": {"data__dataset": files / "sft.jsonl", "data__output_key": "output", "data__input_template": "{}"},
         "train_rm": {"data__dataset": files / "pairs.jsonl", "data__prompt_key": "prompt"},
@@ -60,15 +42,14 @@ def train(files, tmp_path, monkeypatch, capfd, caplog):
     }
 
     def run(command, folder, **overrides):
-        folder = tmp_path / folder
+        folder = workplace / folder
         caplog.clear()
         with caplog.at_level(logging.INFO):
             words = flags(files, folder, **data[command] | {"train__max_epochs": 1} | overrides)
             rc = import_module(f"openrlhf.cli.{command}").main(words)
         return rc, capfd.readouterr().err + caplog.text
 
-    yield run
-    torch.set_num_threads(before)
+    return run
 
 
 def weights(folder):

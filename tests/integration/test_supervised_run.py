@@ -12,16 +12,11 @@ from openrlhf.observability.loggers import read_metrics
 
 
 @pytest.fixture
-def run(inputs, data, tmp_path, monkeypatch, capfd, caplog):
+def run(inputs, data, workplace, capfd, caplog):
     """Runs a command in this process from an empty directory: exit status, metrics, what it said."""
     from importlib import import_module
 
     import openrlhf.trainers.supervised_assembly  # noqa: F401, seconds of imports
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def start(command, *words, **overrides):
         values = {
@@ -30,16 +25,15 @@ def run(inputs, data, tmp_path, monkeypatch, capfd, caplog):
             "train.batch_size": 16,
             "train.max_epochs": 2,
             "adam.lr": 1e-3,
-            "ckpt.output_dir": tmp_path / "out",
-            "logger.run_dir": tmp_path / "run",
+            "ckpt.output_dir": workplace / "out",
+            "logger.run_dir": workplace / "run",
         } | {name.replace("__", "."): value for name, value in overrides.items()}
         argv = [word for name, value in values.items() for word in (f"--{name}", str(value))]
         rc = import_module(f"openrlhf.cli.{command}").main([*argv, *words])
         said = capfd.readouterr()
         return rc, said.err + caplog.text
 
-    yield start
-    torch.set_num_threads(before)
+    return start
 
 
 def history(tmp_path, kind):

@@ -30,6 +30,20 @@ class ThreadRanks:
         pass
 
 
+def outcomes(count: int, function) -> list:
+    """What `function(ranks)` returned or raised on each of so many ranks, each by itself."""
+    barrier, shelf = threading.Barrier(count), [None] * count
+
+    def run(index: int):
+        try:
+            return function(ThreadRanks(index, barrier, shelf))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
 def together(count: int, function) -> list:
     """`function(ranks)` on so many ranks at once; what each returned."""
     barrier, shelf = threading.Barrier(count), [None] * count

@@ -1,12 +1,12 @@
 """State on disk: exact, lazy, in bounded files; and whole checkpoints of several ranks."""
 
 import random
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from thread_ranks import outcomes
 from torch import nn
 
 from openrlhf.backends.optimizer import OptimizerSettings
@@ -119,53 +119,6 @@ def test_generators_go_on_where_they_stood(tmp_path):
     assert draw() == drawn
 
 
-class Team:
-    """Ranks as threads of this process."""
-
-    def __init__(self, count):
-        self.count = count
-        self._barrier = threading.Barrier(count, timeout=20)
-        self._values = [None] * count
-
-    def rank(self, index):
-        return Member(self, index)
-
-    def exchange(self, index, value):
-        self._values[index] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-    def run(self, work):
-        """What `work(rank)` returned or raised on each rank."""
-        outcomes = [None] * self.count
-
-        def target(index):
-            try:
-                outcomes[index] = work(self.rank(index))
-            except Exception as error:
-                outcomes[index] = error
-
-        threads = [threading.Thread(target=target, args=(i,)) for i in range(self.count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return outcomes
-
-
-class Member:
-    def __init__(self, team, index):
-        self._team, self.index, self.count, self.is_main = team, index, team.count, index == 0
-
-    def gather(self, value):
-        return self._team.exchange(self.index, value)
-
-    def barrier(self, name):
-        self._team.exchange(self.index, None)
-
-
 class ShardedBackend:
     """Whole tensors on the main rank only, and every rank must ask for each: `gather` would wait otherwise."""
 
@@ -209,7 +162,7 @@ def test_several_ranks_write_one_checkpoint_and_all_continue_from_it(tmp_path):
     def save(ranks):
         manager(tmp_path, ranks, ShardedBackend(ranks, 0.5)).save(7, {"n": 3})
 
-    assert Team(3).run(save) == [None] * 3
+    assert outcomes(3, save) == [None] * 3
     assert (tmp_path / "global_step7" / "model" / "config.json").read_text() == "3"
 
     def load(ranks):
@@ -221,7 +174,7 @@ def test_several_ranks_write_one_checkpoint_and_all_continue_from_it(tmp_path):
         )
         return kept.load(), backend.value.tolist(), found.notes
 
-    assert Team(4).run(load) == [({"n": 3}, [0.5] * 3, {"run_directory": "runs/x"})] * 4
+    assert outcomes(4, load) == [({"n": 3}, [0.5] * 3, {"run_directory": "runs/x"})] * 4
 
 
 def test_what_fails_on_the_main_rank_fails_on_all_and_leaves_nothing(tmp_path):
@@ -231,7 +184,7 @@ def test_what_fails_on_the_main_rank_fails_on_all_and_leaves_nothing(tmp_path):
 
         manager(tmp_path, ranks, ShardedBackend(ranks), export=full).save(7, {"n": 3})
 
-    errors = Team(2).run(save)
+    errors = outcomes(2, save)
     assert [type(error) for error in errors] == [CheckpointError] * 2
     assert "No space left on device" in str(errors[1])
     assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == []

@@ -23,6 +23,7 @@ import torch
 
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.models.attention import ATTENTION
+from openrlhf.rollout.base import check_prompt
 from openrlhf.rollout.embedded.batch import Columns, Request, RunningBatch
 from openrlhf.rollout.embedded.decoder import Decoder, Prefill
 from openrlhf.rollout.embedded.fallback import CachedDecoder
@@ -191,17 +192,7 @@ class EmbeddedEngine:
         return request
 
     def _make_request(self, token_ids: tuple[int, ...], params: SamplingParams) -> Request:
-        room = self._max_model_len - len(token_ids)
-        if not token_ids:
-            raise ValueError("a prompt needs at least one token")
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self._max_model_len} "
-                "(max_model_len): shorten the prompt or raise the limit"
-            )
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            outside = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-            raise ValueError(f"prompt ids must be in 0 … {self._vocab_size - 1}, got {outside}")
+        room = check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
         outside = [token for token in params.stop_token_ids if token >= self._vocab_size]

@@ -27,6 +27,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from openrlhf.rollout.base import check_prompt
 from openrlhf.rollout.embedded.stopping import eos_token_ids
 from openrlhf.rollout.vllm.loop_thread import LoopThread
 from openrlhf.rollout.vllm.sampling import sampling_arguments
@@ -183,17 +184,7 @@ class VllmEngine:
 
     def _make_request(self, token_ids: Sequence[int], params: SamplingParams) -> _Request:
         prompt = [int(token) for token in token_ids]
-        room = self.max_model_len - len(prompt)
-        if not prompt:
-            raise ValueError("a prompt needs at least one token")
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len} "
-                "(max_model_len): shorten the prompt or raise the limit"
-            )
-        outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocab_size]
-        if outside:
-            raise ValueError(f"prompt ids must be in 0 … {self._vocab_size - 1}, got {outside[0]}")
+        room = check_prompt(prompt, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         wants_text = params.detokenize and not params.stop and self.tokenizer is not None
         return _Request(
             name=str(next(self._numbers)),
