@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -20,14 +20,51 @@ T = TypeVar("T")
 State = dict[str, Any]
 
 
+class Kept(Protocol):
+    """A model that a checkpoint holds, wherever it is trained."""
+
+    def expected_bytes(self, *, resumable: bool) -> int:
+        """About what `write` needs on disk."""
+        ...
+
+    def write(self, folder: Path, state: State, *, resumable: bool) -> None:
+        """A Hugging Face folder, given the loop's state; `resumable` adds training state. Raises CheckpointError."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from what a resumable `write` left there. Raises CheckpointError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model that a checkpoint holds."""
+    """A model of this process, or this rank's part of one: methods are collective. Implements `Kept`."""
 
     backend: Backend
     export: Callable[[Path, State, Mapping[str, Tensor] | None], object]
     """Writes it as a Hugging Face folder, on the main rank; given the loop's state, and the weights to write where the
     module does not hold them."""
+    ranks: Ranks = ALONE
+
+    def expected_bytes(self, *, resumable: bool) -> int:
+        """The model in its dtype, and its trained parameters in fp32 with two moments."""
+        parameters = list(self.backend.module.parameters())
+        total = sum(_size(p) * p.element_size() for p in parameters)
+        return total + (sum(_size(p) * 12 for p in parameters if p.requires_grad) if resumable else 0)
+
+    def write(self, folder: Path, state: State, *, resumable: bool) -> None:
+        with self.backend.weights_to_save() as weights:
+            together(self.ranks, lambda: self.export(folder, state, weights) if self.ranks.is_main else None)
+        if resumable:
+            target, numbers, tensors = folder / TRAINING_STATE, self.backend.numbers(), self.backend.tensors()
+            together(self.ranks, lambda: write_training_state(target, numbers, tensors, writes=self.ranks.is_main))
+
+    def load(self, folder: Path) -> None:
+        numbers, tensors = read_training_state(folder / TRAINING_STATE)
+        try:
+            self.backend.load(numbers, tensors)
+        except ValueError as error:
+            raise CheckpointError(f"{folder.parent} cannot be continued: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +111,7 @@ class CheckpointManager:
     def __init__(
         self,
         folder: CheckpointFolder,
-        models: Mapping[str, Trained],
+        models: Mapping[str, Kept],
         *,
         found: Found | None = None,
         identity: Mapping[str, str],
@@ -105,24 +142,17 @@ class CheckpointManager:
             "random": self._ranks.gather(random_state()),
             "loop": state,
         }
-        self._on_main(lambda: self._folder.require_room(self._expected_bytes()))
+        expected = sum(model.expected_bytes(resumable=self._resumable) for model in self._models.values())
+        self._on_main(lambda: self._folder.require_room(expected))
         try:
             self._on_main(lambda: self._folder.begin(step))
             for name, model in self._models.items():
-                self._write_model(model, draft / name, state)
+                model.write(draft / name, state, resumable=self._resumable)
             self._on_main(lambda: write_state(draft, whole))
             self._on_main(lambda: self._folder.commit(step, best=best))
         except CheckpointError:
             self._on_main(lambda: self._folder.discard(step))
             raise
-
-    def _write_model(self, model: Trained, folder: Path, state: State) -> None:
-        with model.backend.weights_to_save() as weights:
-            self._on_main(lambda: model.export(folder, state, weights))
-        if self._resumable:
-            target, numbers = folder / TRAINING_STATE, model.backend.numbers()
-            tensors, writes = model.backend.tensors(), self._ranks.is_main
-            together(self._ranks, lambda: write_training_state(target, numbers, tensors, writes=writes))
 
     def load(self) -> State | None:
         """Models and generators are as they were; returns the loop's state. None: nothing to continue from."""
@@ -130,11 +160,7 @@ class CheckpointManager:
             return None
         self._found.require_same(self._identity)
         for name, model in self._models.items():
-            numbers, tensors = read_training_state(self._found.path / name / TRAINING_STATE)
-            try:
-                model.backend.load(numbers, tensors)
-            except ValueError as error:
-                raise CheckpointError(f"{self._found.path} cannot be continued: {error}") from error
+            model.load(self._found.path / name)
         states = self._found.state["random"]
         if self._ranks.index < len(states):
             restore_random_state(states[self._ranks.index])
@@ -142,16 +168,6 @@ class CheckpointManager:
 
     def _on_main(self, work: Callable[[], object]) -> None:
         together(self._ranks, lambda: work() if self._ranks.is_main else None)
-
-    def _expected_bytes(self) -> int:
-        """Each model in its dtype, and its trained parameters in fp32 with two moments."""
-        total = 0
-        for model in self._models.values():
-            parameters = list(model.backend.module.parameters())
-            total += sum(_size(p) * p.element_size() for p in parameters)
-            if self._resumable:
-                total += sum(_size(p) * 12 for p in parameters if p.requires_grad)
-        return total
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -212,6 +212,13 @@ class Placed:
             )
         }
 
+    def address(self, place: Place) -> str:
+        """Of its node, for people."""
+        import ray
+
+        node_id = self.node_id(place)
+        return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}.get(node_id, node_id)
+
     def node_id(self, place: Place) -> str:
         return _bundle_nodes(self.plan, self.fit, self.cluster)[place.pool][place.bundle]
 

@@ -7,85 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.cluster.placement import Role
-from openrlhf.cluster.transport import Column, PackedSamples
+from openrlhf.cluster.transport import PackedSamples
 from openrlhf.cluster.workers import WorkerGroup
-from openrlhf.learners.rank import CriticLearners, RankLearners
 from openrlhf.learners.samples import SampleMaker
-from openrlhf.learners.scorer import Scorer
 from openrlhf.learners.sharing import share_out
 from openrlhf.learners.steps import StepSettings
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import Group, SampleKey, TrainingBatch
+from openrlhf.types import Group, SampleKey
 
 DEADLINE = 3600.0
 """Of one stage of a round, in seconds."""
-
-
-class RankService:
-    """In a rank's process: the samples that it has at the moment, and columns that come and go."""
-
-    def __init__(self) -> None:
-        self._batch = TrainingBatch(samples=[])
-
-    def hold(self, share: PackedSamples) -> None:
-        self._batch = TrainingBatch(samples=share.samples())
-
-    def give(self, name: str) -> Column:
-        return Column.of(self._batch, name)
-
-    def take(self, name: str, *parts: Column) -> None:
-        setattr(self._batch, name, Column.for_batch(self._batch, parts))
-
-
-class PolicyService(RankService):
-    """A rank of the policy, and of what lives in the same process."""
-
-    def __init__(self, learners: RankLearners) -> None:
-        super().__init__()
-        self._learners = learners
-
-    def score(self) -> None:
-        self._learners.score(self._batch)
-
-    def assign_advantages(self) -> Metrics:
-        return self._learners.assign_advantages(self._batch)
-
-    def update(self) -> Metrics:
-        return self._learners.update(self._batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._learners.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._learners.load_state_dict(state)
-
-
-class CriticService(RankService):
-    """A rank of a critic that has processes of its own."""
-
-    def __init__(self, learners: CriticLearners) -> None:
-        super().__init__()
-        self._learners = learners
-
-    def score(self) -> None:
-        self._learners.score(self._batch)
-
-    def update(self) -> Metrics:
-        return self._learners.update(self._batch)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._learners.load_state_dict(state)
-
-
-class ReferenceService(RankService):
-    """A rank of a reference model that has processes of its own."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        super().__init__()
-        self._scorer = scorer
-
-    def score(self) -> None:
-        self._batch.reference_logprobs_A = self._scorer.score(self._batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +31,7 @@ class HeldBatch:
 
 
 class RayWorkers:
-    """Groups of `RankService`s: the policy's, and those of models that live elsewhere. Implements `Workers`.
+    """Groups of `cluster.services`: the policy's, and those of models that live elsewhere. Implements `Workers`.
 
     Samples and columns go from rank to rank; the driver sees neither.
     """
@@ -181,10 +112,15 @@ class RayWorkers:
         target.call("take", name, shares=needed, deadline=DEADLINE)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._policy.call("state_dict", deadline=DEADLINE)[0]
+        state = self._policy.call("state_dict", deadline=DEADLINE)[0]
+        return state | {"random": self._policy.call("random_state", deadline=DEADLINE)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """With another number of ranks their generators begin anew."""
         self._rounds = state["rounds"]
         for group in (self._policy, self._critic):
             if group is not None:
                 group.call("load_state_dict", state, deadline=DEADLINE)
+        random = state.get("random", ())
+        if len(random) == len(self._policy):
+            self._policy.call("restore_random_state", shares=[(own,) for own in random], deadline=DEADLINE)

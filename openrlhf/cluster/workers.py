@@ -16,7 +16,52 @@ from openrlhf.cluster.placement import Crew, Role
 
 
 class WorkerError(RuntimeError):
-    """A rank failed, died or did not answer in time. The message says which, and where."""
+    """A rank or an engine failed, died or did not answer in time. The message says which, and where."""
+
+    def __init__(self, message: str, *, reason: BaseException | None = None, details: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        """What was raised there."""
+        self.details = details
+        """And its traceback."""
+
+
+class Calls:
+    """Waits for the answers of actors that have names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def wait(self, calls: Sequence[Any], what: str, seconds: float) -> list[Any]:
+        """All answers, one of each actor. Whoever fails first ends the wait: the others may be waiting for it too.
+
+        Raises WorkerError.
+        """
+        import ray
+
+        end, pending = time.monotonic() + seconds, list(calls)
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                late = ", ".join(name for name, call in zip(self._names, calls, strict=True) if call in pending)
+                raise WorkerError(f"waited {seconds:g} s {what}: {late}")
+            for call in done:
+                self._look_at(call, list(calls).index(call))
+        return ray.get(list(calls))
+
+    def _look_at(self, call: Any, index: int) -> None:
+        import ray
+
+        try:
+            ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            reason = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
+            raise WorkerError(f"{self._names[index]}: {reason}", reason=error.cause, details=str(error)) from error
+        except ray.exceptions.RayError as error:
+            raise self.gone(index, error) from error
+
+    def gone(self, index: int, error: Exception) -> WorkerError:
+        return WorkerError(f"{self._names[index]} is gone: {str(error).strip().splitlines()[-1].strip()}")
 
 
 class Shell:
@@ -33,8 +78,11 @@ class Shell:
             probe.bind(("", 0))
             return "127.0.0.1" if on_one_node else ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def start(self, rank: int, count: int, meeting: tuple[str, int], build: Callable[[], Any]) -> None:
-        """Tell libraries who this process is, as torchrun does, and make the service. `meeting`: of rank 0."""
+    def start(self, rank: int, count: int, meeting: tuple[str, int], folder: str, build: Callable[[], Any]) -> None:
+        """Tell libraries who this process is, as torchrun does, and make the service. `meeting`: of rank 0.
+
+        `folder`: where the run was started, for the relative paths of its flags.
+        """
         import ray
 
         given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -45,15 +93,17 @@ class Shell:
             "MASTER_ADDR": meeting[0],
             "MASTER_PORT": str(meeting[1]),
         }
+        if os.path.isdir(folder):
+            os.chdir(folder)
         self._service = build()
 
-    def call(self, method: str, arguments: tuple[Any, ...], *fetched: Any) -> Any:
+    def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any], *fetched: Any) -> Any:
         """`fetched` follow the others: object references that Ray has brought here."""
-        return getattr(self._service, method)(*arguments, *fetched)
+        return getattr(self._service, method)(*arguments, *fetched, **options)
 
     def produce(self, method: str, arguments: tuple[Any, ...]) -> tuple[None, Any]:
         """The answer stays here for whoever needs it; the first value says that it is there."""
-        return None, self.call(method, arguments)
+        return None, self.call(method, arguments, {})
 
 
 class WorkerGroup:
@@ -66,65 +116,49 @@ class WorkerGroup:
         """
         import ray
 
-        self._crew = crew.name
         shell = ray.remote(Shell)
         self._actors = [shell.options(**placed.options(place)).remote() for place in crew.places]
-        self._nodes = [placed.node_id(place) for place in crew.places]
-        meeting = self._actors[0].address.remote(on_one_node=len(set(self._nodes)) == 1)
+        self._calls = Calls(
+            [f"{crew.name} rank {rank} on {placed.address(place)}" for rank, place in enumerate(crew.places)]
+        )
+        nodes = {placed.node_id(place) for place in crew.places}
+        meeting, folder = self._actors[0].address.remote(on_one_node=len(nodes) == 1), os.getcwd()
         self._starts = [
-            actor.start.remote(rank, len(self._actors), meeting, build) for rank, actor in enumerate(self._actors)
+            actor.start.remote(rank, len(self._actors), meeting, folder, build)
+            for rank, actor in enumerate(self._actors)
         ]
 
     def ready(self, *, deadline: float) -> None:
         """Wait until every rank has built its service. Raises WorkerError."""
-        self._wait(self._starts, "to start", deadline)
+        self._calls.wait(self._starts, "to start", deadline)
 
     def __len__(self) -> int:
         return len(self._actors)
 
     def call(
-        self, method: str, *arguments: Any, deadline: float, shares: Sequence[Sequence[Any]] | None = None
+        self,
+        method: str,
+        *arguments: Any,
+        deadline: float,
+        shares: Sequence[Sequence[Any]] | None = None,
+        **options: Any,
     ) -> list[Any]:
         """What every rank's service answers, by rank. `shares`: more arguments, each rank its own.
 
         Those that are object references are fetched by their rank alone. Raises WorkerError as soon as one rank does.
         """
         own = [()] * len(self._actors) if shares is None else shares
-        calls = [actor.call.remote(method, arguments, *share) for actor, share in zip(self._actors, own, strict=True)]
-        return self._wait(calls, f"for {method}", deadline)
+        calls = [
+            actor.call.remote(method, arguments, options, *share)
+            for actor, share in zip(self._actors, own, strict=True)
+        ]
+        return self._calls.wait(calls, f"for {method}", deadline)
 
     def produce(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
         """References to the answers, by rank, which stay where they are until somebody fetches them."""
         pairs = [actor.produce.options(num_returns=2).remote(method, arguments) for actor in self._actors]
-        self._wait([done for done, _ in pairs], f"for {method}", deadline)
+        self._calls.wait([done for done, _ in pairs], f"for {method}", deadline)
         return [reference for _, reference in pairs]
-
-    def _wait(self, calls: Sequence[Any], what: str, seconds: float) -> list[Any]:
-        """All answers. Whoever fails first ends the wait: the others may be waiting for it too."""
-        import ray
-
-        end, pending = time.monotonic() + seconds, list(calls)
-        while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
-            if not done:
-                late = ", ".join(self._name(rank) for rank, call in enumerate(calls) if call in pending)
-                raise WorkerError(f"waited {seconds:g} s {what}: {late}")
-            for call in done:
-                try:
-                    ray.get(call)
-                except ray.exceptions.RayTaskError as error:
-                    reason = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
-                    raise WorkerError(f"{self._name(calls.index(call))}: {reason}") from error
-                except ray.exceptions.RayError as error:
-                    reason = str(error).strip().splitlines()[-1].strip()
-                    raise WorkerError(f"{self._name(calls.index(call))} is gone: {reason}") from error
-        return ray.get(list(calls))
-
-    def _name(self, rank: int) -> str:
-        import ray
-
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        return f"{self._crew} rank {rank} on {addresses.get(self._nodes[rank], self._nodes[rank])}"
 
     def close(self) -> None:
         import ray

@@ -102,10 +102,9 @@ def critic_is_not_used(config: RLConfig) -> Iterator[str]:
 
 def local_launcher_is_one_process(config: RLConfig) -> Iterator[str]:
     world = config.actor.world_size
-    launcher = config.train.launcher
-    if launcher != "ray" and world is not None and world > 1:
+    if config.train.launcher == "local" and world is not None and world > 1:
         yield (
-            f"--train.launcher {launcher} is one process on this machine: the actor's {world} workers "
+            f"--train.launcher local is one process on this machine: the actor's {world} workers "
             "(--actor.num_nodes × --actor.num_gpus_per_node) become 1"
         )
 

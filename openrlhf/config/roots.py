@@ -153,7 +153,8 @@ class RLConfig(TrainerSection):
 
     @property
     def uses_reward_model(self) -> bool:
-        return self.reward_source != "agent" and any(source.kind == "model" for source in self.reward.sources)
+        """Beside an agent it judges the episodes to which that gives no reward."""
+        return any(source.kind == "model" for source in self.reward.sources)
 
     @property
     def critic_path(self) -> str | None:

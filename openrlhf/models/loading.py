@@ -184,6 +184,12 @@ def load_value_model(
     return model.train()
 
 
+def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False, flag: str) -> Any:
+    """A model's configuration; raises ModelLoadError."""
+    check_model_path(path, flag=flag)
+    return _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
+
+
 def load_tokenizer(
     path: str | os.PathLike[str],
     *,

@@ -69,6 +69,10 @@ class RewardError(Exception):
     """A reward call failed. The text names the user's file and line (or the server) and what to do."""
 
 
+class RewardGoneError(Exception):
+    """Whoever judges is gone: no request will be answered any more. The text is all that people need."""
+
+
 class RewardSource(Protocol):
     """Judges finished samples. Calls may overlap."""
 

@@ -1,4 +1,4 @@
-"""Rewards from a reward model in this process: the score of a sample's last token."""
+"""Rewards from a reward model, in this process or elsewhere: the score of a sample's last token."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from openrlhf.models.value import ValueModel, sequence_ends
-from openrlhf.rewards.base import Reward, RewardError, RewardRequest
-from openrlhf.rewards.batching import Batcher, Item
+from openrlhf.rewards.base import Reward, RewardError, RewardGoneError, RewardRequest
+from openrlhf.rewards.batching import Batcher, Forward, Item
 from openrlhf.types import PackedTokens
 
 logger = logging.getLogger(__name__)
@@ -28,20 +29,19 @@ class UnreadableError(RewardError):
         """Which of those given."""
 
 
-class RewardModel:
-    """A `ValueModel` and its tokenizer: what it reads of a text, and its scores of many sequences in one forward.
+class RewardReader:
+    """What a reward model reads of a text, and what may not be its score.
 
     What is longer than `max_length` loses its beginning: the score is read at the end of the answer, which must be the
     real one.
     """
 
-    def __init__(self, model: ValueModel, tokenizer: Any, *, max_length: int, name: str) -> None:
-        """`model`: in eval mode; stays the caller's. `name`: how errors call it."""
+    def __init__(self, tokenizer: Any, *, vocab_size: int, max_length: int, name: str) -> None:
+        """`tokenizer`: the model's own. `vocab_size`: how many embeddings it has. `name`: how errors call it."""
         self.name = name
-        self._model = model
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._max_length = max_length
-        self._embeddings = model.model.get_input_embeddings()
 
     def knows(self, tokenizer: Any) -> bool:
         """Whether each token of this tokenizer has the same id in the model's own."""
@@ -59,22 +59,13 @@ class RewardModel:
             if not len(sequence):
                 raise UnreadableError(index, f"the text is empty for the tokenizer of reward model {self.name}")
             # On a GPU an id out of range ends the process, not the call.
-            if int(sequence.max()) >= self._embeddings.num_embeddings:
+            if int(sequence.max()) >= self._vocab_size:
                 raise UnreadableError(
                     index,
-                    f"token {int(sequence.max())} is beyond the {self._embeddings.num_embeddings} embeddings of "
-                    f"reward model {self.name}: is the tokenizer in its folder its own?",
+                    f"token {int(sequence.max())} is beyond the {self._vocab_size} embeddings of reward model "
+                    f"{self.name}: is the tokenizer in its folder its own?",
                 )
         return [sequence[-self._max_length :] for sequence in sequences]
-
-    @torch.no_grad()
-    def score(self, batch: Sequence[Item]) -> list[float]:
-        """One packed forward; neighbours compute what they share once."""
-        sequences = [item.token_ids for item in batch]
-        tokens = PackedTokens.from_sequences(sequences, [torch.zeros_like(s, dtype=torch.bool) for s in sequences])
-        tokens = dataclasses.replace(tokens, shared_prefixes=(0, *(item.shared for item in batch[1:])))
-        tokens = tokens.to(self._embeddings.weight.device)
-        return self._model(tokens, positions=sequence_ends(tokens)).tolist()
 
     def checked(self, scores: Sequence[float]) -> Sequence[float]:
         """The same, if all are numbers; raises RewardError."""
@@ -86,36 +77,67 @@ class RewardModel:
         return scores
 
 
+class RewardModel(RewardReader):
+    """A `ValueModel` and its tokenizer: scores of many sequences in one forward."""
+
+    def __init__(self, model: ValueModel, tokenizer: Any, *, max_length: int, name: str) -> None:
+        """`model`: in eval mode; stays the caller's."""
+        embeddings = model.model.get_input_embeddings()
+        super().__init__(tokenizer, vocab_size=embeddings.num_embeddings, max_length=max_length, name=name)
+        self._model = model
+        self._device = embeddings.weight.device
+
+    @torch.no_grad()
+    def score(self, batch: Sequence[Item]) -> list[float]:
+        """One packed forward; neighbours compute what they share once."""
+        sequences = [item.token_ids for item in batch]
+        tokens = PackedTokens.from_sequences(sequences, [torch.zeros_like(s, dtype=torch.bool) for s in sequences])
+        tokens = dataclasses.replace(tokens, shared_prefixes=(0, *(item.shared for item in batch[1:])))
+        tokens = tokens.to(self._device)
+        return self._model(tokens, positions=sequence_ends(tokens)).tolist()
+
+
 class RewardModelSource:
-    """Judges samples with one `RewardModel`, many requests to a forward.
+    """Judges samples with one reward model, many requests to a forward.
 
     The model reads the tokens that the policy read and wrote, if each of the policy's tokens has the same id in the
     model's own tokenizer; otherwise their text, as the policy's template made it, tokenised once.
 
-    As in the embedded engine everything happens between two turns of the caller's event loop: forwards of the reward
-    model overlap neither each other nor a decoding step, and there are no locks.
+    Without an `executor` everything happens between two turns of the caller's event loop, as in the embedded engine:
+    forwards of the reward model overlap neither each other nor a decoding step, and there are no locks.
     """
 
-    def __init__(self, model: RewardModel, *, policy_tokenizer: Any, max_batch_tokens: int) -> None:
-        """`max_batch_tokens`: most tokens in a forward; a longer sample goes alone."""
-        self._model = model
-        self._reads_tokens = model.knows(policy_tokenizer)
-        self._batcher = Batcher(model.score, max_tokens=max_batch_tokens)
+    def __init__(
+        self,
+        reader: RewardReader,
+        forward: Forward,
+        *,
+        policy_tokenizer: Any,
+        max_batch_tokens: int,
+        executor: Executor | None = None,
+    ) -> None:
+        """`max_batch_tokens`: most tokens in a forward; a longer sample goes alone. `executor`: of a forward that only
+        waits for others."""
+        self._reader = reader
+        self._reads_tokens = reader.knows(policy_tokenizer)
+        self._batcher = Batcher(forward, max_tokens=max_batch_tokens, executor=executor)
 
     async def start(self) -> None:
         if not self._reads_tokens:
             logger.info(
                 "reward model %s has another vocabulary than the policy: it reads the text, not the tokens",
-                self._model.name,
+                self._reader.name,
             )
 
     async def score(self, request: RewardRequest) -> Sequence[Reward]:
         try:
-            scores = self._model.checked(await self._batcher.score(self._sequences(request)))
+            scores = self._reader.checked(await self._batcher.score(self._sequences(request)))
         except RewardError as error:
             raise RewardError(f"{request.name}: {error}") from error
+        except RewardGoneError:
+            raise
         except Exception as error:
-            raise RewardError(f"{request.name}: reward model {self._model.name} failed: {error}") from error
+            raise RewardError(f"{request.name}: reward model {self._reader.name} failed: {error}") from error
         return [Reward(reward=score) for score in scores]
 
     async def close(self) -> None:
@@ -123,5 +145,5 @@ class RewardModelSource:
 
     def _sequences(self, request: RewardRequest) -> list[Tensor]:
         if self._reads_tokens and request.token_ids:
-            return self._model.cut([token_ids.cpu() for token_ids in request.token_ids])
-        return self._model.read(request.queries)
+            return self._reader.cut([token_ids.cpu() for token_ids in request.token_ids])
+        return self._reader.read(request.queries)

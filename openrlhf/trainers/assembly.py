@@ -1,4 +1,4 @@
-"""Binds the RL loop to one process: an engine beside it, plain torch. From a configuration to a finished run."""
+"""From a configuration to a finished run: the RL loop and its parts, on whatever the launcher has bound them to."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts_for
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
-from openrlhf.checkpoint.manager import CheckpointManager, Trained
+from openrlhf.checkpoint.manager import CheckpointManager, Kept
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
@@ -29,11 +27,10 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
-from openrlhf.trainers.local_engines import opened_engine
-from openrlhf.trainers.local_models import ACTOR, LocalTraining, load_models
+from openrlhf.trainers.launching import launched
+from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
-from openrlhf.trainers.reward_sources import build_reward
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.trainers.running import (
     RunResult,
@@ -57,14 +54,14 @@ def run_rl(config: RLConfig) -> int:
 
 def train(config: RLConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
-    device = prepare_process(config.train)
+    prepare_process(config.train)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
-        return _train(config, checkpoints, device=device, model_dir=model_dir)
+        return _train(config, checkpoints, model_dir=model_dir)
 
 
-def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, model_dir: Path) -> RunResult:
+def _train(config: RLConfig, checkpoints: Checkpoints, *, model_dir: Path) -> RunResult:
     tokenizer = _tokenizer(config)
     prompts = PromptStream(
         _prompts(config, tokenizer, evaluation=False),
@@ -74,23 +71,22 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
     with asyncio.Runner() as loop, contextlib.ExitStack() as held:
-        source = build_reward(config, tokenizer, device)
+        launcher = held.enter_context(launched(config, tokenizer))
+        source = launcher.reward()
         reward = source and held.enter_context(_started(source, loop))
-        models = load_models(config, device)
-        engine, weights = held.enter_context(opened_engine(config, models.policy, tokenizer, device))
-        episodes = held.enter_context(_started(_episodes(config, engine, tokenizer), loop))
+        rounds = math.ceil(len(prompts) / config.rollout.batch_size)
+        bound = held.enter_context(launcher.bound(rounds=rounds))
+        episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop))
         runner = EpisodeRunner(episodes=episodes, reward=reward, seed=config.train.seed)
         schedule = Schedule(
-            rounds=math.ceil(len(prompts) / config.rollout.batch_size),
+            rounds=rounds,
             eval_every=config.eval.period,
             eval_at_ends=config.eval.at_start and held_out is not None,
             save_every=config.ckpt.period,
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
-        training = LocalTraining(config, models, rounds=schedule.rounds, device=device)
         run_dir = create_run_directory(config, checkpoints.found)
-        logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
         with (
             observed(config, run_dir, steps=schedule.rounds, title=title) as seen,
@@ -107,8 +103,8 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
                     generate_batch_size=config.generate_batch_size,
                     score_filter=_score_filter(config),
                 ),
-                workers=training.workers,
-                weights=weights,
+                workers=bound.workers,
+                weights=bound.weights,
                 evaluation=held_out
                 and PromptEvaluation(
                     prompts=held_out,
@@ -122,25 +118,36 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
                 logger=seen.logger,
                 rollout_log=rollout_log,
                 progress=seen.progress,
-                checkpointer=_checkpointer(config, checkpoints, training.checkpointed(tokenizer), run_dir),
+                checkpointer=_checkpointer(config, checkpoints, bound.kept, run_dir),
             )
             if checkpoints.found:
                 seen.progress.note(f"continues from {checkpoints.found.path}")
             evaluation = trainer.fit()
             seen.progress.phase("export")
-            written = training.export(tokenizer, model_dir)
+            written = _export(config, bound.kept, model_dir)
             link_model(run_dir, model_dir)
             seen.progress.note(f"model in {', critic in '.join(map(str, written))}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
 
 
+def _export(config: RLConfig, kept: Mapping[str, Kept], model_dir: Path) -> list[Path]:
+    """Write the policy, and the critic beside it if it is to be saved; returns the folders."""
+    folders = {ACTOR: model_dir}
+    if config.critic.save_value_network:
+        folders[CRITIC] = model_dir.with_name(f"{model_dir.name}_critic")
+    written = {name: folder for name, folder in folders.items() if name in kept}
+    for name, folder in written.items():
+        kept[name].write(folder, {}, resumable=False)
+    return list(written.values())
+
+
 def _checkpointer(
-    config: RLConfig, checkpoints: Checkpoints, trained: Mapping[str, Trained], run_dir: RunDirectory
+    config: RLConfig, checkpoints: Checkpoints, kept: Mapping[str, Kept], run_dir: RunDirectory
 ) -> CheckpointManager | None:
     if checkpoints.folder is None:
         return None
     identity = {
-        "what is trained": f"rl with {' and '.join(trained)}",
+        "what is trained": f"rl with {' and '.join(kept)}",
         "--rollout.batch_size": str(config.rollout.batch_size),
     }
     if config.uses_reference or config.ds.lora.rank > 0:
@@ -148,7 +155,7 @@ def _checkpointer(
         identity["--actor.model_name_or_path"] = config.actor.model_name_or_path
     return CheckpointManager(
         checkpoints.folder,
-        trained,
+        kept,
         found=checkpoints.found,
         identity=identity,
         notes={"run_directory": str(run_dir.path.resolve())},

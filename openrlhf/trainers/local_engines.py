@@ -12,6 +12,7 @@ from openrlhf.config.roots import RLConfig
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.trainers.settings import model_dtype
 from openrlhf.weight_sync.base import WeightSync
 from openrlhf.weight_sync.in_process import InProcessWeightSync
@@ -44,11 +45,16 @@ def opened_engine(config: RLConfig, policy: Policy, tokenizer: Any, device: torc
 def _vllm(config: RLConfig, policy: Policy, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
     # Seconds of imports, of a library that most runs do without.
     from openrlhf.rollout.vllm.engine import VllmEngine
-    from openrlhf.rollout.vllm.settings import VllmSettings
     from openrlhf.weight_sync.vllm_source import ModelWeights
     from openrlhf.weight_sync.vllm_transfer import RpcTrainerInfo, VllmWeightSync
 
-    settings = VllmSettings(
+    source = ModelWeights(policy.model)
+    with contextlib.closing(VllmEngine(vllm_settings(config, device), tokenizer)) as engine:
+        yield LocalEngine(engine, VllmWeightSync(engine, source, init_info=RpcTrainerInfo(rank=0)))
+
+
+def vllm_settings(config: RLConfig, device: torch.device) -> VllmSettings:
+    return VllmSettings(
         model=config.actor.model_name_or_path,
         max_model_len=config.data.max_len,
         dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
@@ -59,6 +65,3 @@ def _vllm(config: RLConfig, policy: Policy, tokenizer: Any, device: torch.device
         seed=config.train.seed,
         deterministic=config.train.full_determinism_enable,
     )
-    source = ModelWeights(policy.model)
-    with contextlib.closing(VllmEngine(settings, tokenizer)) as engine:
-        yield LocalEngine(engine, VllmWeightSync(engine, source, init_info=RpcTrainerInfo(rank=0)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,7 +137,7 @@ class LocalTraining:
         self._distribution = distribution
         self._steps = step_settings(config)
         total_steps = rounds * self._steps.steps_per_round
-        self._policy_backend = distribution.train(
+        self.policy_backend = distribution.train(
             models.policy,
             optimizer_settings(config.actor, total_steps=total_steps),
             ema_beta=config.train.ema_beta if config.train.enable_ema else None,
@@ -149,31 +148,25 @@ class LocalTraining:
         self.learners = self._learners(device)
         self.workers = LocalWorkers(self.learners, sample_maker(config))
 
-    def export(self, tokenizer: Any, model_dir: Path) -> list[Path]:
-        """Write the policy, and the critic beside it if it is to be saved; returns the folders."""
-        folders = {ACTOR: model_dir}
-        if self._config.critic.save_value_network:
-            folders[CRITIC] = model_dir.with_name(f"{model_dir.name}_critic")
-        trained = self.checkpointed(tokenizer)
-        written = {name: folder for name, folder in folders.items() if name in trained}
-        for name, folder in written.items():
-            with trained[name].backend.weights_to_save() as weights:
-                trained[name].export(folder, {}, weights)
-        return list(written.values())
+    @property
+    def backends(self) -> list[Backend]:
+        return [backend for backend in (self.policy_backend, self._critic_backend) if backend is not None]
 
     def checkpointed(self, tokenizer: Any) -> dict[str, Trained]:
         """What a checkpoint holds, by the names of its folders."""
-        policy, critic = self._models.policy, self._models.critic
+        policy, critic, ranks = self._models.policy, self._models.critic, self._distribution.ranks
         trained = {
             ACTOR: Trained(
-                self._policy_backend,
+                self.policy_backend,
                 lambda folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
+                ranks,
             )
         }
         if critic is not None and self._critic_backend is not None:
             trained[CRITIC] = Trained(
                 self._critic_backend,
                 lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
+                ranks,
             )
         return trained
 
@@ -196,13 +189,13 @@ class LocalTraining:
             )
         return RankLearners(
             policy=PolicyLearner(
-                self._policy_backend,
+                self.policy_backend,
                 policy_settings(config, balance=balance_settings(config, self._models.policy)),
                 device=device,
                 ranks=ranks,
             ),
             policy_scorer=Scorer(
-                self._policy_backend.module, policy_logprobs, batching=scoring, device=device, ranks=ranks
+                self.policy_backend.module, policy_logprobs, batching=scoring, device=device, ranks=ranks
             ),
             steps=self._steps,
             credit=CreditSettings(

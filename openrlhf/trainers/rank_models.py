@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from openrlhf.cluster.learners import CriticService, PolicyService, RankService, ReferenceService
+from openrlhf.checkpoint.export import export_value_model
+from openrlhf.checkpoint.manager import Trained
 from openrlhf.cluster.placement import Role
+from openrlhf.cluster.services import CriticService, PolicyService, RankService, ReferenceService
 from openrlhf.config.roots import RLConfig
+from openrlhf.learners.filler import filler
 from openrlhf.learners.rank import CriticLearners
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.rewards.batching import Forward, Item
 from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.local_models import (
+    CRITIC,
     LocalTraining,
     critic_part,
     load_critic,
@@ -18,31 +26,107 @@ from openrlhf.trainers.local_models import (
     reference_scorer,
     step_settings,
 )
+from openrlhf.trainers.rank_engines import connect_engines
+from openrlhf.trainers.reward_sources import load_reward_model
 from openrlhf.trainers.running import prepare_process
 from openrlhf.trainers.settings import model_dtype, optimizer_settings
+from openrlhf.weight_sync.probe import policy_logprobs
 
 
 def rank_service(config: RLConfig, roles: Collection[Role], *, rounds: int) -> RankService:
     """Meet the other ranks and load what these roles need. Collective."""
-    distribution = Distribution.of("auto", config.ds)
-    device = prepare_process(config.train, distribution.ranks)
-    loading = distribution.loading(model_dtype(config.ds.param_dtype, device))
-    if Role.ACTOR in roles:
-        with loading:
+    return _Rank(config, rounds=rounds).service(roles)
+
+
+class _Rank:
+    """One rank, as it loads."""
+
+    def __init__(self, config: RLConfig, *, rounds: int) -> None:
+        self._config = config
+        self._rounds = rounds
+        self._distribution = Distribution.of("auto", config.ds)
+        self._device = prepare_process(config.train, self._distribution.ranks)
+
+    def service(self, roles: Collection[Role]) -> RankService:
+        beside = {"judges": self._judges() if Role.REWARD in roles else ()}
+        if Role.ACTOR in roles:
+            return self._policy(roles, beside)
+        if Role.CRITIC in roles:
+            return self._critic(beside)
+        if Role.REFERENCE in roles:
+            with self._loading():
+                reference = load_reference(self._config, self._device)
+            scorer = reference_scorer(self._config, reference, self._distribution, device=self._device)
+            return ReferenceService(scorer, **beside)
+        return RankService(**beside)
+
+    def _policy(self, roles: Collection[Role], beside: dict[str, Any]) -> PolicyService:
+        config, ranks = self._config, self._distribution.ranks
+        with self._loading():
             models = load_models(
-                config, device, with_reference=Role.REFERENCE in roles, with_critic=Role.CRITIC in roles
+                config, self._device, with_reference=Role.REFERENCE in roles, with_critic=Role.CRITIC in roles
             )
-        training = LocalTraining(config, models, rounds=rounds, device=device, distribution=distribution)
-        return PolicyService(training.learners)
-    if Role.CRITIC in roles:
-        with loading:
-            critic = load_critic(config, device)
+        training = LocalTraining(
+            config, models, rounds=self._rounds, device=self._device, distribution=self._distribution
+        )
+        backend = training.policy_backend
+        return PolicyService(
+            training.learners,
+            functools.partial(connect_engines, backend, ranks),
+            functools.partial(policy_logprobs, backend.module),
+            kept=training.checkpointed(self._tokenizer(config.actor.model_name_or_path)),
+            sleepers=training.backends,
+            **beside,
+        )
+
+    def _critic(self, beside: dict[str, Any]) -> CriticService:
+        config, ranks = self._config, self._distribution.ranks
+        with self._loading():
+            critic = load_critic(config, self._device)
         steps = step_settings(config)
-        settings = optimizer_settings(config.critic, total_steps=rounds * steps.steps_per_round)
-        part = critic_part(config, distribution.train(critic, settings), device=device, ranks=distribution.ranks)
-        return CriticService(CriticLearners(part, steps, ranks=distribution.ranks))
-    if Role.REFERENCE in roles:
-        with loading:
-            reference = load_reference(config, device)
-        return ReferenceService(reference_scorer(config, reference, distribution, device=device))
-    raise ValueError(f"nothing to load for {', '.join(roles)}")
+        settings = optimizer_settings(config.critic, total_steps=self._rounds * steps.steps_per_round)
+        backend = self._distribution.train(critic, settings)
+        tokenizer = self._tokenizer(config.actor.model_name_or_path)
+        kept = Trained(
+            backend,
+            lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
+            ranks,
+        )
+        part = critic_part(config, backend, device=self._device, ranks=ranks)
+        return CriticService(
+            CriticLearners(part, steps, ranks=ranks), kept={CRITIC: kept}, sleepers=[backend], **beside
+        )
+
+    def _judges(self) -> list[Forward]:
+        return [self._judge(path) for path in self._config.reward.model_paths]
+
+    def _judge(self, path: str) -> Forward:
+        """A reward model. One that is shared out over ranks is run by all of them, whoever has something to ask."""
+        with self._loading():
+            model = load_reward_model(
+                path,
+                self._config,
+                self._device,
+                trust_remote_code=self._config.actor.trust_remote_code,
+                prepare=self._distribution.freeze,
+            )
+        nothing = [Item(filler().tokens.token_ids, 0)] if self._distribution.shares_out_weights else []
+
+        def score(batch: Sequence[Item]) -> list[float]:
+            if batch:
+                return model.score(batch)
+            if nothing:
+                model.score(nothing)
+            return []
+
+        return score
+
+    def _loading(self) -> Any:
+        return self._distribution.loading(model_dtype(self._config.ds.param_dtype, self._device))
+
+    def _tokenizer(self, path: str) -> Any:
+        return load_tokenizer(
+            path,
+            use_fast=not self._config.data.disable_fast_tokenizer,
+            trust_remote_code=self._config.actor.trust_remote_code,
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,21 +13,31 @@ import torch
 
 from openrlhf.config.models import RewardEntry
 from openrlhf.config.roots import RLConfig, ServeRMConfig
-from openrlhf.models.loading import load_tokenizer, load_value_model
+from openrlhf.models.loading import load_config, load_tokenizer, load_value_model
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rewards.function_file import FunctionFileReward
-from openrlhf.rewards.model import RewardModel, RewardModelSource
+from openrlhf.rewards.model import RewardModel, RewardModelSource, RewardReader
 from openrlhf.trainers.local_models import model_dtype
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
 
+FLAG = "--reward.model_name_or_path"
 
-def build_reward(config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSource | None:
-    """Whatever judges this run's samples, not started yet; None: an agent does. `tokenizer`: the policy's."""
+
+ModelSource = Callable[[str, int], RewardSource]
+"""The reward model at a path, the so-manieth of the run, as a source."""
+
+
+def build_reward(config: RLConfig, model_source: ModelSource) -> RewardSource | None:
+    """Whatever judges this run's samples, not started yet; None: an agent does."""
     entries, weights = config.reward.sources, config.reward.weights
     if not entries:
         return None
-    sources = [_build(entry, config, tokenizer, device) for entry in entries]
+    numbers = itertools.count()
+    sources = [
+        model_source(entry.names[0], next(numbers)) if entry.kind == "model" else _build(entry, config)
+        for entry in entries
+    ]
     if len(sources) == 1 and weights is None:
         return sources[0]
     return CombinedReward(dict(zip(source_names(entries), sources, strict=True)), weights or [1.0] * len(sources))
@@ -42,29 +54,52 @@ def source_names(entries: tuple[RewardEntry, ...]) -> list[str]:
     return names
 
 
-def _build(entry: RewardEntry, config: RLConfig, tokenizer: Any, device: torch.device) -> RewardSource:
+def _build(entry: RewardEntry, config: RLConfig) -> RewardSource:
     if entry.kind == "function":
         return FunctionFileReward(entry.names[0], timeout=config.reward.timeout)
-    if entry.kind == "http":
-        from openrlhf.rewards.http import HttpReward  # aiohttp is only for those who have servers
+    from openrlhf.rewards.http import HttpReward  # aiohttp is only for those who have servers
 
-        return HttpReward(entry.names, timeout=config.reward.timeout, api_key=config.reward.api_key)
-    model = load_reward_model(entry.names[0], config, device, trust_remote_code=config.actor.trust_remote_code)
-    return RewardModelSource(model, policy_tokenizer=tokenizer, max_batch_tokens=config.scoring_tokens_per_gpu)
+    return HttpReward(entry.names, timeout=config.reward.timeout, api_key=config.reward.api_key)
+
+
+def reward_model_here(config: RLConfig, policy_tokenizer: Any, device: torch.device) -> ModelSource:
+    """Reward models in this process."""
+
+    def source(path: str, number: int) -> RewardSource:
+        model = load_reward_model(path, config, device, trust_remote_code=config.actor.trust_remote_code)
+        return RewardModelSource(
+            model, model.score, policy_tokenizer=policy_tokenizer, max_batch_tokens=config.scoring_tokens_per_gpu
+        )
+
+    return source
+
+
+def load_reward_reader(path: str, config: RLConfig) -> RewardReader:
+    """What a reward model at `path` that lives elsewhere would read of a text."""
+    with reading_model(path, flag=FLAG):
+        tokenizer = _tokenizer(path, config, trust_remote_code=config.actor.trust_remote_code)
+        model_config = load_config(path, trust_remote_code=config.actor.trust_remote_code, flag=FLAG)
+    vocab_size = model_config.get_text_config().vocab_size
+    return RewardReader(tokenizer, vocab_size=vocab_size, max_length=config.data.max_len, name=path)
+
+
+def _tokenizer(path: str, config: RLConfig | ServeRMConfig, *, trust_remote_code: bool) -> Any:
+    return load_tokenizer(
+        path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=trust_remote_code, flag=FLAG
+    )
 
 
 def load_reward_model(
-    path: str, config: RLConfig | ServeRMConfig, device: torch.device, *, trust_remote_code: bool
+    path: str,
+    config: RLConfig | ServeRMConfig,
+    device: torch.device,
+    *,
+    trust_remote_code: bool,
+    prepare: Callable[[Any], Any] = lambda module: module.requires_grad_(False),
 ) -> RewardModel:
-    """The reward model at `path` as the flags say, ready to score."""
-    flag = "--reward.model_name_or_path"
-    with reading_model(path, flag=flag):
-        tokenizer = load_tokenizer(
-            path,
-            use_fast=not config.data.disable_fast_tokenizer,
-            trust_remote_code=trust_remote_code,
-            flag=flag,
-        )
+    """The reward model at `path` as the flags say, ready to score. `prepare`: as a module that is not trained."""
+    with reading_model(path, flag=FLAG):
+        tokenizer = _tokenizer(path, config, trust_remote_code=trust_remote_code)
         model = load_value_model(
             path,
             dtype=model_dtype(config.ds.param_dtype, device),
@@ -76,11 +111,11 @@ def load_reward_model(
             attn_implementation=config.ds.attn_implementation,
             load_in_4bit=config.ds.load_in_4bit,
             experts_implementation=config.ds.experts_implementation,
-            flag=flag,
+            flag=FLAG,
         )
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     return RewardModel(
-        model.eval().requires_grad_(False),
+        prepare(model.eval()),
         tokenizer,
         max_length=config.data.max_len,
         name=path,

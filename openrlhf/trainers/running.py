@@ -16,6 +16,9 @@ from openrlhf.agents.episodes import AgentFileError
 from openrlhf.agents.host import kill_every_host
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError
+from openrlhf.cluster.launch import ClusterError
+from openrlhf.cluster.workers import WorkerError
+from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import Config
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
@@ -25,13 +28,23 @@ from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, Logger,
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
 from openrlhf.observability.run_directory import RunDirectory
-from openrlhf.rewards.base import RewardError
+from openrlhf.rewards.base import RewardError, RewardGoneError
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.utils import interrupts
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError, CheckpointError)
+USER_ERRORS = (
+    DataError,
+    RewardError,
+    RewardGoneError,
+    AgentFileError,
+    ModelLoadError,
+    RolloutError,
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+)
 """Errors whose text is all a user needs: no traceback."""
 
 
@@ -62,6 +75,11 @@ def user_errors_end_the_run() -> Iterator[Ending]:
     except USER_ERRORS as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         ending.status = 1
+    except WorkerError as error:
+        if not isinstance(error.reason, USER_ERRORS):
+            print(error.details, file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        ending.status = 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         ending.status = interrupts.exit_status()
@@ -75,6 +93,10 @@ def prepare_process(train: TrainSection, ranks: Ranks = ALONE) -> torch.device:
     torch.manual_seed(train.seed)
     if train.full_determinism_enable:
         torch.use_deterministic_algorithms(True)
+    return process_device()
+
+
+def process_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -150,6 +150,7 @@ def _checkpointer(
             MODEL: Trained(
                 backend,
                 lambda folder, state, weights: parts.export(tokenizer, folder, state["last_evaluation"], weights),
+                ranks,
             )
         },
         found=checkpoints.found,

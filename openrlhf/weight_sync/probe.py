@@ -16,6 +16,8 @@ from openrlhf.models.policy import Policy
 from openrlhf.types import PackedTokens
 
 _GOLDEN = (5**0.5 - 1) / 2
+TOLERANCE = 1e-4
+"""In fp32."""
 
 
 class WeightSyncError(RuntimeError):
@@ -34,19 +36,24 @@ class Probe:
 
     policy: Policy
     token_ids: tuple[int, ...]
-    tolerance: float = 1e-4
+    tolerance: float = TOLERANCE
     """Largest difference of a log-prob. The default is for fp32."""
 
     def check(self, engine: ProbedEngine, *, version: int) -> float:
         """The largest difference; above the tolerance a `WeightSyncError`."""
-        ours = policy_logprobs(self.policy, self.token_ids).double().cpu()
-        gap = float((ours - ours.new_tensor(engine.prompt_logprobs(self.token_ids))).abs().max())
-        if not gap <= self.tolerance:  # not a number is a difference too
-            raise WeightSyncError(
-                f"after the push of version {version} the engine's log-probs differ from the policy's by up to "
-                f"{gap:.2g}; {self.tolerance:.2g} is allowed"
-            )
-        return gap
+        ours = policy_logprobs(self.policy, self.token_ids).tolist()
+        return compare(ours, engine.prompt_logprobs(self.token_ids), version=version, tolerance=self.tolerance)
+
+
+def compare(policy: Sequence[float], engine: Sequence[float], *, version: int, tolerance: float = TOLERANCE) -> float:
+    """The largest difference of their log-probs; above the tolerance a `WeightSyncError`."""
+    gap = float((torch.tensor(policy, dtype=torch.float64) - torch.tensor(engine, dtype=torch.float64)).abs().max())
+    if not gap <= tolerance:  # not a number is a difference too
+        raise WeightSyncError(
+            f"after the push of version {version} the engine's log-probs differ from the policy's by up to "
+            f"{gap:.2g}; {tolerance:.2g} is allowed"
+        )
+    return gap
 
 
 def probe_tokens(vocab_size: int, *, length: int = 32) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ def manager(path, ranks, backend, *, found=None, identity=None, export=None):
     if ranks.is_main:
         folder.open()
     return CheckpointManager(
-        folder, {"model": Trained(backend, export or export_model)}, found=found, identity=identity or {"seed": "1"},
+        folder, {"model": Trained(backend, export or export_model, ranks)}, found=found, identity=identity or {"seed": "1"},
         notes={"run_directory": "runs/x"}, ranks=ranks,
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ def test_several_ranks_write_one_checkpoint_and_all_continue_from_it(tmp_path):
         found = find_checkpoint(CheckpointFolder(tmp_path, Retention()), ranks=ranks)
         folder = CheckpointFolder(tmp_path, Retention())
         kept = CheckpointManager(
-            folder, {"model": Trained(backend, None)}, found=found, identity={"seed": "1"}, notes={}, ranks=ranks
+            folder, {"model": Trained(backend, None, ranks)}, found=found, identity={"seed": "1"}, notes={}, ranks=ranks
         )
         return kept.load(), backend.value.tolist(), found.notes
 

@@ -179,7 +179,7 @@ NOTED = [
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
     ("server_is_open", "serve_rm", ["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
-    ("local_launcher_is_one_process", "train_ppo_ray", ["--actor_num_gpus_per_node", "8"], "the actor's 8 workers"),
+    ("local_launcher_is_one_process", "train_ppo_ray", ["--actor_num_gpus_per_node", "8", "--train.launcher", "local"], "the actor's 8 workers"),
 ]  # fmt: skip
 
 

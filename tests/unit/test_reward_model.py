@@ -59,8 +59,10 @@ def model():
 
 
 def make_source(model, *, tokenizer=None, policy_tokenizer=None, max_length=64, max_batch_tokens=1000):
+    judge = RewardModel(model, tokenizer or make_tokenizer(), max_length=max_length, name="rm")
     return RewardModelSource(
-        RewardModel(model, tokenizer or make_tokenizer(), max_length=max_length, name="rm"),
+        judge,
+        judge.score,
         policy_tokenizer=policy_tokenizer or make_tokenizer(),
         max_batch_tokens=max_batch_tokens,
     )

@@ -1,0 +1,174 @@
+"""In a rank's process: what it offers to those who call it. The samples it has now, its models, and their verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.checkpoint.manager import Kept
+from openrlhf.checkpoint.random_state import random_state, restore_random_state
+from openrlhf.cluster.transport import Column, PackedSamples
+from openrlhf.learners.rank import CriticLearners, RankLearners
+from openrlhf.learners.scorer import Scorer
+from openrlhf.observability.metrics import Metrics
+from openrlhf.rewards.batching import Forward, Item
+from openrlhf.types import TrainingBatch
+
+
+class Sequences(NamedTuple):
+    """What a reward model is to read, on its way to a rank."""
+
+    token_ids: list[np.ndarray]
+    shared: list[int]
+    """As in `rewards.batching.Item`."""
+
+    @staticmethod
+    def of(items: Sequence[Item]) -> Sequences:
+        return Sequences([item.token_ids.numpy() for item in items], [item.shared for item in items])
+
+    def items(self) -> list[Item]:
+        return [
+            Item(torch.from_numpy(ids.copy()), shared) for ids, shared in zip(self.token_ids, self.shared, strict=True)
+        ]
+
+
+class Sleeper(Protocol):
+    """Something that leaves the device and comes back."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class WeightSender(Protocol):
+    """The trainer's side of a transfer, connected."""
+
+    def send_weights(self) -> None: ...
+
+
+class PolicyProbe(Protocol):
+    """The policy's log-probs of fixed tokens."""
+
+    def __call__(self, token_ids: Sequence[int]) -> Tensor: ...
+
+
+class RankService:
+    """A rank of models that live in the same process. Methods are called on all ranks of a group at once."""
+
+    def __init__(
+        self,
+        *,
+        kept: Mapping[str, Kept] | None = None,
+        judges: Sequence[Forward] = (),
+        sleepers: Sequence[Sleeper] = (),
+    ) -> None:
+        """`kept`: trained models, by their folder in a checkpoint. `judges`: reward models."""
+        self._batch = TrainingBatch(samples=[])
+        self._kept = kept or {}
+        self._judges = judges
+        self._sleepers = sleepers
+
+    def hold(self, share: PackedSamples) -> None:
+        self._batch = TrainingBatch(samples=share.samples())
+
+    def give(self, name: str) -> Column:
+        return Column.of(self._batch, name)
+
+    def take(self, name: str, *parts: Column) -> None:
+        setattr(self._batch, name, Column.for_batch(self._batch, parts))
+
+    def judge(self, model: int, sequences: Sequences) -> list[float]:
+        return list(self._judges[model](sequences.items()))
+
+    def expected_bytes(self, name: str, *, resumable: bool) -> int:
+        return self._kept[name].expected_bytes(resumable=resumable)
+
+    def write(self, name: str, folder: Path, state: dict[str, Any], *, resumable: bool) -> None:
+        self._kept[name].write(folder, state, resumable=resumable)
+
+    def load(self, name: str, folder: Path) -> None:
+        self._kept[name].load(folder)
+
+    def random_state(self) -> dict[str, Any]:
+        return random_state()
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        restore_random_state(state)
+
+    def sleep(self) -> None:
+        for sleeper in self._sleepers:
+            sleeper.sleep()
+
+    def wake(self) -> None:
+        for sleeper in self._sleepers:
+            sleeper.wake()
+
+
+class PolicyService(RankService):
+    """A rank of the policy, and of what lives in the same process."""
+
+    def __init__(self, learners: RankLearners, connect: Any, probe: PolicyProbe, **beside: Any) -> None:
+        """`connect(client)`: a `WeightSender` to the engines that a client speaks to."""
+        super().__init__(**beside)
+        self._learners = learners
+        self._connect = connect
+        self._probe = probe
+        self._sender: WeightSender | None = None
+
+    def score(self) -> None:
+        self._learners.score(self._batch)
+
+    def assign_advantages(self) -> Metrics:
+        return self._learners.assign_advantages(self._batch)
+
+    def update(self) -> Metrics:
+        return self._learners.update(self._batch)
+
+    def connect_engines(self, client: Any) -> None:
+        self._sender = self._connect(client)
+
+    def send_weights(self) -> None:
+        assert self._sender is not None, "engines are connected before anything is sent to them"
+        self._sender.send_weights()
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        return self._probe(token_ids).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._learners.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._learners.load_state_dict(state)
+
+
+class CriticService(RankService):
+    """A rank of a critic that has processes of its own."""
+
+    def __init__(self, learners: CriticLearners, **beside: Any) -> None:
+        super().__init__(**beside)
+        self._learners = learners
+
+    def score(self) -> None:
+        self._learners.score(self._batch)
+
+    def update(self) -> Metrics:
+        return self._learners.update(self._batch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._learners.load_state_dict(state)
+
+
+class ReferenceService(RankService):
+    """A rank of a reference model that has processes of its own."""
+
+    def __init__(self, scorer: Scorer, **beside: Any) -> None:
+        super().__init__(**beside)
+        self._scorer = scorer
+
+    def score(self) -> None:
+        self._batch.reference_logprobs_A = self._scorer.score(self._batch)
