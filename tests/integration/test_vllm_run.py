@@ -10,8 +10,6 @@ import torch
 from processes import living_children, wait_until
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-pytest.importorskip("vllm")
-
 from openrlhf.config import parse
 from openrlhf.demo.model import make_tokenizer
 from openrlhf.trainers.assembly import train
