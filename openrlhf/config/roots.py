@@ -165,6 +165,11 @@ class RLConfig(TrainerSection):
         return self.reward.model_paths[0] if self.reward_source == "model" else self.actor.model_name_or_path
 
     @property
+    def engines_cache_prefixes(self) -> bool:
+        """Engines keep what they have read: where somebody reads it again, or as asked for."""
+        return self.vllm.enable_prefix_caching or self.samples_per_prompt > 1 or self.reward_source == "agent"
+
+    @property
     def engines_sleep(self) -> bool:
         """Engines free their memory while training: only where they share the actor's devices."""
         return self.vllm.enable_sleep and self.train.colocate_all and not self.train.async_enable

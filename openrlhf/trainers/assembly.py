@@ -29,7 +29,7 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
-from openrlhf.trainers.local_engines import opened_engine
+from openrlhf.trainers.local_engines import opened_engine, require_engine
 from openrlhf.trainers.local_models import ACTOR, LocalTraining, load_models
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
@@ -59,6 +59,7 @@ def train(config: RLConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
     device = prepare_process(config.train)
     require_loggers(config.logger)
+    require_engine(config.vllm, device)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
         return _train(config, checkpoints, device=device, model_dir=model_dir)

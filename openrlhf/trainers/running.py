@@ -26,12 +26,13 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.rewards.base import RewardError
+from openrlhf.rollout.base import EngineError
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.utils import interrupts
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError, CheckpointError)
+USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, EngineError, RolloutError, CheckpointError)
 """Errors whose text is all a user needs: no traceback."""
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import os
+import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +105,8 @@ def setup(tmp_path_factory) -> Iterator[Setup]:
     engine.close()
     engine.close()
     torch.set_num_threads(threads)
-    # multiprocessing's resource tracker lives as long as the process that once spawned something
-    left = {pid for pid in workers if _is_ours(pid)}
-    assert wait_until(lambda: not {pid for pid in left if _is_ours(pid)}), left
+    # A worker whose parent was killed ends by itself, but not at once.
+    assert wait_until(lambda: not {pid for pid in workers if _is_ours(pid)}, 30), workers
     with pytest.raises(VllmError, match="closed"):
         engine.abort()
 
@@ -117,6 +117,7 @@ def _descendants(pid: int) -> set[int]:
 
 
 def _is_ours(pid: int) -> bool:
+    """Not multiprocessing's resource tracker, which lives as long as the process that once spawned something."""
     try:
         with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline") as command:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z" and "resource_tracker" not in command.read()
@@ -359,3 +360,61 @@ def test_a_cancelled_call_gives_its_place_up(setup):
 def test_a_prompt_that_cannot_be_continued_is_refused(setup, prompt, message):
     with pytest.raises(ValueError, match=message):
         generate_all(setup.engine, [prompt], GREEDY)
+
+
+@contextlib.contextmanager
+def frozen(engine: VllmEngine) -> Iterator[None]:
+    """Its processes do nothing, and say so to nobody."""
+    pids = [pid for pid in _descendants(os.getpid()) if _is_ours(pid)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_an_engine_that_samples_nothing_is_given_up_and_one_that_is_slow_is_not(setup, monkeypatch):
+    """200 tokens take longer than 0.05 s; a frozen engine samples none in twice that time."""
+    monkeypatch.setattr("openrlhf.rollout.vllm.engine.STALL_SECONDS", 0.05)
+    params = GREEDY.copy(max_tokens=200, ignore_eos=True)
+    (whole,) = generate_all(setup.engine, prompts(1), params)
+    assert len(whole.token_ids) == 200
+    with frozen(setup.engine), pytest.raises(VllmError, match=r"waited 0\.05 s for a token; requests under way: 1"):
+        generate_all(setup.engine, prompts(1), params)
+    assert wait_until(lambda: setup.engine.num_running == 0)
+
+
+def test_a_call_that_is_not_answered_is_named(setup):
+    with frozen(setup.engine), pytest.raises(VllmError, match=r"does not answer: waited 0\.2 s to count"):
+        setup.engine.call(setup.engine.llm.is_sleeping(), "to count", deadline=0.2)
+
+
+def test_weights_that_cannot_be_read_leave_an_error_and_no_process(setup, tmp_path):
+    """vLLM's workers find that out, after all of their imports."""
+    setup.model.save_pretrained(tmp_path)
+    setup.tokenizer.save_pretrained(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 100)
+    others = _descendants(os.getpid())
+    with pytest.raises(VllmError, match=f"did not start with {tmp_path}"):
+        VllmEngine(VllmSettings(model=str(tmp_path), max_model_len=CONTEXT, cpu_cache_gib=1), setup.tokenizer)
+    assert wait_until(lambda: not {pid for pid in _descendants(os.getpid()) - others if _is_ours(pid)}, 30)
+
+
+def test_an_engine_that_is_killed_fails_every_call_in_one_sentence(setup):
+    """The last test of this file: nobody can use this engine afterwards."""
+    params = GREEDY.copy(max_tokens=None, ignore_eos=True)
+
+    async def play() -> list[Any]:
+        calls = [asyncio.create_task(setup.engine.generate(prompt, params)) for prompt in prompts(8)]
+        while not setup.engine.num_running:
+            await asyncio.sleep(0.01)
+        for pid in living_children(os.getpid()):
+            if _is_ours(pid):
+                os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert {str(error) for error in asyncio.run(play())} == {"vLLM has died; what its processes said last is above"}
+    with pytest.raises(VllmError, match="has died"):
+        setup.engine.hold()
