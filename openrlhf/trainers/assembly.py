@@ -105,6 +105,7 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
                     batch_size=config.rollout.batch_size,
                     samples_per_prompt=config.samples_per_prompt,
                     sampling_params=_sampling(config, temperature=config.rollout.temperature),
+                    logprobs_every=config.logprobs_every,
                     generate_batch_size=config.generate_batch_size,
                     score_filter=_score_filter(config),
                 ),
@@ -116,7 +117,7 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
                     runner=runner,
                     loop=loop,
                     samples_per_prompt=config.eval.n_samples_per_prompt,
-                    sampling_params=_sampling(config, temperature=config.eval.temperature),
+                    sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
                 ),
                 best=BestMetric(config.ckpt.best_metric_key),
                 schedule=schedule,
@@ -263,10 +264,11 @@ def _score_filter(config: RLConfig) -> ScoreFilter | None:
     return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size)
 
 
-def _sampling(config: RLConfig, *, temperature: float) -> SamplingParams:
+def _sampling(config: RLConfig, *, temperature: float, evaluation: bool = False) -> SamplingParams:
     return SamplingParams(
         temperature=temperature,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         max_tokens=config.rollout.max_new_tokens,
+        logprobs=None if evaluation and config.vllm.num_engines else True,
     )

@@ -216,6 +216,33 @@ def test_samples_per_prompt_follow_the_estimator(estimator, samples):
     assert config.samples_per_round == 4 * samples
 
 
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("", 1),
+        ("--vllm_num_engines 0", 1),
+        ("--vllm_num_engines 1", 16),
+        ("--vllm_num_engines 1 --enable_vllm_is_correction", 1),
+        ("--vllm_num_engines 1 --enable_vllm_is_correction --policy_loss_type cispo", 1),
+    ],
+)
+def test_logprobs_are_sampled_where_they_are_used_or_free(text, every):
+    assert parse("train_ppo_ray", text.split()).logprobs_every == every
+
+
+@pytest.mark.parametrize(
+    ("text", "cached"),
+    [
+        ("--advantage_estimator reinforce", False),
+        ("--advantage_estimator reinforce --enable_prefix_caching", True),
+        ("--advantage_estimator reinforce --n_samples_per_prompt 2", True),
+        ("--advantage_estimator reinforce --agent_func_path a.py", True),
+    ],
+)
+def test_prefixes_are_cached_where_they_are_shared_or_as_asked(text, cached):
+    assert parse("train_ppo_ray", text.split()).engines_cache_prefixes is cached
+
+
 def test_derived_values():
     """64 prompts × 4 samples = 256; 256 // 100 = 2 optimizer steps a pass."""
     text = (
