@@ -59,7 +59,12 @@ RL: tuple[Unbuilt, ...] = (
         "leave it out",
     ),
     Unbuilt("--train.launcher ray", lambda c: c.train.launcher == "ray", "the Ray launcher", "use local"),
-    Unbuilt("--vllm.num_engines", lambda c: bool(c.vllm.num_engines), "vLLM engines", "give 0 for the embedded engine"),
+    Unbuilt(
+        "--vllm.num_engines",
+        lambda c: bool(c.vllm.num_engines) and c.train.launcher != "local",
+        "vLLM engines of a cluster",
+        "add --train.launcher local, or give 0 for the embedded engine",
+    ),
     Unbuilt("--data.max_images_per_prompt", lambda c: c.data.max_images_per_prompt > 0, "images", "leave it out"),
     Unbuilt("--actor.freeze_visual_encoder", lambda c: c.actor.freeze_visual_encoder, "images", "leave it out"),
 )

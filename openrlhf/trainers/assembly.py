@@ -29,6 +29,7 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
+from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers, used_bytes
 from openrlhf.trainers.local_engines import opened_engine
 from openrlhf.trainers.local_models import ACTOR, LocalTraining, load_models
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
@@ -77,8 +78,8 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
         source = build_reward(config, tokenizer, device)
         reward = source and held.enter_context(_started(source, loop))
         models = load_models(config, device)
-        engine, weights = held.enter_context(opened_engine(config, models.policy, tokenizer, device))
-        episodes = held.enter_context(_started(_episodes(config, engine, tokenizer), loop))
+        sampling = held.enter_context(opened_engine(config, models, tokenizer, device))
+        episodes = held.enter_context(_started(_episodes(config, sampling.engine, tokenizer), loop))
         runner = EpisodeRunner(episodes=episodes, reward=reward, seed=config.train.seed)
         schedule = Schedule(
             rounds=math.ceil(len(prompts) / config.rollout.batch_size),
@@ -89,6 +90,7 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
             max_length=config.data.max_len,
         )
         training = LocalTraining(config, models, rounds=schedule.rounds, device=device)
+        switch = HybridSwitch(engines=sampling.sleepers, backends=training.backends if config.ds.enable_sleep else ())
         run_dir = create_run_directory(config, checkpoints.found)
         logger.info("run directory %s", run_dir.path)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
@@ -107,8 +109,8 @@ def _train(config: RLConfig, checkpoints: Checkpoints, *, device: torch.device, 
                     generate_batch_size=config.generate_batch_size,
                     score_filter=_score_filter(config),
                 ),
-                workers=training.workers,
-                weights=weights,
+                workers=HybridWorkers(training.workers, switch, used_bytes=used_bytes(device)),
+                weights=HybridWeightSync(sampling.weights, switch),
                 evaluation=held_out
                 and PromptEvaluation(
                     prompts=held_out,

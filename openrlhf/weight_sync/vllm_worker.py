@@ -1,4 +1,4 @@
-"""The inside of a vLLM worker: receives buckets of weights. Importing it registers our transfer engine.
+"""The inside of a vLLM worker: receives buckets of weights. Importing it registers our transfer engines.
 
 vLLM's own engines speak CUDA (`ipc`, `nccl`). Ours needs nothing but the call: a bucket travels as its argument, so
 it works on a CPU, between processes and between machines, and leaves nothing behind when one of them dies.
@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from openrlhf.weight_sync.buckets import Bucket, Entry
-from openrlhf.weight_sync.vllm_names import RPC_BACKEND
+from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
 
 
 @dataclass
@@ -91,3 +91,7 @@ class WorkerExtension:
 
 if RPC_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RPC_BACKEND, RpcWeightTransferEngine)
+    # By name: vLLM's own half of it imports more than a worker without a GPU has.
+    WeightTransferEngineFactory.register_engine(
+        IPC_BACKEND, "openrlhf.weight_sync.vllm_ipc_worker", "IpcWeightTransferEngine"
+    )
