@@ -26,11 +26,11 @@ from vllm.distributed.weight_transfer.base import (
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.rollout.vllm.engine import VllmEngine
 from openrlhf.weight_sync.buckets import cut_into_buckets
-from openrlhf.weight_sync.device_blocks import handle_of, pack_on_device
+from openrlhf.weight_sync.device_blocks import pack_on_device
 from openrlhf.weight_sync.probe import Probe
 from openrlhf.weight_sync.vllm_compat import configuration, connect
 from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
-from openrlhf.weight_sync.vllm_worker import RpcUpdateInfo
+from openrlhf.weight_sync.vllm_worker import IpcUpdateInfo, RpcUpdateInfo, handle_on
 
 BUCKET_BYTES = 256 * 2**20
 BLOCK_BYTES = 512 * 2**20
@@ -94,22 +94,13 @@ class IpcTrainerEngine(RpcTrainerEngine):
 
     def _send_buckets(self) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
         ranks = self._info.ranks
         for block in pack_on_device(self.source, max_bytes=self._info.block_bytes, device=device):
             # A reader in another process knows nothing of this one's stream.
             torch.cuda.current_stream(device).synchronize()
-            handles = ranks.gather((uuid, handle_of(block.payload)))
+            handles = dict(ranks.gather(handle_on(device, block)))
             if self.is_sender:
-                self.client.update_weights(
-                    {
-                        "names": list(block.names),
-                        "dtype_names": [block.dtype] * len(block.names),
-                        "shapes": [list(shape) for shape in block.shapes],
-                        "tensor_sizes": list(block.sizes),
-                        "ipc_handles": dict(handles),
-                    }
-                )
+                self.client.update_weights(IpcUpdateInfo.of(block, handles))
             # The other ranks' workers read too: nobody lets a block go before the call is answered.
             ranks.barrier("weights read")
         # Blocks that readers have let go are the allocator's again.

@@ -1,7 +1,7 @@
 """Weights for a vLLM on the trainer's device, as far as a machine without one goes: all but the mapping of memory.
 
-The trainer's half, vLLM's serialisation, vLLM's worker half and its unpacking are the real ones. A handle leads to a
-block in this process instead of another's.
+The trainer's half, vLLM's serialisation and the worker's half are the real ones. A handle leads to a block in this
+process instead of another's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from openrlhf.weight_sync import device_blocks, vllm_transfer
 from openrlhf.weight_sync.vllm_compat import connect
-from openrlhf.weight_sync.vllm_ipc_worker import IpcWeightTransferEngine
 from openrlhf.weight_sync.vllm_source import ModelWeights
 from openrlhf.weight_sync.vllm_transfer import IpcTrainerInfo
+from openrlhf.weight_sync.vllm_worker import IpcWeightTransferEngine
 
 WORKER_DEVICE = 5
 
@@ -33,13 +33,14 @@ class OneDevice:
         self.exported: list[torch.Tensor] = []
         self.read: list[int] = []
         monkeypatch.setattr(device_blocks, "reduce_tensor", self.reduce)
-        monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", self.rebuild)
+        monkeypatch.setattr(device_blocks, "rebuild_cuda_tensor", self.rebuild)
         monkeypatch.setattr(vllm_transfer, "pack_on_device", self.pack)
         for name, stand_in in {
             "get_device_properties": lambda device: SimpleNamespace(uuid="GPU-1"),
             "current_device": lambda: 0,
             "current_stream": lambda device: SimpleNamespace(synchronize=lambda: None),
             "ipc_collect": lambda: None,
+            "synchronize": lambda device: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
@@ -81,7 +82,7 @@ class Worker:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.calls.append("update")
-        self.engine.receive_weights(self.engine.parse_update_info(self._sent(update_info)))
+        self.engine.update_weights(self._sent(update_info))
 
     def finish_weight_update(self) -> None:
         self.calls.append("finish")
@@ -113,11 +114,8 @@ def test_every_weight_arrives_bit_for_bit_and_no_pickle_is_needed(monkeypatch):
     assert device.read == list(range(8))
 
 
-def test_what_was_loaded_stays_when_its_block_goes_to_the_next(monkeypatch):
-    """vLLM loads a layer when all of it is there: parts of it are kept from one block to the next."""
-    device, worker = OneDevice(monkeypatch), Worker()
-    model = torch.nn.ModuleDict({str(i): torch.nn.Linear(8, 8) for i in range(4)})
-    connect(IpcTrainerInfo(rank=0, block_bytes=300), client=worker, source=ModelWeights(model)).send_weights()
-    for block in device.exported:
-        block.fill_(255)
-    assert all(torch.equal(worker.loaded[name], p) for name, p in model.named_parameters())
+def test_a_worker_on_a_device_that_no_trainer_has_says_so(monkeypatch):
+    OneDevice(monkeypatch)
+    message = {"names": [], "shapes": [], "dtype": "float32", "handles": {"GPU-2": []}}
+    with pytest.raises(ValueError, match="no trainer shares GPU-1; there are GPU-2"):
+        Worker().update_weights(message)
