@@ -139,28 +139,34 @@ class TrainedShape:
     element_bytes: int
     checkpointing: bool
 
+    @property
+    def state_bytes(self) -> int:
+        """What stays from step to step beside the weights: two moments, and a master of 16-bit weights, in fp32."""
+        return (12 if self.element_bytes < 4 else 8) * self.parameters
+
 
 def training_bytes(shape: TrainedShape, *, tokens: int) -> int:
     """What training a loaded model takes beside its weights, for micro-batches of so many tokens; an estimate.
 
-    States are fp32: gradient, two moments, and a master of 16-bit weights, 4 bytes a parameter each. Activations of a
-    layer are about 12 vectors of the hidden size (norms, queries, keys, values, attention, residuals) and 4 of the
-    intermediate one (gate, its activation, up, their product) per token; checkpointing keeps one vector a layer, and
-    all of one layer. For 1.5B parameters and 16,384 tokens: 23 + 46 GiB; `bench.sft` saw 73 GiB with 3 of weights.
+    To the state come gradients in fp32. Activations of a layer are about 12 vectors of the hidden size (norms, queries,
+    keys, values, attention, residuals) and 4 of the intermediate one (gate, its activation, up, their product) per
+    token; checkpointing keeps one vector a layer, and all of one layer. For 1.5B parameters and 16,384 tokens: 23 + 46
+    GiB; `bench.sft` saw 73 GiB with 3 of weights.
     """
-    states = (16 if shape.element_bytes < 4 else 12) * shape.parameters
     whole = shape.element_bytes * (12 * shape.hidden + 4 * shape.intermediate)
     kept = shape.element_bytes * shape.hidden
     per_token = whole + shape.layers * kept if shape.checkpointing else shape.layers * whole
-    return states + tokens * per_token
+    return shape.state_bytes + 4 * shape.parameters + tokens * per_token
 
 
-def engine_share(asked: float, *, free: int, total: int) -> float:
+def engine_share(asked: float, *, free: int, total: int, staying: Iterable[int] = ()) -> float:
     """The share of a device's memory that an engine may take, where models are loaded already.
 
-    vLLM does not start where less is free than it is to take; a GiB is left for its context and the trainer's.
+    vLLM does not start where less is free than it is to take. `staying` is what the trainer keeps there while the
+    engine samples (`TrainedShape.state_bytes`, unless its backends sleep); 3 GiB more are left for contexts and for
+    weights on their way.
     """
-    return max(0.0, min(asked, (free - GIB) / total))
+    return max(0.0, min(asked, (free - sum(staying) - 3 * GIB) / total))
 
 
 def needs_sleep(share: float, *, free: int, total: int, training: Iterable[int]) -> bool:

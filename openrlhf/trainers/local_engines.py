@@ -58,7 +58,7 @@ def _vllm(config: RLConfig, models: LocalModels, tokenizer: Any, device: torch.d
     from openrlhf.weight_sync.vllm_source import ModelWeights
     from openrlhf.weight_sync.vllm_transfer import IpcTrainerInfo, RpcTrainerInfo, VllmWeightSync
 
-    memory = _engine_memory(config, models, device)
+    memory = engine_memory(config, models, device)
     settings = VllmSettings(
         model=config.actor.model_name_or_path,
         max_model_len=config.data.max_len,
@@ -97,36 +97,41 @@ def places(requests: int) -> int:
     return min(512, max(256, requests))
 
 
-class _EngineMemory(NamedTuple):
+class EngineMemory(NamedTuple):
     share: float
+    """Of the device's memory."""
     sleeps: bool
 
 
-def _engine_memory(config: RLConfig, models: LocalModels, device: torch.device) -> _EngineMemory:
+def engine_memory(config: RLConfig, models: LocalModels, device: torch.device) -> EngineMemory:
+    """What an engine may take beside models that are loaded, and whether training needs it in between."""
     asked = config.vllm.gpu_memory_utilization
     if device.type != "cuda":
-        return _EngineMemory(asked, sleeps=False)
+        return EngineMemory(asked, sleeps=False)
+    checkpointing = config.actor.gradient_checkpointing_enable
+    trained = [_shape(m, checkpointing=checkpointing) for m in (models.policy, models.critic) if m is not None]
     free, total = torch.cuda.mem_get_info(device)
-    share = engine_share(asked, free=free, total=total)
+    staying = [] if config.ds.enable_sleep else [shape.state_bytes for shape in trained]
+    share = engine_share(asked, free=free, total=total, staying=staying)
     if share < asked:
         logger.info(
-            "vLLM takes %.2f of the device's memory, not %.2f (--vllm.gpu_memory_utilization): %.1f GiB are free",
+            "vLLM takes %.2f of the device's memory, not %.2f (--vllm.gpu_memory_utilization): %.1f GiB are free, and "
+            "training keeps %.1f (--ds.enable_sleep: nothing)",
             share,
             asked,
             free / GIB,
+            sum(staying) / GIB,
         )
     sleeps = config.vllm.enable_sleep
     if sleeps is None:
-        trained = [model for model in (models.policy, models.critic) if model is not None]
         tokens = (
             config.train.max_tokens_per_gpu
             if config.train.dynamic_batch_enable
             else config.train.micro_batch_size * config.data.max_len
         )
-        checkpointing = config.actor.gradient_checkpointing_enable
-        needed = [training_bytes(_shape(model, checkpointing=checkpointing), tokens=tokens) for model in trained]
+        needed = [training_bytes(shape, tokens=tokens) for shape in trained]
         sleeps = needs_sleep(share, free=free, total=total, training=needed)
-    return _EngineMemory(share, sleeps=sleeps)
+    return EngineMemory(share, sleeps=sleeps)
 
 
 def _shape(module: nn.Module, *, checkpointing: bool) -> TrainedShape:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from small_rl import make_models
 
+from openrlhf.config import parse
 from openrlhf.config.errors import ConfigError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.hybrid import (
@@ -15,7 +17,7 @@ from openrlhf.trainers.hybrid import (
     needs_sleep,
     training_bytes,
 )
-from openrlhf.trainers.local_engines import places, transfer_backend
+from openrlhf.trainers.local_engines import engine_memory, places, transfer_backend
 
 
 class Device:
@@ -166,9 +168,18 @@ def test_the_estimate_is_near_what_was_measured():
 
 
 def test_an_engine_gets_what_it_asks_for_as_far_as_it_is_free():
+    """3 GiB are left in any case, and what the trainer keeps there."""
     assert engine_share(0.5, free=70 * GIB, total=80 * GIB) == 0.5
-    assert engine_share(0.95, free=71 * GIB, total=80 * GIB) == 70 / 80
-    assert engine_share(0.95, free=GIB // 2, total=80 * GIB) == 0
+    assert engine_share(0.95, free=73 * GIB, total=80 * GIB) == 70 / 80
+    assert engine_share(0.95, free=73 * GIB, total=80 * GIB, staying=[20 * GIB, 10 * GIB]) == 40 / 80
+    assert engine_share(0.95, free=2 * GIB, total=80 * GIB) == 0
+
+
+def test_what_stays_beside_the_weights():
+    """Moments of 4 bytes each, and masters of 16-bit weights."""
+    shapes = [TrainedShape(parameters=1000, layers=1, hidden=1, intermediate=1, element_bytes=size, checkpointing=True)
+              for size in (2, 4)]  # fmt: skip
+    assert [shape.state_bytes for shape in shapes] == [12_000, 8_000]
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, False), (0.51, True)])
@@ -188,3 +199,26 @@ def test_weights_stay_on_a_device_that_is_shared():
 @pytest.mark.parametrize(("requests", "expected"), [(8, 256), (300, 300), (512, 512), (1024, 512)])
 def test_places_match_the_rollout_up_to_the_largest_graph(requests, expected):
     assert places(requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "words", "share", "sleeps"),
+    [
+        (0.5, 1_000_000, "", 0.5, False),
+        (0.95, 1_000_000, "", 0.95, False),  # 4 GiB are left
+        (1.0, 1_000_000, "", 0.96, False),  # 3
+        (1.0, 2_200_000, "", 0.96, True),
+        (1.0, 2_200_000, "--vllm.enable_sleep false", 0.96, False),
+        (0.5, 1_000_000, "--vllm.enable_sleep", 0.5, True),
+    ],
+)
+def test_the_memory_of_an_engine_follows_from_flags_and_models(monkeypatch, asked, tokens, words, share, sleeps):
+    """A device of 100 GiB, 99 of them free. Policy and critic of one layer, hidden 8, intermediate 12, in fp32 have
+    4 × (96 + 48) = 576 bytes of activations a token each; with half as much again 10^6 tokens need 1.6 GiB, 2.2 × 10^6
+    need 3.5."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (99 * GIB, 100 * GIB))
+    argv = f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {tokens} --vllm.gpu_memory_utilization {asked}"
+    config = parse("train_ppo_ray", [*argv.split(), *words.split()])
+    found = engine_memory(config, make_models(), torch.device("cuda"))
+    assert found.share == pytest.approx(share, abs=1e-6)
+    assert found.sleeps is sleeps
