@@ -108,6 +108,11 @@ class RankService:
         for sleeper in self._sleepers:
             sleeper.wake()
 
+    def release(self) -> None:
+        """Give back what this process's allocator has kept for later."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
 
 class PolicyService(RankService):
     """A rank of the policy, and of what lives in the same process."""

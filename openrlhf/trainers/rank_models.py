@@ -72,7 +72,7 @@ class _Rank:
         backend = training.policy_backend
         return PolicyService(
             training.learners,
-            functools.partial(connect_engines, backend, ranks),
+            functools.partial(connect_engines, config, backend, ranks),
             functools.partial(policy_logprobs, backend.module),
             kept=training.checkpointed(self._tokenizer(config.actor.model_name_or_path)),
             sleepers=training.backends,

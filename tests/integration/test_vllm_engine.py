@@ -276,6 +276,30 @@ def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its
         assert likeliest_old != likeliest_new
 
 
+def test_an_engine_that_slept_goes_on_with_the_weights_of_the_next_push(setup):
+    """A CPU's memory is not given back, but the order of calls is a GPU's: asleep nothing is sampled, a request made
+    meanwhile waits for the push, and without weights there is no going on."""
+    setup.push(setup.sync())
+    before = generate_all(setup.engine, prompts(3), GREEDY)
+    setup.engine.sleep()
+    with pytest.raises(VllmError, match="no weights"):
+        setup.engine.go_on(version=setup.version)
+    setup.change_weights(seed=7)
+
+    async def ask_asleep() -> list[Generation]:
+        calls = [asyncio.create_task(setup.engine.generate(prompt, GREEDY)) for prompt in prompts(3)]
+        done, _ = await asyncio.wait(calls, timeout=0.5)
+        assert not done
+        await asyncio.to_thread(setup.push, setup.sync())
+        return await asyncio.gather(*calls)
+
+    after = asyncio.run(ask_asleep())
+    assert [g.token_ids for g in after] == [g.token_ids for g in generate_all(embedded(setup), prompts(3), GREEDY)]
+    assert [g.token_ids for g in after] != [g.token_ids for g in before]
+    assert {v for g in after for v in g.versions} == {setup.version}
+    setup.push(setup.sync())  # awake again: a push like any other
+
+
 def test_more_requests_than_places_are_all_answered(setup):
     """200 for 64 places, from two event loops at once; no answer goes to another's question."""
     setup.push(setup.sync())
