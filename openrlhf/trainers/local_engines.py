@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from openrlhf.backends.weights import ModuleWeights
 from openrlhf.config.roots import RLConfig
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import Engine
@@ -45,13 +46,15 @@ def _vllm(config: RLConfig, policy: Policy, tokenizer: Any, device: torch.device
     # Seconds of imports, of a library that most runs do without.
     from openrlhf.rollout.vllm.engine import VllmEngine
     from openrlhf.rollout.vllm.settings import VllmSettings
-    from openrlhf.weight_sync.vllm_source import ModelWeights
+    from openrlhf.weight_sync.probe import LocalProbe, Probe
+    from openrlhf.weight_sync.vllm_source import PolicyWeights
     from openrlhf.weight_sync.vllm_transfer import RpcTrainerInfo, VllmWeightSync
 
+    dtype = model_dtype(config.ds.param_dtype, device)
     settings = VllmSettings(
         model=config.actor.model_name_or_path,
         max_model_len=config.data.max_len,
-        dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         enforce_eager=config.vllm.enforce_eager,
@@ -59,6 +62,14 @@ def _vllm(config: RLConfig, policy: Policy, tokenizer: Any, device: torch.device
         seed=config.train.seed,
         deterministic=config.train.full_determinism_enable,
     )
-    source = ModelWeights(policy.model)
+    source = PolicyWeights(policy, ModuleWeights(policy))
+    info = RpcTrainerInfo(rank=0, checksums=config.vllm.sync_verify)
+    probe = None
+    if config.vllm.sync_verify:
+        vocab_size = policy.model.config.get_text_config().vocab_size
+        probe = LocalProbe(Probe.of(vocab_size=vocab_size, dtype=dtype, max_model_len=config.data.max_len), policy)
     with contextlib.closing(VllmEngine(settings, tokenizer)) as engine:
-        yield LocalEngine(engine, VllmWeightSync(engine, source, init_info=RpcTrainerInfo(rank=0)))
+        weights = VllmWeightSync(engine, source, init_info=info, probe=probe)
+        # The engine has read the model's files; what the policy made of them, in 4 bits for one, is what it must have.
+        weights.push(version=0)
+        yield LocalEngine(engine, weights)

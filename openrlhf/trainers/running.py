@@ -28,10 +28,11 @@ from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.rewards.base import RewardError
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.utils import interrupts
+from openrlhf.weight_sync.base import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError, CheckpointError)
+USER_ERRORS = (DataError, RewardError, AgentFileError, ModelLoadError, RolloutError, CheckpointError, WeightSyncError)
 """Errors whose text is all a user needs: no traceback."""
 
 

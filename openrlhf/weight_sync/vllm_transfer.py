@@ -7,9 +7,12 @@ EngineClient           vLLM's calls to one engine in this process
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
 from vllm.distributed.weight_transfer import (
     TrainerWeightTransferEngine,
     WeightTransferTrainerFactory,
@@ -21,9 +24,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 
+from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.vllm.engine import VllmEngine
+from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
-from openrlhf.weight_sync.probe import Probe
+from openrlhf.weight_sync.probe import LocalProbe
 from openrlhf.weight_sync.vllm_compat import configuration, connect
 from openrlhf.weight_sync.vllm_names import RPC_BACKEND
 from openrlhf.weight_sync.vllm_worker import RpcUpdateInfo
@@ -60,13 +65,27 @@ class RpcTrainerEngine(TrainerWeightTransferEngine[RpcTrainerInfo]):
         return engine
 
     def send_weights(self) -> None:
-        if self.is_sender:
-            self.client.start_weight_update()
-        for bucket in cut_into_buckets(self.source, max_bytes=self._info.bucket_bytes):
+        tensors = iter(self.source)
+        try:
             if self.is_sender:
+                self._send(tensors)
+        finally:
+            for (
+                _
+            ) in tensors:  # whatever became of the sending: the other ranks gather to the end, and wait for this one
+                pass
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.client.start_weight_update()
+        try:
+            for bucket in cut_into_buckets(tensors, max_bytes=self._info.bucket_bytes):
                 self.client.update_weights(RpcUpdateInfo.of(bucket, with_checksum=self._info.checksums))
-        if self.is_sender:
-            self.client.finish_weight_update()
+        except Exception:
+            # vLLM starts no update while another is open. Where it has failed itself it has none, and says so.
+            with contextlib.suppress(Exception):
+                self.client.finish_weight_update()
+            raise
+        self.client.finish_weight_update()
 
 
 if RPC_BACKEND not in WeightTransferTrainerFactory._registry:
@@ -100,7 +119,7 @@ class VllmWeightSync:
     """The loop's push, for one vLLM engine."""
 
     def __init__(
-        self, engine: VllmEngine, source: WeightSource, *, init_info: TrainerInitInfo, probe: Probe | None = None
+        self, engine: VllmEngine, source: WeightSource, *, init_info: TrainerInitInfo, probe: LocalProbe | None = None
     ) -> None:
         """`init_info` chooses the transport: ours (`RpcTrainerInfo`), or vLLM's for `ipc` or `nccl`. With a `probe`
         every push is verified."""
@@ -109,10 +128,23 @@ class VllmWeightSync:
         self.client = EngineClient(engine)
         self._trainer = connect(init_info, client=self.client, source=source)
 
-    def push(self, *, version: int) -> None:
-        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone."""
+    def push(self, *, version: int) -> Metrics:
+        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone.
+
+        A push that fails leaves the engine held: some of its weights may be new, or wrong. Another one starts over.
+        """
+        metrics, before = Metrics(), self.client.num_updates
         self._engine.hold()
-        self._trainer.send_weights()
+        try:
+            self._trainer.send_weights()
+        except Exception as error:
+            raise WeightSyncError(f"the push of version {version} failed: {error}") from error
         self._engine.go_on(version=version)
+        metrics.last("sync/buckets", self.client.num_updates - before)
         if self._probe is not None:
-            self._probe.check(self._engine, version=version)
+            try:
+                metrics.last("sync/probe_gap", self._probe.check(self._engine, version=version))
+            except WeightSyncError:
+                self._engine.hold()
+                raise
+        return metrics

@@ -36,6 +36,7 @@ def test_every_round_samples_with_the_weights_of_the_round_before(inputs, tmp_pa
         tmp_path / "run",
         reward__remote_url=tmp_path / "reward.py",
         vllm__num_engines=1,
+        vllm__sync_verify=True,
         train__launcher="local",
         train__num_episodes=2,
         actor__adam__lr=1e-2,
@@ -48,6 +49,7 @@ def test_every_round_samples_with_the_weights_of_the_round_before(inputs, tmp_pa
     assert len(rounds) == 4
     assert min(line["actor_grad_norm"] for line in rounds) > 0
     assert max(line["logprobs_diff"] for line in rounds) < 1e-4
+    assert max(line["sync/probe_gap"] for line in rounds) < 1e-4
     assert wait_until(lambda: set(_workers()) <= others, 10)
 
 
