@@ -124,6 +124,9 @@ class VLLMSection:
         ),
     ] = "nccl"
     sync_with_ray: Annotated[bool, Flag("weights travel by Ray's collectives", flat="vllm_sync_with_ray")] = False
+    sync_verify: Annotated[
+        bool, Flag("compare checksums, and log-probs of engine and policy, after every transport of weights")
+    ] = False
     enable_prefix_caching: Annotated[
         bool,
         Flag(

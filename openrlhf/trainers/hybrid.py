@@ -122,9 +122,9 @@ class HybridWeightSync:
         self._weights = weights
         self._switch = switch
 
-    def push(self, *, version: int) -> None:
+    def push(self, *, version: int) -> Metrics:
         self._switch.to_rollout()
-        self._weights.push(version=version)
+        return self._weights.push(version=version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from openrlhf.backends.weights import ModuleWeights
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.rl import VLLMSection
 from openrlhf.config.roots import RLConfig
+from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.trainers.engine_settings import engine_memory, vllm_settings
 from openrlhf.trainers.hybrid import SleepingEngine
 from openrlhf.trainers.local_models import LocalModels
+from openrlhf.trainers.settings import model_dtype
 from openrlhf.weight_sync.base import WeightSync
 from openrlhf.weight_sync.in_process import InProcessWeightSync
-from openrlhf.weight_sync.vllm_names import IPC_BACKEND
+from openrlhf.weight_sync.probe import LocalProbe, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +80,27 @@ def opened_engine(config: RLConfig, models: LocalModels, tokenizer: Any, device:
 def _vllm(config: RLConfig, models: LocalModels, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
     # Seconds of imports, of a library that most runs do without.
     from openrlhf.rollout.vllm.engine import VllmEngine
-    from openrlhf.weight_sync.vllm_source import ModelWeights
-    from openrlhf.weight_sync.vllm_transfer import IpcTrainerInfo, RpcTrainerInfo, VllmWeightSync
+    from openrlhf.weight_sync.vllm_source import PolicyWeights
+    from openrlhf.weight_sync.vllm_transfer import VllmWeightSync, trainer_info
 
     memory = engine_memory(config, models, device)
     settings = vllm_settings(config, device, memory)
-    source = ModelWeights(models.policy.model)
-    info = (IpcTrainerInfo if settings.transfer_backend == IPC_BACKEND else RpcTrainerInfo)(rank=0)
+    source = PolicyWeights(models.policy, ModuleWeights(models.policy))
+    info = trainer_info(settings.transfer_backend, checksums=config.vllm.sync_verify)
+    probe = None
+    if config.vllm.sync_verify:
+        probe = LocalProbe(policy_probe(config, models.policy, device), models.policy)
     with contextlib.closing(VllmEngine(settings, tokenizer)) as engine:
         if memory.sleeps:
             engine.sleep()
-        weights = VllmWeightSync(engine, source, init_info=info)
+        weights = VllmWeightSync(engine, source, init_info=info, probe=probe)
         yield LocalEngine(engine, weights, (engine,) if memory.sleeps else ())
+
+
+def policy_probe(config: RLConfig, policy: Policy, device: torch.device) -> Probe:
+    """For the comparison of engines with this policy."""
+    return Probe.of(
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        dtype=model_dtype(config.ds.param_dtype, device),
+        max_model_len=config.data.max_len,
+    )

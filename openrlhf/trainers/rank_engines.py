@@ -10,9 +10,10 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.config.roots import RLConfig
 from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.policy import Policy
 from openrlhf.trainers.engine_settings import EngineMemory, transfer_backend, vllm_settings
 from openrlhf.trainers.running import process_device
-from openrlhf.weight_sync.vllm_names import IPC_BACKEND
+from openrlhf.weight_sync.probe import Probe
 
 
 def engine_on_a_seat(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
@@ -38,14 +39,31 @@ def engines_sleep(config: RLConfig, device: torch.device) -> bool:
     return device.type == "cuda" and config.engines_sleep is not False
 
 
-def connect_engines(config: RLConfig, backend: Backend, ranks: Ranks, client: Any) -> Any:
-    """This rank's side of transfers to the engines that `client` speaks to."""
-    from openrlhf.weight_sync.vllm_compat import connect
-    from openrlhf.weight_sync.vllm_source import ModelWeights
-    from openrlhf.weight_sync.vllm_transfer import IpcTrainerInfo, RpcTrainerInfo
+class RankWeights:
+    """A rank's side of transfers of the policy's weights. Methods are collective. Implements `WeightSender`."""
 
-    if transfer_backend(config, process_device()) == IPC_BACKEND:
-        info = IpcTrainerInfo(rank=ranks.index, ranks=ranks)
-    else:
-        info = RpcTrainerInfo(rank=ranks.index)
-    return connect(info, client=client, source=ModelWeights(backend.module.model))
+    def __init__(self, config: RLConfig, policy: Policy, backend: Backend, ranks: Ranks) -> None:
+        self._config = config
+        self._policy = policy
+        self._backend = backend
+        self._ranks = ranks
+        self._client: Any = None
+        self._trainer: Any = None
+
+    def connect(self, client: Any) -> None:
+        from openrlhf.weight_sync.vllm_compat import connect
+        from openrlhf.weight_sync.vllm_source import PolicyWeights
+        from openrlhf.weight_sync.vllm_transfer import trainer_info
+
+        backend = transfer_backend(self._config, process_device())
+        info = trainer_info(backend, checksums=self._config.vllm.sync_verify, ranks=self._ranks)
+        self._client = client
+        self._trainer = connect(info, client=client, source=PolicyWeights(self._policy, self._backend))
+
+    def send(self) -> int:
+        before = self._client.num_updates
+        self._trainer.send_weights()
+        return self._client.num_updates - before
+
+    def probe(self, probe: Probe) -> list[float]:
+        return probe.policy_side(self._backend.module)

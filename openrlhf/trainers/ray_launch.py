@@ -9,6 +9,8 @@ import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+
 from openrlhf.cluster.checkpoints import RankKept
 from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
@@ -21,17 +23,22 @@ from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import RLConfig
+from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
 from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers
 from openrlhf.trainers.launching import Bound
 from openrlhf.trainers.local_models import ACTOR, CRITIC, sample_maker, step_settings
+from openrlhf.trainers.preflight import reading_model
 from openrlhf.trainers.rank_engines import engine_on_a_seat
 from openrlhf.trainers.rank_models import rank_service
 from openrlhf.trainers.reward_sources import build_reward, load_reward_reader
+from openrlhf.trainers.settings import model_dtype
+from openrlhf.weight_sync.probe import Probe
 
 logger = logging.getLogger(__name__)
 
+ACTOR_FLAG = "--actor.model_name_or_path"
 START_DEADLINE = 1800.0
 """Of loading models and of starting engines, in seconds."""
 
@@ -105,9 +112,26 @@ class RayLauncher:
             yield Bound(
                 engines,
                 HybridWorkers(RayWorkers.of(groups, sample_maker(config), step_settings(config)), switch),
-                HybridWeightSync(RayWeightSync(groups[Role.ACTOR], engines), switch),
+                HybridWeightSync(RayWeightSync(groups[Role.ACTOR], engines, probe=self._probe()), switch),
                 _kept(groups),
             )
+
+    def _probe(self) -> Probe | None:
+        if not self.config.vllm.sync_verify:
+            return None
+        # Which dtype "auto" is follows from the devices of the ranks, not from this one's.
+        cuda = self.placed.cluster.kind.resource == "GPU"
+        with reading_model(self.config.actor.model_name_or_path, flag=ACTOR_FLAG):
+            model_config = load_config(
+                self.config.actor.model_name_or_path,
+                trust_remote_code=self.config.actor.trust_remote_code,
+                flag=ACTOR_FLAG,
+            )
+        return Probe.of(
+            vocab_size=model_config.get_text_config().vocab_size,
+            dtype=model_dtype(self.config.ds.param_dtype, torch.device("cuda" if cuda else "cpu")),
+            max_model_len=self.config.data.max_len,
+        )
 
     def _switch(self, engines: RayEngines, groups: dict[Role, WorkerGroup]) -> HybridSwitch:
         """Who shares devices with engines sleeps while they sample, and they while it trains."""

@@ -131,7 +131,7 @@ class RLTrainer:
             metrics.merge(self.workers.update(batch))
         with self.clock.phase("broadcast"):
             self.version += 1
-            self.weights.push(version=self.version)
+            metrics.merge(self.weights.push(version=self.version))
         self.rollout_log.write(self.version, groups)
         metrics.merge(self.measure(groups))
         return metrics

@@ -8,10 +8,13 @@ EngineClient           vLLM's calls to one engine in this process
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer import (
     TrainerWeightTransferEngine,
     WeightTransferTrainerFactory,
@@ -24,10 +27,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.vllm.engine import VllmEngine
+from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
-from openrlhf.weight_sync.device_blocks import pack_on_device
-from openrlhf.weight_sync.probe import Probe
+from openrlhf.weight_sync.device_blocks import DeviceBlock, pack_on_device
+from openrlhf.weight_sync.probe import LocalProbe
 from openrlhf.weight_sync.vllm_compat import configuration, connect
 from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
 from openrlhf.weight_sync.vllm_worker import IpcUpdateInfo, RpcUpdateInfo, handle_on
@@ -75,16 +80,32 @@ class RpcTrainerEngine(TrainerWeightTransferEngine):
         return engine
 
     def send_weights(self) -> None:
-        if self.is_sender:
-            self.client.start_weight_update()
-        self._send_buckets()
-        if self.is_sender:
-            self.client.finish_weight_update()
+        tensors = iter(self.source)
+        try:
+            self._send(tensors)
+        finally:
+            # Whatever became of the sending: the other ranks gather to the end, and wait for this one.
+            for _ in tensors:
+                pass
 
-    def _send_buckets(self) -> None:
-        for bucket in cut_into_buckets(self.source, max_bytes=self._info.bucket_bytes):
-            if self.is_sender:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        if not self.is_sender:
+            return
+        with self._update():
+            for bucket in cut_into_buckets(tensors, max_bytes=self._info.bucket_bytes):
                 self.client.update_weights(RpcUpdateInfo.of(bucket, with_checksum=self._info.checksums))
+
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[None]:
+        self.client.start_weight_update()
+        try:
+            yield
+        except Exception:
+            # vLLM starts no update while another is open. Where it has failed itself it has none, and says so.
+            with contextlib.suppress(Exception):
+                self.client.finish_weight_update()
+            raise
+        self.client.finish_weight_update()
 
 
 class IpcTrainerEngine(RpcTrainerEngine):
@@ -92,19 +113,35 @@ class IpcTrainerEngine(RpcTrainerEngine):
 
     init_info_cls = IpcTrainerInfo
 
-    def _send_buckets(self) -> None:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        ranks = self._info.ranks
-        for block in pack_on_device(self.source, max_bytes=self._info.block_bytes, device=device):
-            # A reader in another process knows nothing of this one's stream.
-            torch.cuda.current_stream(device).synchronize()
-            handles = dict(ranks.gather(handle_on(device, block)))
-            if self.is_sender:
-                self.client.update_weights(IpcUpdateInfo.of(block, handles))
-            # The other ranks' workers read too: nobody lets a block go before the call is answered.
-            ranks.barrier("weights read")
+        with self._update() if self.is_sender else contextlib.nullcontext():
+            for block in pack_on_device(tensors, max_bytes=self._info.block_bytes, device=device):
+                # A reader in another process knows nothing of this one's stream.
+                torch.cuda.current_stream(device).synchronize()
+                self._hand_out(block, device)
         # Blocks that readers have let go are the allocator's again.
         torch.cuda.ipc_collect()
+
+    def _hand_out(self, block: DeviceBlock, device: torch.device) -> None:
+        """The other ranks' workers read too: nobody lets a block go before the call is answered, or has failed."""
+        ranks, failure = self._info.ranks, None
+        handles = dict(ranks.gather(handle_on(device, block)))
+        try:
+            if self.is_sender:
+                self.client.update_weights(IpcUpdateInfo.of(block, handles))
+        except Exception as error:
+            failure = error
+        failures = [text for text in ranks.gather(str(failure) if failure else None) if text is not None]
+        if failures:
+            raise failure or WeightSyncError(failures[0])
+
+
+def trainer_info(backend: str, *, checksums: bool, ranks: Ranks = ALONE) -> RpcTrainerInfo:
+    """Of the trainer's side of transfers by one of our backends."""
+    if backend == IPC_BACKEND:
+        return IpcTrainerInfo(rank=ranks.index, ranks=ranks)
+    return RpcTrainerInfo(rank=ranks.index, checksums=checksums)
 
 
 if RPC_BACKEND not in WeightTransferTrainerFactory._registry:
@@ -141,7 +178,7 @@ class VllmWeightSync:
     """The loop's push, for one vLLM engine."""
 
     def __init__(
-        self, engine: VllmEngine, source: WeightSource, *, init_info: TrainerInitInfo, probe: Probe | None = None
+        self, engine: VllmEngine, source: WeightSource, *, init_info: TrainerInitInfo, probe: LocalProbe | None = None
     ) -> None:
         """`init_info` chooses the transport: ours (`RpcTrainerInfo`), or vLLM's for `ipc` or `nccl`. With a `probe`
         every push is verified."""
@@ -150,10 +187,23 @@ class VllmWeightSync:
         self.client = EngineClient(engine)
         self._trainer = connect(init_info, client=self.client, source=source)
 
-    def push(self, *, version: int) -> None:
-        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone."""
+    def push(self, *, version: int) -> Metrics:
+        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone.
+
+        A push that fails leaves the engine held: some of its weights may be new, or wrong. Another one starts over.
+        """
+        metrics, before = Metrics(), self.client.num_updates
         self._engine.hold()
-        self._trainer.send_weights()
+        try:
+            self._trainer.send_weights()
+        except Exception as error:
+            raise WeightSyncError(f"the push of version {version} failed: {error}") from error
         self._engine.go_on(version=version)
+        metrics.last("sync/buckets", self.client.num_updates - before)
         if self._probe is not None:
-            self._probe.check(self._engine, version=version)
+            try:
+                metrics.last("sync/probe_gap", self._probe.check(self._engine, version=version))
+            except WeightSyncError:
+                self._engine.hold()
+                raise
+        return metrics

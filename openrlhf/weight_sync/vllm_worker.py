@@ -14,6 +14,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from openrlhf.weight_sync.buckets import Bucket, Entry
@@ -62,6 +63,7 @@ class RpcWeightTransferEngine(WeightTransferEngine[RpcInitInfo, RpcUpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
+        self._forget_unfinished()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -78,6 +80,15 @@ class RpcWeightTransferEngine(WeightTransferEngine[RpcInitInfo, RpcUpdateInfo]):
             # On a CPU the head multiplies with a packed copy of its weight. A tied one is loaded as an embedding, and
             # nobody else would pack it again.
             head.quant_method.process_weights_after_loading(head)
+
+    def _forget_unfinished(self) -> None:
+        """Layers that an update broke off in wait for the rest, and would take the start of the next for it."""
+        unfinished = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
+        for info in unfinished:
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        if unfinished:
+            finalize_layerwise_reload(self.model, self.model_config)  # the tensors from before are in place again
 
     def shutdown(self) -> None:
         pass
