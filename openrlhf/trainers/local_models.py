@@ -146,7 +146,6 @@ class LocalTraining:
             models.critic, optimizer_settings(config.critic, total_steps=total_steps)
         )
         self.learners = self._learners(device)
-        self.backends = tuple(b for b in (self._policy_backend, self._critic_backend) if b is not None)
         self.workers = LocalWorkers(self.learners, sample_maker(config))
 
     @property

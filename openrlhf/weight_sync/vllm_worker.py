@@ -75,11 +75,21 @@ class RpcWeightTransferEngine(WeightTransferEngine[RpcInitInfo, RpcUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            self._pack_again()
+
+    def _pack_again(self) -> None:
+        """On a CPU layers multiply with packed copies of their weights, and two kinds of them nobody else would renew.
+
+        A tied head is loaded as an embedding; experts are packed only when their kernel is first made.
+        """
         head = getattr(self.model, "lm_head", None)
-        if current_platform.is_cpu() and head is not None and hasattr(head, "quant_method"):
-            # On a CPU the head multiplies with a packed copy of its weight. A tied one is loaded as an embedding, and
-            # nobody else would pack it again.
+        if hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
+        for layer in self.model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def _forget_unfinished(self) -> None:
         """Layers that an update broke off in wait for the rest, and would take the start of the next for it."""

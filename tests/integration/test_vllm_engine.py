@@ -13,13 +13,14 @@ import os
 import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import living_children, wait_until
 from small_tokenizers import tokenizer as small_tokenizer
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from openrlhf.backends.weights import ModuleWeights
 from openrlhf.models.adapters import LoraSettings, add_adapter
@@ -42,6 +43,17 @@ VOCABULARY = 360
 CONTEXT = 256
 BUCKET_BYTES = 100_000
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,  # heads of 32, the smallest that vLLM has on a CPU
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+}
 
 
 @dataclass
@@ -78,6 +90,28 @@ class Setup:
                 parameter.add_(0.3 * parameter.std().nan_to_num() * torch.randn_like(parameter))
 
 
+def write_model(config: Any, tokenizer: Any, folder: Path) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, folder
+
+
+def start_engine(folder: Path, tokenizer: Any) -> VllmEngine:
+    settings = VllmSettings(model=str(folder), max_model_len=CONTEXT, dtype="float32", max_num_seqs=64, cpu_cache_gib=1)
+    return VllmEngine(settings, tokenizer)
+
+
+def move_adapter(model: Any) -> None:
+    """As training would: B starts at 0."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
 def source(model: Any) -> PolicyWeights:
     policy = Policy(model)
     return PolicyWeights(policy, ModuleWeights(policy))
@@ -89,29 +123,10 @@ def setup(tmp_path_factory) -> Iterator[Setup]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     tokenizer = small_tokenizer()
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,  # heads of 32, the smallest that vLLM has on a CPU
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(**SMALL, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False)
+    model, folder = write_model(config, tokenizer, tmp_path_factory.mktemp("model"))
     others = set(living_children(os.getpid()))
-    engine = VllmEngine(
-        VllmSettings(model=str(folder), max_model_len=CONTEXT, dtype="float32", max_num_seqs=64, cpu_cache_gib=1),
-        tokenizer,
-    )
+    engine = start_engine(folder, tokenizer)
     workers = _descendants(os.getpid()) - others
     yield Setup(engine, model, tokenizer)
     engine.close()
@@ -238,11 +253,7 @@ def test_a_policy_with_an_adapter_arrives_merged(setup):
     """The engine knows of none; the policy keeps it, and its weights as they are."""
     model = copy.deepcopy(setup.model)
     add_adapter(model, LoraSettings(rank=4, alpha=8, dropout=0.5), dtype=torch.float32)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    move_adapter(model)
     policy, before = Policy(model).train(), copy.deepcopy(model.state_dict())
     metrics = setup.push(setup.sync(model, probe=setup.probed(policy)))
     assert metrics["sync/probe_gap"] < 1e-4
@@ -255,6 +266,21 @@ def test_a_policy_with_an_adapter_arrives_merged(setup):
         > 0.01
     )
     setup.push(setup.sync(probe=setup.probed()))
+
+
+def test_experts_arrive_with_what_an_adapter_adds_to_each(tmp_path):
+    """Transformers has them stacked, its files one by one, and vLLM packed."""
+    tokenizer = small_tokenizer()
+    config = Qwen3MoeConfig(**SMALL, head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    model, folder = write_model(config, tokenizer, tmp_path)
+    with contextlib.closing(start_engine(folder, tokenizer)) as engine:
+        setup = Setup(engine, model, tokenizer)
+        add_adapter(model, LoraSettings(rank=4, alpha=8), dtype=torch.float32)
+        move_adapter(model)
+        probe = probe_tokens(VOCABULARY)
+        assert max_gap(policy_logprobs(setup.policy, probe), engine.prompt_logprobs(probe)) > 0.01
+        for _ in range(2):
+            assert setup.push(setup.sync(probe=setup.probed()))["sync/probe_gap"] < 1e-4
 
 
 class Damaging:
