@@ -28,12 +28,14 @@ def alone(demo, tmp_path_factory):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_it_learns_as_much_as_one_process(demo, alone, cluster, tmp_path, stage):
-    words = [*RANKS, "--ds.zero_stage", str(stage)]
+    words = [*RANKS, "--ds.zero_stage", str(stage), "--vllm.sync_verify"]
     run_dir = run(demo, tmp_path / "run", *words, steps=STEPS, launched=cluster.launched)
     before, after = scores(run_dir)
     assert abs(before - alone[0]) < 0.05
     assert abs(after - alone[1]) < 0.05
     assert max(column(run_dir, "logprobs_diff")) < 1e-4
+    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
+    assert column(run_dir, "sync/buckets") == [1] * STEPS
     assert column(run_dir, "rollout/failed") == [0] * STEPS
 
 
@@ -59,17 +61,65 @@ SHARING = {
 
 @pytest.mark.parametrize("sharing", SHARING)
 def test_ppo_with_four_models(demo, reward_model, cluster, tmp_path, sharing):
-    """Two rounds, whoever shares devices and processes with whom. What they compute does not depend on it: the first
-    round's numbers are those of the first trajectories alone."""
+    """Two rounds, whoever shares devices and processes with whom."""
     words = [
         *("--algo.advantage.estimator", "gae", "--algo.kl.init_coef", "0.01", "--critic.adam.lr", "1e-3"),
         *("--reward.model_name_or_path", str(reward_model), "--rollout.n_samples_per_prompt", "1"),
         *("--train.launcher", "ray", "--vllm.num_engines", "2", "--train.batch_size", "128", *SHARING[sharing]),
+        *("--actor.lr_scheduler", "constant", "--vllm.sync_verify"),
     ]
     others = ("reward.remote_url", "eval.dataset", "eval.at_start", "eval.steps")
     run_dir = run(demo, tmp_path / "run", *words, steps=2, without=others, launched=cluster.launched)
     assert column(run_dir, "rollout/failed") == [0, 0]
     assert max(column(run_dir, "logprobs_diff")) < 1e-4
+    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
     assert column(run_dir, "kl")[0] == pytest.approx(0, abs=1e-5)
     assert column(run_dir, "kl")[1] != 0
     assert min(column(run_dir, "critic_loss")) > 0
+
+
+TWO_TURNS = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class Again(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.turns = 0
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        good = states["label"] in states["action_text"]
+        done = good or self.turns == 2
+        return {"rewards": float(good), "scores": float(good), "environment_feedback": "" if done else ">", "done": done}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Again)
+"""
+
+
+def test_a_multi_turn_agent_and_a_checkpoint_that_one_process_goes_on_from(demo, cluster, tmp_path):
+    """An adapter is trained by two ranks that share their parameters out; its merged weights sample. One process then
+    reads what they have saved."""
+    (tmp_path / "agent.py").write_text(TWO_TURNS)
+    words = [
+        *("--train.agent_func_path", str(tmp_path / "agent.py"), "--ds.lora.rank", "4", "--vllm.sync_verify"),
+        *("--ckpt.path", str(tmp_path / "ckpt"), "--ckpt.save_steps", "1", "--actor.adam.lr", "1e-2"),
+        *("--actor.lr_scheduler", "constant"),
+    ]
+    others = ("reward.remote_url", "actor.adam.lr", "eval.dataset", "eval.at_start", "eval.steps")
+    run_dir = run(
+        demo, tmp_path / "run", *words, *RANKS, "--ds.zero_stage", "3", steps=2, without=others,
+        launched=cluster.launched,
+    )  # fmt: skip
+    assert column(run_dir, "rollout/failed") == [0, 0]
+    assert min(column(run_dir, "actor_grad_norm")) > 0
+    assert max(column(run_dir, "logprobs_diff")) < 1e-4
+    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
+    on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", steps=3, without=others)
+    assert column(on, "global_step") == [3]
+    assert max(column(on, "logprobs_diff")) < 1e-4
