@@ -28,7 +28,7 @@ HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) PORT=${PORT:-6
 
 # Nobody else on this cluster may use our Ray: it asks for a token, which all nodes find in the home folder.
 export RAY_AUTH_MODE=token
-ray get-auth-token --generate >/dev/null
+(umask 077 && ray get-auth-token --generate >/dev/null)
 # Seconds until all nodes must be there.
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 
