@@ -212,6 +212,14 @@ class Placed:
             )
         }
 
+    def table(self) -> str:
+        """The plan, and the node of everybody."""
+        lines = [self.plan.table()]
+        for pool in self.plan.pools:
+            nodes = dict.fromkeys(self.node_id(place) for role in pool.roles for place in self.plan.places(role))
+            lines.append(f"{pool.name} on node {', '.join(nodes)}")
+        return "\n".join(lines)
+
     def address(self, place: Place) -> str:
         """Of its node, for people."""
         import ray

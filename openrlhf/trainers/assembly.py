@@ -27,7 +27,7 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
-from openrlhf.trainers.launching import launched
+from openrlhf.trainers.launching import Launch, launched
 from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
@@ -52,16 +52,16 @@ def run_rl(config: RLConfig) -> int:
     return ending.status
 
 
-def train(config: RLConfig) -> RunResult:
+def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
     prepare_process(config.train)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
-        return _train(config, checkpoints, model_dir=model_dir)
+        return _train(config, launched, checkpoints, model_dir=model_dir)
 
 
-def _train(config: RLConfig, checkpoints: Checkpoints, *, model_dir: Path) -> RunResult:
+def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, model_dir: Path) -> RunResult:
     tokenizer = _tokenizer(config)
     prompts = PromptStream(
         _prompts(config, tokenizer, evaluation=False),

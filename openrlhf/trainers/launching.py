@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -41,6 +41,10 @@ class Launcher(Protocol):
     def bound(self, *, rounds: int) -> AbstractContextManager[Bound]:
         """Ready for a run of so many rounds; nothing of it is left afterwards."""
         ...
+
+
+Launch = Callable[[RLConfig, Any], AbstractContextManager[Launcher]]
+"""A launcher for a configuration and the policy's tokenizer."""
 
 
 def launched(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launcher]:

@@ -7,12 +7,11 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.cluster.checkpoints import RankKept
 from openrlhf.cluster.engines import RayEngines
-from openrlhf.cluster.launch import Placed, ray_cluster
+from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
 from openrlhf.cluster.launch import placed as placed_on
 from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.placement import PlacementPlan, Role, plan, requested
@@ -38,20 +37,24 @@ START_DEADLINE = 1800.0
 @contextlib.contextmanager
 def ray_launched(config: RLConfig, tokenizer: Any) -> Iterator[RayLauncher]:
     """A cluster, and devices on it that are this run's. Raises ClusterError, ConfigError."""
-    with ray_cluster() as cluster:
-        has_gpus = cluster.kind.resource == "GPU"
-        wanted = plan(
-            requested(
-                config,
-                devices_per_node=cluster.devices_per_node,
-                engines_by_default=has_gpus and importlib.util.find_spec("vllm") is not None,
-                cpus_per_device=cluster.kind.cpus,
-            )
+    with ray_cluster() as cluster, placed_on(plan_on(cluster, config), cluster) as placed:
+        logger.info("placement\n%s", placed.table())
+        yield RayLauncher(config, tokenizer, placed)
+
+
+def plan_on(cluster: Cluster, config: RLConfig) -> PlacementPlan:
+    """Who is to sit where. Raises ConfigError."""
+    has_gpus = cluster.kind.resource == "GPU"
+    wanted = plan(
+        requested(
+            config,
+            devices_per_node=cluster.devices_per_node,
+            engines_by_default=has_gpus and importlib.util.find_spec("vllm") is not None,
+            cpus_per_device=cluster.kind.cpus,
         )
-        _require_engines(wanted)
-        with placed_on(wanted, cluster) as placed:
-            logger.info("placement\n%s", wanted.table())
-            yield RayLauncher(config, tokenizer, placed, RewardRanks())
+    )
+    _require_engines(wanted)
+    return wanted
 
 
 def _require_engines(wanted: PlacementPlan) -> None:
@@ -67,14 +70,14 @@ def _require_engines(wanted: PlacementPlan) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class RayLauncher:
     """Models and engines have processes of their own. Implements `Launcher`."""
 
-    config: RLConfig
-    tokenizer: Any
-    placed: Placed
-    reward_ranks: RewardRanks
+    def __init__(self, config: RLConfig, tokenizer: Any, placed: Placed) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.placed = placed
+        self.reward_ranks = RewardRanks()
 
     def reward(self) -> RewardSource | None:
         return build_reward(self.config, self._reward_model)
@@ -90,17 +93,9 @@ class RayLauncher:
 
     @contextlib.contextmanager
     def bound(self, *, rounds: int) -> Iterator[Bound]:
-        config, wanted = self.config, self.placed.plan.request
+        config = self.config
         build = functools.partial(_service, config, rounds)
-        with contextlib.ExitStack() as held:
-            engines = RayEngines(
-                self.placed, functools.partial(engine_on_a_seat, config), max_model_len=config.data.max_len
-            )
-            held.callback(engines.close)
-            if wanted.engines_share and self.placed.cluster.kind.resource == "GPU":
-                # vLLM measures what is free while it starts: nobody else may take memory then.
-                engines.ready(deadline=START_DEADLINE)
-            groups = held.enter_context(worker_groups(self.placed, build, deadline=START_DEADLINE))
+        with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])
@@ -110,6 +105,17 @@ class RayLauncher:
                 RayWeightSync(groups[Role.ACTOR], engines),
                 _kept(groups),
             )
+
+    @contextlib.contextmanager
+    def engines(self) -> Iterator[RayEngines]:
+        """They may still be starting."""
+        make = functools.partial(engine_on_a_seat, self.config)
+        engines = RayEngines(self.placed, make, max_model_len=self.config.data.max_len)
+        with contextlib.closing(engines):
+            if self.placed.plan.request.engines_share and self.placed.cluster.kind.resource == "GPU":
+                # vLLM measures what is free while it starts: nobody else may take memory then.
+                engines.ready(deadline=START_DEADLINE)
+            yield engines
 
 
 def _service(config: RLConfig, rounds: int, roles: Collection[Role]) -> Any:

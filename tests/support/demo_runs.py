@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import yaml
 
 from openrlhf.cli.demo import prepare, rl_flags
 from openrlhf.config import parse
+from openrlhf.config.roots import RLConfig
 from openrlhf.demo.task import Task
 from openrlhf.observability.loggers import read_metrics
 from openrlhf.trainers.assembly import train
+from openrlhf.trainers.launching import Launch, launched
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,26 @@ class Demo:
         return Demo(task, folder)
 
 
-def run(demo: Demo, run_dir: Path, *overrides: str, steps: int) -> Path:
-    """The demo's RL phase from its warmed-up model, with these words over its flags; returns the run directory."""
+def configure(demo: Demo, run_dir: Path, *overrides: str, steps: int, without: Collection[str] = ()) -> RLConfig:
+    """The demo's RL phase from its warmed-up model, with these words over its flags, and `without` some of them."""
     flags = rl_flags(demo.task, demo.folder, seed=0, steps=steps)
     flags |= {"logger.run_dir": str(run_dir), "ckpt.output_dir": str(run_dir / "model"), "eval.steps": -1}
+    flags = {name: value for name, value in flags.items() if name not in without}
     run_dir.mkdir()
     (run_dir / "flags.yaml").write_text(yaml.safe_dump(flags))
-    return train(parse("train_ppo_ray", ["--config", str(run_dir / "flags.yaml"), *overrides])).run_dir
+    return parse("train_ppo_ray", ["--config", str(run_dir / "flags.yaml"), *overrides])
+
+
+def run(
+    demo: Demo,
+    run_dir: Path,
+    *overrides: str,
+    steps: int,
+    without: Collection[str] = (),
+    launched: Launch = launched,
+) -> Path:
+    """Such a run, to its end; returns the run directory."""
+    return train(configure(demo, run_dir, *overrides, steps=steps, without=without), launched=launched).run_dir
 
 
 def scores(run_dir: Path) -> list[float]:

@@ -1,0 +1,75 @@
+"""The RL loop on Ray, vLLM and DeepSpeed, on CPU: it learns what one process learns, wherever its models sit."""
+
+import json
+
+import pytest
+from demo_runs import column, configure, run, scores
+from shared_cluster import shared_cluster
+
+from openrlhf.cli import train_rm
+
+pytestmark = pytest.mark.slow
+
+STEPS = 8
+RANKS = ["--train.launcher", "ray", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"]
+
+
+@pytest.fixture(scope="module")
+def cluster(demo, tmp_path_factory):
+    with shared_cluster(configure(demo, tmp_path_factory.mktemp("any") / "run", *RANKS, steps=1)) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def alone(demo, tmp_path_factory):
+    """The score of one process after so many steps."""
+    return scores(run(demo, tmp_path_factory.mktemp("alone") / "run", steps=STEPS))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_it_learns_as_much_as_one_process(demo, alone, cluster, tmp_path, stage):
+    words = [*RANKS, "--ds.zero_stage", str(stage)]
+    run_dir = run(demo, tmp_path / "run", *words, steps=STEPS, launched=cluster.launched)
+    before, after = scores(run_dir)
+    assert abs(before - alone[0]) < 0.05
+    assert abs(after - alone[1]) < 0.05
+    assert max(column(run_dir, "logprobs_diff")) < 1e-4
+    assert column(run_dir, "rollout/failed") == [0] * STEPS
+
+
+@pytest.fixture(scope="module")
+def reward_model(demo, tmp_path_factory):
+    """Prefers digits in order to the same out of order."""
+    folder = tmp_path_factory.mktemp("reward")
+    pairs = [{"prompt": p.prompt, "chosen": p.label, "rejected": p.digits} for p in demo.task.train[:512]]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    words = ["--model.model_name_or_path", demo.folder / "inputs" / "model", "--data.dataset", folder / "pairs.jsonl"]
+    words += ["--data.prompt_key", "prompt", "--data.max_len", "16", "--adam.lr", "1e-3", "--train.batch_size", "64"]
+    words += ["--train.max_epochs", "1", "--ckpt.output_dir", folder / "model", "--logger.run_dir", folder / "run"]
+    assert train_rm.main(list(map(str, words))) == 0
+    return folder / "model"
+
+
+SHARING = {
+    "apart": ["--critic.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1", "--reward.num_gpus_per_node", "1"],
+    "in pairs": ["--train.colocate_actor_ref", "--train.colocate_critic_reward"],
+    "all together": ["--train.colocate_all", "--actor.num_gpus_per_node", "2"],
+}
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_ppo_with_four_models(demo, reward_model, cluster, tmp_path, sharing):
+    """Two rounds, whoever shares devices and processes with whom. What they compute does not depend on it: the first
+    round's numbers are those of the first trajectories alone."""
+    words = [
+        *("--algo.advantage.estimator", "gae", "--algo.kl.init_coef", "0.01", "--critic.adam.lr", "1e-3"),
+        *("--reward.model_name_or_path", str(reward_model), "--rollout.n_samples_per_prompt", "1"),
+        *("--train.launcher", "ray", "--vllm.num_engines", "2", "--train.batch_size", "128", *SHARING[sharing]),
+    ]
+    others = ("reward.remote_url", "eval.dataset", "eval.at_start", "eval.steps")
+    run_dir = run(demo, tmp_path / "run", *words, steps=2, without=others, launched=cluster.launched)
+    assert column(run_dir, "rollout/failed") == [0, 0]
+    assert max(column(run_dir, "logprobs_diff")) < 1e-4
+    assert column(run_dir, "kl")[0] == pytest.approx(0, abs=1e-5)
+    assert column(run_dir, "kl")[1] != 0
+    assert min(column(run_dir, "critic_loss")) > 0

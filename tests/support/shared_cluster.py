@@ -1,0 +1,59 @@
+"""One Ray and two vLLM engines for many runs: they take a minute to start, and what samples is pushed to them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from openrlhf.cluster.engines import RayEngines
+from openrlhf.cluster.launch import Cluster, placed, ray_cluster
+from openrlhf.cluster.placement import PlacementRequest, plan
+from openrlhf.config.roots import RLConfig
+from openrlhf.trainers.launching import Bound
+from openrlhf.trainers.rank_engines import engine_on_a_seat
+from openrlhf.trainers.ray_launch import RayLauncher, plan_on
+
+
+class SharedCluster:
+    """Runs of models of one shape, one after the other."""
+
+    def __init__(self, cluster: Cluster, engines: RayEngines) -> None:
+        self.cluster = cluster
+        self.engines = engines
+
+    @contextlib.contextmanager
+    def launched(self, config: RLConfig, tokenizer) -> Iterator[RayLauncher]:
+        """As `ray_launched`, with the engines that are there."""
+        with placed(plan_on(self.cluster, config), self.cluster) as found:
+            yield _Launcher(config, tokenizer, found, self.engines)
+
+
+class _Launcher(RayLauncher):
+    def __init__(self, config, tokenizer, found, shared: RayEngines) -> None:
+        super().__init__(config, tokenizer, found)
+        self._shared = shared
+
+    @contextlib.contextmanager
+    def engines(self) -> Iterator[RayEngines]:
+        yield self._shared
+
+    @contextlib.contextmanager
+    def bound(self, *, rounds: int) -> Iterator[Bound]:
+        with super().bound(rounds=rounds) as bound:
+            bound.weights.push(version=0)  # another run was here before
+            yield bound
+
+
+@contextlib.contextmanager
+def shared_cluster(config: RLConfig, *, engines: int = 2) -> Iterator[SharedCluster]:
+    """`config`: of any of the runs; the model's shape and the lengths are those of all."""
+    with ray_cluster() as cluster:
+        request = PlacementRequest(groups={}, engines=engines, cpus_per_device=0)
+        make = functools.partial(engine_on_a_seat, config)
+        with (
+            placed(plan(request), cluster) as found,
+            contextlib.closing(RayEngines(found, make, max_model_len=config.data.max_len)) as started,
+        ):
+            started.ready(deadline=300)
+            yield SharedCluster(cluster, started)
