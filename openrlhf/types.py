@@ -285,7 +285,7 @@ class Segment:
     action_mask: Tensor
     """bool [T]: True where the policy sampled the token."""
     rollout_logprobs: Tensor | None
-    """float32 [T]: log-prob at sampling time, 0 outside actions. None when no engine reported them."""
+    """float32 [T]: log-prob at sampling time, 0 outside actions. None where the engine was not asked for them."""
     versions: Tensor
     """int32 [T]: weight version of each sampled token, -1 outside actions."""
     turn_rewards: Tensor
@@ -465,7 +465,8 @@ class TrainingBatch:
     samples: list[TrainingSample]
     action_offsets: list[int] = field(init=False)
     rollout_logprobs_A: Tensor | None = field(init=False)
-    """log π of the weights that sampled, as the engine reported it."""
+    """log π of the weights that sampled, as the engine reported it; NaN on samples whose engine was not asked for it.
+    None when none was."""
     old_logprobs_A: Tensor | None = None
     """log π of the weights before this round's updates. None when provably equal to the current ones."""
     reference_logprobs_A: Tensor | None = None
@@ -480,12 +481,9 @@ class TrainingBatch:
         self.action_offsets = [0]
         for sample in self.samples:
             self.action_offsets.append(self.action_offsets[-1] + sample.segment.num_actions)
-        logprobs = [s.segment.rollout_logprobs for s in self.samples]
         self.rollout_logprobs_A = None
-        if self.samples and all(column is not None for column in logprobs):
-            self.rollout_logprobs_A = torch.cat(
-                [s.segment.rollout_logprobs[s.segment.action_mask] for s in self.samples]  # type: ignore[index]
-            )
+        if any(sample.segment.rollout_logprobs is not None for sample in self.samples):
+            self.rollout_logprobs_A = torch.cat([_sampled_logprobs(sample.segment) for sample in self.samples])
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -525,6 +523,13 @@ class TrainingBatch:
             rows=rows,
             **{name: None if column is None else column[rows] for name, column in columns.items()},
         )
+
+
+def _sampled_logprobs(segment: Segment) -> Tensor:
+    """float32 [A]"""
+    if segment.rollout_logprobs is None:
+        return torch.full((segment.num_actions,), torch.nan)
+    return segment.rollout_logprobs[segment.action_mask]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from openrlhf.agents.base import Episode, Player
 from openrlhf.agents.episode_worker import EpisodeSettings
@@ -22,10 +23,8 @@ from openrlhf.agents.host import (
     Reply,
 )
 from openrlhf.agents.local_host import LocalHost
+from openrlhf.rollout.base import Engine, EngineError
 from openrlhf.types import Generation, Prompt, SamplingParams
-
-if TYPE_CHECKING:
-    from openrlhf.rollout.base import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +107,7 @@ class AgentEpisodes:
     ) -> None:
         self._file = Path(settings.agent_file).expanduser().resolve()
         self._engine = engine
+        self._engine_failure: EngineError | None = None
         self._step_timeout = step_timeout
         self._slowest = slow_seconds
         service = "openrlhf.agents.episode_worker:EpisodeService"
@@ -153,7 +153,8 @@ class AgentEpisodes:
         except HostStartError as error:
             raise self._not_loaded(error) from error
         except HostError as error:
-            raise self._failed(error) from error
+            # Whatever the agent's code made of it: without an engine nobody can play.
+            raise self._engine_failure or self._failed(error) from error
         finally:
             self._playing[index] -= 1
         self._note_slow(reply, prompt)
@@ -165,14 +166,24 @@ class AgentEpisodes:
 
     async def _answer(self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
         assert name == "generate", name
-        return await self._engine.generate(token_ids, sampling_params)
+        with self._noting_failure():
+            return await self._engine.generate(token_ids, sampling_params)
 
     async def _answer_stream(
         self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams
     ) -> AsyncGenerator[Generation, None]:
         assert name == "stream", name
-        async for part in self._engine.stream(token_ids, sampling_params):
-            yield part
+        with self._noting_failure():
+            async for part in self._engine.stream(token_ids, sampling_params):
+                yield part
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self._engine_failure = error
+            raise
 
     def _failed(self, error: HostError) -> Exception:
         match error:

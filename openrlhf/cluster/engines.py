@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from openrlhf.cluster.launch import Placed
-from openrlhf.cluster.placement import Place, Role
+from openrlhf.cluster.placement import Role
 from openrlhf.cluster.workers import Calls, WorkerError
 from openrlhf.rollout.balancing import Balancer
+from openrlhf.rollout.base import EngineError
 from openrlhf.types import Generation, SamplingParams
 
 CONTROL_DEADLINE = 600.0
@@ -90,8 +91,8 @@ class RayEngines:
         devices = dict(zip((p.seat.rank for p in firsts), ([actor] for actor in self.actors), strict=True))
         for place, held in zip((p for p in places if p.seat.part), self._seats, strict=True):
             devices[place.seat.rank].append(held)
-        names = [_name(place, placed) for place in firsts]
-        self._calls = Calls(names)
+        self._names = [f"vLLM engine {place.seat.rank} on {placed.address(place)}" for place in firsts]
+        self._calls = Calls(self._names)
         folder = os.getcwd()
         self._starts = [
             actor.start.remote(build, folder, ray.get([held.devices.remote() for held in devices[place.seat.rank]]))
@@ -133,15 +134,17 @@ class RayEngines:
 
     @contextlib.contextmanager
     def _answering(self, engine: int) -> Iterator[None]:
-        """What an engine refuses is its caller's doing; one that is gone is everybody's problem."""
+        """What an engine refuses is its caller's doing; one that is gone is everybody's problem. Raises EngineError."""
         import ray
 
         try:
             yield
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EngineError):
+                raise EngineError(f"{self._names[engine]}: {error.cause}") from error
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
-            raise self._calls.gone(engine, error) from error
+            raise EngineError(str(self._calls.gone(engine, error))) from error
 
     def hold(self) -> None:
         self.call_all("hold")
@@ -204,10 +207,6 @@ def _readable(argument: Any) -> Any:
     if not isinstance(argument, dict):
         return argument
     return {name: memoryview(value) if isinstance(value, np.ndarray) else value for name, value in argument.items()}
-
-
-def _name(place: Place, placed: Placed) -> str:
-    return f"vLLM engine {place.seat.rank} on {placed.address(place)}"
 
 
 async def _cancellable(call: Any) -> Any:

@@ -178,6 +178,15 @@ def shared_devices_agree(config: RLConfig) -> Iterator[str]:
             )
 
 
+def a_local_run_has_one_engine(config: RLConfig) -> Iterator[str]:
+    engines = config.vllm.num_engines
+    if config.train.launcher == "local" and engines is not None and engines > 1:
+        yield (
+            f"--vllm.num_engines {engines}: a run with --train.launcher local has one engine; give 1, or use "
+            "--train.launcher ray"
+        )
+
+
 def every_worker_scores_something(config: RLConfig) -> Iterator[str]:
     world = config.actor.world_size
     if world is None or config.train.launcher == "local":

@@ -1,6 +1,7 @@
 """What the user wrote and a run will not do as written: told, not refused."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,6 +85,24 @@ def reward_key_is_not_used(config: RLConfig) -> Iterator[str]:
 def engines_stay_awake(config: RLConfig) -> Iterator[str]:
     if config.vllm.enable_sleep and not config.train.colocate_all:
         yield "--vllm.enable_sleep is not used: without --train.colocate_all engines have devices of their own"
+
+
+def engine_settings_are_not_used(config: RLConfig) -> Iterator[str]:
+    if config.vllm.num_engines != 0:
+        return
+    for field in fields(config.vllm):
+        if field.name != "num_engines" and getattr(config.vllm, field.name) != field.default:
+            yield f"--vllm.{field.name} is not used: with --vllm.num_engines 0 there is no vLLM"
+
+
+def local_weights_have_one_way(config: RLConfig) -> Iterator[str]:
+    given = {
+        f"--vllm.sync_backend {config.vllm.sync_backend}": config.vllm.sync_backend != "nccl",
+        "--vllm.sync_with_ray": config.vllm.sync_with_ray,
+    }
+    if config.vllm.num_engines and config.train.launcher != "ray":
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            yield f"{flag} is not used: engine and trainer are on one machine, and weights take the shortest way"
 
 
 def async_engines_have_own_devices(config: RLConfig) -> Iterator[str]:

@@ -118,7 +118,13 @@ class VLLMSection:
     tensor_parallel_size: Annotated[int, Flag("devices per engine", flat="vllm_tensor_parallel_size")] = 1
     sync_backend: Annotated[str, Flag("transport of weights to the engines", flat="vllm_sync_backend")] = "nccl"
     sync_with_ray: Annotated[bool, Flag("weights travel by Ray's collectives", flat="vllm_sync_with_ray")] = False
-    enable_prefix_caching: Annotated[bool, Flag("engines cache prompt prefixes", flat="enable_prefix_caching")] = False
+    enable_prefix_caching: Annotated[
+        bool,
+        Flag(
+            "engines cache prompt prefixes; on in any case where samples or turns share them",
+            flat="enable_prefix_caching",
+        ),
+    ] = False
     enforce_eager: Annotated[bool, Flag("engines capture no CUDA graphs", flat="enforce_eager")] = False
     enable_sleep: Annotated[
         bool, Flag("engines free their memory while training; with colocate_all only", flat="vllm_enable_sleep")

@@ -50,6 +50,9 @@ from openrlhf.config.training import RLTrainSection, SupervisedTrainSection
 
 RewardSource = Literal["agent", "function", "http", "model"]
 
+LOGPROBS_EVERY = 16
+"""vLLM takes half as long again with sampled log-probs. Where only metrics use them, one prompt in so many has them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubSection:
@@ -164,6 +167,17 @@ class RLConfig(TrainerSection):
         if self.critic.model_name_or_path:
             return self.critic.model_name_or_path
         return self.reward.model_paths[0] if self.reward_source == "model" else self.actor.model_name_or_path
+
+    @property
+    def logprobs_every(self) -> int:
+        """One prompt in so many is sampled with log-probs: all where the update needs them or the engine has them."""
+        needed = self.algo.advantage.is_correction_enable
+        return LOGPROBS_EVERY if self.vllm.num_engines != 0 and not needed else 1
+
+    @property
+    def engines_cache_prefixes(self) -> bool:
+        """Engines keep what they have read: where somebody reads it again, or as asked for."""
+        return self.vllm.enable_prefix_caching or self.samples_per_prompt > 1 or self.reward_source == "agent"
 
     @property
     def engines_sleep(self) -> bool:

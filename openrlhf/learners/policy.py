@@ -115,9 +115,10 @@ class PolicyLearner:
         self._backend.backward(loss)
         metrics.mean("ppo_kl", float((old_A - current_A.detach()).sum()), count)
         if packed.rollout_logprobs_A is not None:
-            gap_A = packed.rollout_logprobs_A - old_A
-            metrics.mean("vllm_kl", float(gap_A.sum()), count)
-            metrics.mean("logprobs_diff", float(gap_A.abs().sum()), count)
+            known_A = ~packed.rollout_logprobs_A.isnan()
+            gap_A = (packed.rollout_logprobs_A - old_A)[known_A]
+            metrics.mean("vllm_kl", float(gap_A.sum()), len(gap_A))
+            metrics.mean("logprobs_diff", float(gap_A.abs().sum()), len(gap_A))
         return float(policy_loss.detach())
 
     def _policy_loss(self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, metrics: Metrics) -> Tensor:
@@ -126,20 +127,28 @@ class PolicyLearner:
         correction = settings.correction
         base_A = old_A
         if correction and settings.loss.corrects_itself:
-            base_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
+            base_A = _rollout_logprobs(packed)
         result = settings.loss.function(
             LossInputs(current_A, base_A, _needed(packed.advantages_A, "advantages"), sequences_A), settings.clip
         )
         metrics.mean("ppo_clip_ratio", float(result.clipped_A.sum()), count)
         if correction is None or settings.loss.corrects_itself:
             return result.loss_A
-        rollout_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
+        rollout_A = _rollout_logprobs(packed)
         corrected = get_correction(correction.name)(
             CorrectionInputs(old_A, rollout_A, sequences_A), low=correction.low, high=correction.high
         )
         metrics.mean("is_weight", float(corrected.weights_A.sum()), count)
         metrics.mean("is_corrected", float(corrected.touched_A.sum()), count)
         return corrected.weights_A * result.loss_A
+
+
+def _rollout_logprobs(packed: PackedBatch) -> Tensor:
+    """Those of every token."""
+    column = _needed(packed.rollout_logprobs_A, "rollout log-probs")
+    if bool(column.isnan().any()):
+        raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")
+    return column
 
 
 def _needed(column: Tensor | None, name: str) -> Tensor:

@@ -8,6 +8,10 @@ from typing import Protocol
 from openrlhf.types import Generation, SamplingParams
 
 
+class EngineError(RuntimeError):
+    """The engine cannot start, or has stopped working: no request will be answered any more. The text says why."""
+
+
 class Engine(Protocol):
     """Samples from the policy. Any number of `generate` calls may be under way; the engine batches them."""
 
@@ -22,7 +26,7 @@ class Engine(Protocol):
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        """Continue `token_ids`. Cancelling the call gives the request up."""
+        """Continue `token_ids`. Cancelling the call gives the request up. Raises EngineError."""
         ...
 
     def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:

@@ -78,16 +78,21 @@ class SyncCollector:
         batch_size: int,
         samples_per_prompt: int,
         sampling_params: SamplingParams,
+        logprobs_every: int = 1,
         generate_batch_size: int | None = None,
         score_filter: ScoreFilter | None = None,
     ) -> None:
-        """`generate_batch_size` None: `batch_size`. More than that over-samples: it counts groups that wait as well."""
+        """`logprobs_every` n: sampled log-probs are asked for on prompts whose ordinal is a multiple of n, by a resumed
+        run on the same. `generate_batch_size` None: `batch_size`. More than that over-samples: it counts groups that
+        wait as well.
+        """
         self._prompts = prompts
         self._runner = runner
         self._loop = loop
         self._batch_size = batch_size
         self._samples_per_prompt = samples_per_prompt
         self._sampling_params = sampling_params
+        self._logprobs_every = logprobs_every
         self._generate_batch_size = generate_batch_size or batch_size
         self._filter = score_filter
         self._playing: set[int] = set()
@@ -144,7 +149,10 @@ class SyncCollector:
             tasks.create_task(self._play(prompt, draw, tasks))
 
     async def _play(self, prompt: Prompt, draw: Draw, tasks: asyncio.TaskGroup) -> None:
-        group = await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=self._sampling_params)
+        params = self._sampling_params
+        if prompt.ordinal % self._logprobs_every:
+            params = params.copy(logprobs=None)
+        group = await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=params)
         self._playing.remove(prompt.ordinal)
         self._sort(group, draw)
         self._start_due(draw, tasks)

@@ -27,7 +27,7 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
-from openrlhf.trainers.launching import Launch, launched
+from openrlhf.trainers.launching import Launch, launched, settled
 from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
@@ -54,6 +54,7 @@ def run_rl(config: RLConfig) -> int:
 
 def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
+    config = settled(config)
     prepare_process(config.train)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
@@ -100,6 +101,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
                     batch_size=config.rollout.batch_size,
                     samples_per_prompt=config.samples_per_prompt,
                     sampling_params=_sampling(config, temperature=config.rollout.temperature),
+                    logprobs_every=config.logprobs_every,
                     generate_batch_size=config.generate_batch_size,
                     score_filter=_score_filter(config),
                 ),
@@ -111,7 +113,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
                     runner=runner,
                     loop=loop,
                     samples_per_prompt=config.eval.n_samples_per_prompt,
-                    sampling_params=_sampling(config, temperature=config.eval.temperature),
+                    sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
                 ),
                 best=BestMetric(config.ckpt.best_metric_key),
                 schedule=schedule,
@@ -269,10 +271,11 @@ def _score_filter(config: RLConfig) -> ScoreFilter | None:
     return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size)
 
 
-def _sampling(config: RLConfig, *, temperature: float) -> SamplingParams:
+def _sampling(config: RLConfig, *, temperature: float, evaluation: bool = False) -> SamplingParams:
     return SamplingParams(
         temperature=temperature,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         max_tokens=config.rollout.max_new_tokens,
+        logprobs=None if evaluation and config.vllm.num_engines != 0 else True,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -17,8 +18,6 @@ from openrlhf.learners.base import Workers
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.base import Engine
 from openrlhf.weight_sync.base import WeightSync
-
-logger = logging.getLogger(__name__)
 
 
 class Bound(NamedTuple):
@@ -58,6 +57,14 @@ def launched(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launche
     return local_launched(config, tokenizer)
 
 
+def settled(config: RLConfig) -> RLConfig:
+    """With a number of engines, where it was left to the machine and Ray does not decide it."""
+    if config.vllm.num_engines is not None or needs_ray(config, os.environ, devices=torch.cuda.device_count()):
+        return config
+    engines = int(torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None)
+    return dataclasses.replace(config, vllm=dataclasses.replace(config.vllm, num_engines=engines))
+
+
 def needs_ray(config: RLConfig, environment: Mapping[str, str], *, devices: int) -> bool:
     """`auto` is Ray where there is one to join, or where the run is larger than a process with one device.
 
@@ -69,11 +76,4 @@ def needs_ray(config: RLConfig, environment: Mapping[str, str], *, devices: int)
         return True
     if devices > 1:
         return plan(requested(config, devices_per_node=devices, engines_by_default=True)).devices > 1
-    workers = config.actor.world_size or 1
-    if workers > 1:
-        logger.info(
-            "on this machine the run is one process: the actor's %d workers (--actor.num_nodes × "
-            "--actor.num_gpus_per_node) become 1; --train.launcher ray starts them all",
-            workers,
-        )
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,25 @@ import torch
 from openrlhf.config.roots import RLConfig
 from openrlhf.rewards.base import RewardSource
 from openrlhf.trainers.launching import Bound
-from openrlhf.trainers.local_engines import opened_engine
+from openrlhf.trainers.local_engines import opened_engine, require_engine
 from openrlhf.trainers.local_models import LocalTraining, load_models
 from openrlhf.trainers.reward_sources import build_reward, reward_model_here
 from openrlhf.trainers.running import process_device
 
+logger = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def local_launched(config: RLConfig, tokenizer: Any) -> Iterator[LocalLauncher]:
-    yield LocalLauncher(config, tokenizer, process_device())
+    workers, device = config.actor.world_size or 1, process_device()
+    if workers > 1 and config.train.launcher == "auto":
+        logger.info(
+            "on this machine the run is one process: the actor's %d workers (--actor.num_nodes × "
+            "--actor.num_gpus_per_node) become 1; --train.launcher ray starts them all",
+            workers,
+        )
+    require_engine(config.vllm, device)
+    yield LocalLauncher(config, tokenizer, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.rewards.base import RewardError, RewardGoneError
+from openrlhf.rollout.base import EngineError
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.utils import interrupts
 
@@ -40,6 +41,7 @@ USER_ERRORS = (
     RewardGoneError,
     AgentFileError,
     ModelLoadError,
+    EngineError,
     RolloutError,
     CheckpointError,
     ClusterError,

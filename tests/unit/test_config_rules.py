@@ -79,6 +79,7 @@ CASES = [
     ("shared_devices_agree", "train_ppo_ray", "--colocate_all_models --actor_num_gpus_per_node 8 --vllm_num_engines 2", ["--vllm.num_engines 2", "8 devices"], "--colocate_all_models --actor_num_gpus_per_node 8 --vllm_num_engines 2 --vllm_tensor_parallel_size 4"),
     ("shared_devices_agree", "train_ppo_ray", "--colocate_actor_ref --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4", ["--train.colocate_actor_ref", "1 × 8 and 1 × 4"], "--colocate_actor_ref --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4 --init_kl_coef 0"),
     ("shared_devices_agree", "train_ppo_ray", "--colocate_critic_reward --reward_pretrain r --critic_num_gpus_per_node 8 --reward_num_gpus_per_node 4", ["--train.colocate_critic_reward"], "--colocate_critic_reward --remote_rm_url r.py --critic_num_gpus_per_node 8 --reward_num_gpus_per_node 4"),
+    ("a_local_run_has_one_engine", "train_ppo_ray", "--train.launcher local --vllm_num_engines 2", ["--vllm.num_engines 2", "--train.launcher ray"], "--train.launcher local --vllm_num_engines 1"),
     ("every_worker_scores_something", "train_ppo_ray", "--actor_num_gpus_per_node 8 --rollout_batch_size 4", ["--rollout.batch_size 4", "workers (8)"], "--actor_num_gpus_per_node 8 --rollout_batch_size 8"),
     ("every_worker_scores_something", "train_ppo_ray", "--actor_num_gpus_per_node 8 --ring_attn_size 3", ["--ds.ring_attn_size", "does not divide"], "--actor_num_gpus_per_node 8 --ring_attn_size 4"),
 ]  # fmt: skip
@@ -116,7 +117,7 @@ def test_all_problems_are_reported_at_once():
 
 
 def test_the_local_launcher_does_not_check_device_plans():
-    parse("train_ppo_ray", ["--train.launcher", "local", "--colocate_all_models", "--actor_num_gpus_per_node", "8", "--vllm_num_engines", "3"])  # fmt: skip
+    parse("train_ppo_ray", ["--train.launcher", "local", "--colocate_all_models", "--actor_num_gpus_per_node", "8", "--vllm_num_engines", "1"])  # fmt: skip
 
 
 def test_packing_needs_no_engines():
@@ -176,6 +177,9 @@ NOTED = [
     ("reward_servers_have_a_path", "train_ppo_ray", ["--remote_rm_url", "http://a/x,http://b:5000/"], "--reward.remote_url http://b:5000/ names no path: http://b:5000/get_reward is asked"),
     ("reward_key_is_not_used", "train_ppo_ray", ["--reward.api_key", "k", "--remote_rm_url", "r.py"], "--reward.api_key is not used"),
     ("engines_stay_awake", "train_ppo_ray", ["--vllm_enable_sleep"], "--vllm.enable_sleep is not used"),
+    ("engine_settings_are_not_used", "train_ppo_ray", ["--vllm_num_engines", "0", "--enforce_eager"], "--vllm.enforce_eager is not used"),
+    ("local_weights_have_one_way", "train_ppo_ray", ["--vllm_num_engines", "1", "--vllm_sync_backend", "gloo"], "--vllm.sync_backend gloo is not used"),
+    ("local_weights_have_one_way", "train_ppo_ray", ["--vllm_num_engines", "1", "--vllm_sync_with_ray"], "--vllm.sync_with_ray is not used"),
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
     ("server_is_open", "serve_rm", ["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
@@ -210,6 +214,33 @@ def test_samples_per_prompt_follow_the_estimator(estimator, samples):
     assert config.rollout.n_samples_per_prompt is None
     assert config.samples_per_prompt == samples
     assert config.samples_per_round == 4 * samples
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("", 16),  # of a cluster: elsewhere the number is settled before
+        ("--vllm_num_engines 0", 1),
+        ("--vllm_num_engines 1", 16),
+        ("--vllm_num_engines 1 --enable_vllm_is_correction", 1),
+        ("--vllm_num_engines 1 --enable_vllm_is_correction --policy_loss_type cispo", 1),
+    ],
+)
+def test_logprobs_are_sampled_where_they_are_used_or_free(text, every):
+    assert parse("train_ppo_ray", text.split()).logprobs_every == every
+
+
+@pytest.mark.parametrize(
+    ("text", "cached"),
+    [
+        ("--advantage_estimator reinforce", False),
+        ("--advantage_estimator reinforce --enable_prefix_caching", True),
+        ("--advantage_estimator reinforce --n_samples_per_prompt 2", True),
+        ("--advantage_estimator reinforce --agent_func_path a.py", True),
+    ],
+)
+def test_prefixes_are_cached_where_they_are_shared_or_as_asked(text, cached):
+    assert parse("train_ppo_ray", text.split()).engines_cache_prefixes is cached
 
 
 def test_derived_values():

@@ -15,8 +15,6 @@ ASKS = {
     "--reward.offload": None,
     "--train.async_enable": "--async_train",
     "--train.partial_rollout_enable": "--partial_rollout --async_train",
-    "--train.launcher ray": "--train.launcher ray",
-    "--vllm.num_engines": "--vllm_num_engines 1",
     "--ds.deepcompile": "--deepcompile",
     "--ds.grad_accum_dtype": "--grad_accum_dtype bf16",
     "--ds.tensor_parallel_size": "--ds_tensor_parallel_size 2",
@@ -130,6 +128,8 @@ def test_all_missing_features_are_listed_at_once():
     [
         "",
         "--vllm_num_engines 0 --train.launcher local",
+        "--vllm_num_engines 1 --train.launcher local --enforce_eager --enable_prefix_caching",
+        "--vllm_num_engines 1",
         "--actor_num_nodes 1 --actor_num_gpus_per_node 8",
         "--zero_stage 3 --adam_offload --gradient_checkpointing --packing_samples --flash_attn --param_dtype fp16",
         "--use_dynamic_batch --train_max_tokens_per_gpu 512 --rollout_max_tokens_per_gpu 1024",

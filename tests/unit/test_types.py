@@ -204,9 +204,15 @@ def test_a_micro_batch_carries_the_columns_of_its_samples_in_its_own_order():
     assert packed.old_logprobs_A is None
 
 
-def test_rollout_logprobs_are_known_only_when_every_sample_has_them():
-    samples = [
+def test_rollout_logprobs_are_nan_where_a_sample_has_none():
+    """Two samples of three actions each, the first without log-probs."""
+    without, with_ = (
         TrainingSample(key=SampleKey(0, i), segment=part, rewards_A=torch.zeros(part.num_actions))
         for i, part in enumerate((segment(logprobs=False), segment(logprobs=True)))
-    ]
-    assert TrainingBatch(samples=samples).rollout_logprobs_A is None
+    )
+    known_A = with_.segment.rollout_logprobs[with_.segment.action_mask]
+    batch = TrainingBatch(samples=[without, with_])
+    assert batch.rollout_logprobs_A[batch.actions_of(0)].isnan().all()
+    assert torch.equal(batch.rollout_logprobs_A[batch.actions_of(1)], known_A)
+    assert torch.equal(batch.pack([1]).rollout_logprobs_A, known_A)
+    assert TrainingBatch(samples=[without]).rollout_logprobs_A is None

@@ -6,3 +6,9 @@ sampling.py     our sampling parameters in vLLM's words
 texts.py        tokens decoded at the end of a generation, or part by part
 loop_thread.py  an event loop in a thread: vLLM answers whoever asks, from whatever loop
 """
+
+import os
+
+# Read when vLLM is imported, here and in its processes. stdout is for what machines read.
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

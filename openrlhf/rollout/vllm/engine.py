@@ -4,6 +4,7 @@ Who waits on whom:
     generate      asks on the engine's own loop (`LoopThread`), waits for its future
     stream        the same, and meanwhile for each of its parts
     hold, go_on   around a push: nothing is sampled in between; who is under way goes on with the new weights
+Every wait has a deadline: calls their own, generations that of an engine which samples nothing at all.
 vLLM knows no versions before 0.32. So every request counts: where `hold` found it is where the new version begins.
 """
 
@@ -21,13 +22,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, GenerationConfig
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.config import WeightTransferConfig
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf.rollout.base import check_prompt
+from openrlhf.rollout.base import EngineError, check_prompt
 from openrlhf.rollout.embedded.stopping import eos_token_ids
 from openrlhf.rollout.vllm.loop_thread import LoopThread
 from openrlhf.rollout.vllm.sampling import sampling_arguments
@@ -36,12 +38,18 @@ from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
 _T = TypeVar("_T")
+START_SECONDS = 1800.0
+"""Weights of a large model are read from a slow disk, and graphs captured."""
+CALL_SECONDS = 600.0
+"""What an engine does between two steps: it may be in a long one, or write a bucket of weights."""
+STALL_SECONDS = 600.0
+"""An engine with requests that samples no token for so long will not sample any more."""
 _SHUTDOWN_SECONDS = 20.0
 """After this long vLLM kills what has not ended by itself."""
 
 
-class VllmError(RuntimeError):
-    """The engine cannot start, or has stopped working."""
+class VllmError(EngineError):
+    """vLLM cannot start, has died or does not answer."""
 
 
 @dataclass(slots=True)
@@ -82,9 +90,15 @@ class VllmEngine:
         self.settings = settings
         self.tokenizer = tokenizer
         self._version = 0
+        self._held = False
         self._numbers = itertools.count()
+        self._answered = 0
+        """Requests that are over."""
         self._running: dict[str, _Request] = {}
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+        try:
+            config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise VllmError(f"{settings.model} is no model that an engine could load: {error}") from error
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._ends = eos_token_ids(
             SimpleNamespace(config=config, generation_config=_generation_config(settings.model)), tokenizer
@@ -93,7 +107,9 @@ class VllmEngine:
         gpu = torch.cuda.is_available()
         try:
             with _environment(worker_environment(settings, gpu=gpu)):
-                self._llm: AsyncLLM | None = self._thread.run(_start(settings, gpu=gpu))
+                self._llm: AsyncLLM | None = self._thread.run(
+                    _start(settings, gpu=gpu), "to start", deadline=START_SECONDS
+                )
         except Exception as error:
             self._thread.close()
             raise VllmError(f"vLLM did not start with {settings.model}: {error}") from error
@@ -120,10 +136,10 @@ class VllmEngine:
         """Continue `token_ids` until end-of-sequence, a stop string, `max_tokens` or the context limit.
 
         `logprobs` are those of the distribution sampled from. Cancelling the call gives the request up. An engine that
-        died fails every call.
+        died, or samples nothing any more, fails every call with a VllmError.
         """
         request = self._make_request(token_ids, sampling_params.copy())
-        return await asyncio.wrap_future(self._thread.submit(self._generate(request)))
+        return await self._moving(asyncio.wrap_future(self._thread.submit(self._generate(request))))
 
     async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
         """`generate` in parts: what is new, as soon as it is sampled. Closing the iterator gives the request up."""
@@ -140,7 +156,7 @@ class VllmEngine:
 
         passing = self._thread.submit(pass_on())
         try:
-            while (part := await parts.get()) is not None:
+            while (part := await self._moving(asyncio.ensure_future(parts.get()))) is not None:
                 yield part
             await asyncio.wrap_future(passing)
         finally:
@@ -148,39 +164,64 @@ class VllmEngine:
 
     def abort(self) -> None:
         """Finish every request now, with the tokens it has: reason ABORT."""
-        self.call(self.llm.abort(list(self._running)))
+        self.call(self.llm.abort(list(self._running)), "to give requests up")
 
     def hold(self) -> None:
         """Stop sampling and forget every key and value, those of running requests too. `go_on` ends it."""
-        self.call(self.llm.pause_generation(mode="keep", clear_cache=True))
+        self._held = True
+        self.call(self.llm.pause_generation(mode="keep", clear_cache=True), "to stop sampling")
 
     def go_on(self, *, version: int) -> None:
         """Sample again; tokens from here on carry `version`."""
-        self.call(self._go_on(version))
+        self.call(self._go_on(version), "to sample again")
+        self._held = False
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """log π of each token but the first given those before it, at temperature 1."""
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=None, detokenize=False)
         request = self._make_request(token_ids, params)
         request.arguments["prompt_logprobs"] = 0
-        output = self.call(self._last_output(request))
+        output = self.call(self._last_output(request), "for the log-probs of a prompt")
         found = output.prompt_logprobs[1:]
         return [at[token].logprob for at, token in zip(found, token_ids[1:], strict=True)]
 
-    def call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run one of vLLM's coroutines on its loop, and wait."""
-        return self._thread.run(work)
+    def call(self, work: Coroutine[Any, Any, _T], what: str, *, deadline: float = CALL_SECONDS) -> _T:
+        """Run one of vLLM's coroutines on its loop, and wait. `what` it is for: "to start", "for an answer"."""
+        try:
+            return self._thread.run(_or_dead(work), what, deadline=deadline)
+        except TimeoutError as error:
+            raise VllmError(f"vLLM does not answer: {error}") from error
 
     def close(self) -> None:
         """Give every request up and end vLLM's processes. Closing twice is fine."""
         if self._llm is None:
             return
         if self._running:
-            self.abort()
+            with contextlib.suppress(VllmError):  # one that is dead has given them up
+                self.call(self._llm.abort(list(self._running)), "to give requests up", deadline=_SHUTDOWN_SECONDS)
         # First vLLM's own tasks, which would take the end of its processes for a failure.
         self._thread.close()
         self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
         self._llm = None  # now, and not when the interpreter ends: its finalizer needs modules that are gone by then
+
+    async def _moving(self, answer: asyncio.Future[_T]) -> _T:
+        """The answer, for as long as the engine samples something, for whomever."""
+        before = None
+        try:
+            while not (await asyncio.wait({answer}, timeout=STALL_SECONDS))[0]:
+                now = (self._answered, self._version, self._num_sampled())
+                if now == before and not self._held:
+                    waiting = f"waited {STALL_SECONDS:g} s for a token; requests under way: {self.num_running}"
+                    raise VllmError(f"vLLM does not answer: {waiting}")
+                before = now
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    def _num_sampled(self) -> int:
+        """Tokens of the requests under way."""
+        states = list(self.llm.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states)
 
     def _make_request(self, token_ids: Sequence[int], params: SamplingParams) -> _Request:
         prompt = [int(token) for token in token_ids]
@@ -207,8 +248,11 @@ class VllmEngine:
         try:
             async for output in self.llm.generate(request.prompt, params, request.name):
                 yield output
+        except EngineDeadError as error:
+            raise _died() from error
         finally:
             del self._running[request.name]
+            self._answered += 1
 
     async def _last_output(self, request: _Request) -> Any:
         last = None
@@ -257,9 +301,34 @@ class VllmEngine:
 
 
 async def _start(settings: VllmSettings, *, gpu: bool) -> AsyncLLM:
-    arguments = engine_arguments(settings, gpu=gpu)
     transfer = WeightTransferConfig(backend=settings.transfer_backend)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
+    arguments = AsyncEngineArgs(**engine_arguments(settings, gpu=gpu), weight_transfer_config=transfer)
+    config = arguments.create_engine_config()
+    if not gpu:
+        _check_heads(config)
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+def _check_heads(config: VllmConfig) -> None:
+    """Workers would find it out after half a minute, each with a traceback."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, known = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise VllmError(
+            f"its attention on a CPU has heads of {', '.join(map(str, known))}, and this model's are {size}"
+        )
+
+
+async def _or_dead(work: Coroutine[Any, Any, _T]) -> _T:
+    try:
+        return await work
+    except EngineDeadError as error:
+        raise _died() from error
+
+
+def _died() -> VllmError:
+    return VllmError("vLLM has died; what its processes said last is above")
 
 
 def _generation_config(model: str) -> GenerationConfig | None:

@@ -72,7 +72,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
 def worker_environment(settings: VllmSettings, *, gpu: bool) -> dict[str, str]:
     """What vLLM reads from the environment; what the user has set there wins."""
     # A fork of a process with torch's threads may hang; and workers must find our transfer engine by themselves.
-    variables = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if gpu:
         # Its kernels are compiled at every start: 210 s instead of 57.
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

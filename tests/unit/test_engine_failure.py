@@ -1,0 +1,110 @@
+"""An engine that fails or does not answer ends the run, in words, whoever waits for it."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from small_tokenizers import tokenizer as small_tokenizer
+from transformers import Qwen2Config
+
+from openrlhf.agents.episode_worker import EpisodeSettings
+from openrlhf.agents.episodes import AgentEpisodes
+from openrlhf.rollout.base import EngineError
+from openrlhf.rollout.vllm.loop_thread import LoopThread
+from openrlhf.types import Prompt, SamplingParams
+
+SURVIVES = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, **kwargs):
+        try:
+            await llm_engine.generate([1, 2, 3], sampling_params)
+        except Exception:
+            raise RuntimeError("my own words")
+"""
+
+
+class DeadEngine:
+    version = 0
+    max_model_len = 100
+
+    async def generate(self, token_ids, sampling_params):
+        raise EngineError("the engine has died")
+
+    async def stream(self, token_ids, sampling_params):
+        raise EngineError("the engine has died")
+        yield
+
+
+@pytest.fixture
+def thread():
+    thread = LoopThread("test")
+    yield thread
+    thread.close()
+    thread.close()
+
+
+def test_a_wait_says_what_it_was_for_and_cancels_the_work(thread):
+    cancelled = threading.Event()
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(TimeoutError, match=r"waited 0\.05 s for an answer"):
+        thread.run(work(), "for an answer", deadline=0.05)
+    assert cancelled.wait(5)
+
+
+def test_the_works_own_timeout_is_not_taken_for_the_wait(thread):
+    async def work():
+        raise TimeoutError("mine")
+
+    with pytest.raises(TimeoutError, match="mine"):
+        thread.run(work(), "for an answer", deadline=60)
+
+
+def test_a_loop_that_hangs_does_not_keep_its_owner(monkeypatch):
+    monkeypatch.setattr("openrlhf.rollout.vllm.loop_thread._CLOSING_SECONDS", 0.05)
+    thread, release = LoopThread("hangs"), threading.Event()
+
+    async def hang():
+        release.wait()
+
+    thread.submit(hang())
+    before = time.monotonic()
+    thread.close()
+    assert time.monotonic() - before < 5
+    release.set()
+
+
+def test_no_agent_hides_that_its_engine_died(tmp_path):
+    """The agent turns every error into its own, which would be retried and then counted as a failed sample."""
+    (tmp_path / "agent.py").write_text(SURVIVES)
+    small_tokenizer().save_pretrained(tmp_path)
+    Qwen2Config().save_pretrained(tmp_path)
+    settings = EpisodeSettings(
+        agent_file=str(tmp_path / "agent.py"),
+        tokenizer=str(tmp_path),
+        use_fast=True,
+        trust_remote_code=False,
+        max_length=50,
+        max_steps=None,
+        max_model_len=100,
+    )
+
+    async def play():
+        episodes = AgentEpisodes(settings, engine=DeadEngine(), hosts=0, step_timeout=60)
+        await episodes.start()
+        try:
+            await episodes.play(Prompt(ordinal=0, text="q"), SamplingParams(max_tokens=4))
+        finally:
+            await episodes.close()
+
+    with pytest.raises(EngineError, match="the engine has died"):
+        asyncio.run(play())
