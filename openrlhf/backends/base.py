@@ -8,8 +8,28 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+GATHERED_BYTES = 256 * 2**20
+"""Of parameters that ranks share out, so much is whole at a time."""
 
-class Backend(Protocol):
+
+class Weights(Protocol):
+    """Weights that can be had whole, wherever they lie."""
+
+    def whole_weights(self, *, max_bytes: int = GATHERED_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """The live weights by their names in the module, in its dtypes: each parameter once, then what it saves beside.
+
+        Collective: every rank iterates to the end, and sees the same names in the same order. On each a tensor is
+        whole; where ranks share parameters out, at most `max_bytes` of them are at a time (but one always is), so
+        whoever holds tensors back holds their memory. They may be the live ones: to be read, before the next step.
+        """
+        ...
+
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """What `whole_weights` would give, on the meta device: names, dtypes, shapes. Nothing is gathered."""
+        ...
+
+
+class Backend(Weights, Protocol):
     """Owns a module, its optimizers and their schedule, and an average of the weights if one is wanted."""
 
     @property

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from openrlhf.backends import loss_scale
+from openrlhf.backends.base import GATHERED_BYTES
 from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import (
     STATE_KINDS,
@@ -30,6 +31,7 @@ from openrlhf.backends.optimizer import (
 from openrlhf.backends.parking import Parking
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
+from openrlhf.backends.weights import outline, saved_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -200,15 +202,33 @@ class DeepSpeedBackend:
             yield None
             return
         weights = {}
-        for name, parameter in self._module.named_parameters():
-            if self._ema_beta is not None and name in self._trained:
-                tensor = self._whole(name, parameter, AVERAGE).to(parameter.dtype)
-            else:
-                tensor = self._whole_weight(name, parameter)
+        for name, tensor in self.whole_weights() if self._ema_beta is None else self._averaged_weights():
             if dist.get_rank() == 0:
-                weights[name] = tensor.cpu()
-        buffers = {name for name, _ in self._module.named_buffers()}
-        yield weights | {name: tensor for name, tensor in self._module.state_dict().items() if name in buffers}
+                weights[name] = tensor.to("cpu", copy=True)
+        yield weights
+
+    def whole_weights(self, *, max_bytes: int = GATHERED_BYTES) -> Iterator[tuple[str, Tensor]]:
+        for group in _together(self._module.named_parameters(), max_bytes=max_bytes):
+            with _gathered([parameter for _, parameter in group]):
+                for name, parameter in group:
+                    yield name, self._join(name, parameter.detach())
+        yield from saved_buffers(self._module)
+
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._module.named_parameters():
+            yield name, outline(self._whole_shape(name, parameter), parameter.dtype)
+        for name, buffer in saved_buffers(self._module):
+            yield name, outline(buffer.shape, buffer.dtype)
+
+    def _averaged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `whole_weights`, with the average of what is trained."""
+        for name, parameter in self._module.named_parameters():
+            if name in self._trained:
+                yield name, self._whole(name, parameter, AVERAGE).to(parameter.dtype)
+            else:
+                with _gathered([parameter]):
+                    yield name, self._join(name, parameter.detach())
+        yield from saved_buffers(self._module)
 
     def numbers(self) -> dict[str, Any]:
         if self._scaler is None:
@@ -318,11 +338,6 @@ class DeepSpeedBackend:
             part = safe_get_full_optimizer_state(parameter, kind)
         return self._join(name, part.detach())
 
-    def _whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """In the module's dtype. Collective."""
-        with _gathered(parameter):
-            return self._join(name, parameter.detach().clone())
-
     @torch.no_grad()
     def _set(self, name: str, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -334,7 +349,7 @@ class DeepSpeedBackend:
             safe_set_full_optimizer_state(parameter, part, kind)
         else:
             safe_set_full_fp32_param(parameter, part)
-            with _gathered(parameter, modifier_rank=0):
+            with _gathered([parameter], modifier_rank=0):
                 if parameter.numel():
                     parameter.copy_(part)
 
@@ -476,15 +491,31 @@ def _with_fp32_sums(zero: ZeroSettings, dtype: torch.dtype) -> ZeroSettings:
 
 
 @contextlib.contextmanager
-def _gathered(parameter: nn.Parameter, *, modifier_rank: int | None = None) -> Iterator[None]:
-    """While open a parameter of stage 3 is whole on every rank; what `modifier_rank` wrote into it stays."""
+def _gathered(parameters: Sequence[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
+    """While open parameters of stage 3 are whole on every rank; what `modifier_rank` wrote into them stays."""
     import deepspeed
 
-    if hasattr(parameter, "ds_id"):
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank):
+    shared_out = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if shared_out:
+        with deepspeed.zero.GatheredParameters(shared_out, modifier_rank=modifier_rank):
             yield
     else:
         yield
+
+
+def _together(named: Iterable[tuple[str, nn.Parameter]], *, max_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Neighbours of at most so many bytes in all; one that has more is alone. The same on every rank."""
+    group: list[tuple[str, nn.Parameter]] = []
+    used = 0
+    for name, parameter in named:
+        size = whole_shape(parameter).numel() * parameter.element_size()
+        if group and used + size > max_bytes:
+            yield group
+            group, used = [], 0
+        group.append((name, parameter))
+        used += size
+    if group:
+        yield group
 
 
 # ---------------------------------------------------------------------------------------- tensor parallelism

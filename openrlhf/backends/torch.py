@@ -15,9 +15,10 @@ from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
 from openrlhf.backends.parking import Parking
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
+from openrlhf.backends.weights import ModuleWeights
 
 
-class TorchBackend:
+class TorchBackend(ModuleWeights):
     """fp32 master weights, moments and gradient sums, whatever dtype the module computes in. Implements `Backend`.
 
     An fp32 module is its own master. For 16 bits a master copy is kept; each micro-batch's gradient is added to the
@@ -27,7 +28,7 @@ class TorchBackend:
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, *, ema_beta: float | None = None) -> None:
         """`ema_beta`: decay of an average of the weights to be saved in their place; None keeps none."""
-        self._module = module
+        super().__init__(module)
         self._max_norm = settings.max_norm
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._masters = {name: self._master_of(p) for name, p in self._trained.items()}

@@ -174,6 +174,8 @@ class EngineClients:
     def __init__(self, engines: RayEngines) -> None:
         self._actors = engines.actors
         self._calls = engines._calls
+        self.num_updates = 0
+        """Calls to each engine that carried weights."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._transfer("init_weight_transfer_engine", init_info)
@@ -185,6 +187,7 @@ class EngineClients:
         """Written once, fetched by the engines of each node."""
         import ray
 
+        self.num_updates += 1
         self._transfer("update_weights", ray.put(_portable(update_info)))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

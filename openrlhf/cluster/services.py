@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from openrlhf.checkpoint.manager import Kept
 from openrlhf.checkpoint.random_state import random_state, restore_random_state
@@ -18,6 +17,7 @@ from openrlhf.learners.scorer import Scorer
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rewards.batching import Forward, Item
 from openrlhf.types import TrainingBatch
+from openrlhf.weight_sync.probe import Probe
 
 
 class Sequences(NamedTuple):
@@ -46,15 +46,19 @@ class Sleeper(Protocol):
 
 
 class WeightSender(Protocol):
-    """The trainer's side of a transfer, connected."""
+    """The trainer's side of transfers."""
 
-    def send_weights(self) -> None: ...
+    def connect(self, client: Any) -> None:
+        """To the engines that a client speaks to."""
+        ...
 
+    def send(self) -> int:
+        """All weights; returns the number of buckets."""
+        ...
 
-class PolicyProbe(Protocol):
-    """The policy's log-probs of fixed tokens."""
-
-    def __call__(self, token_ids: Sequence[int]) -> Tensor: ...
+    def probe(self, probe: Probe) -> list[float]:
+        """The policy's log-probs of its tokens."""
+        ...
 
 
 class RankService:
@@ -108,17 +112,19 @@ class RankService:
         for sleeper in self._sleepers:
             sleeper.wake()
 
+    def release(self) -> None:
+        """Give back what this process's allocator has kept for later."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
 
 class PolicyService(RankService):
     """A rank of the policy, and of what lives in the same process."""
 
-    def __init__(self, learners: RankLearners, connect: Any, probe: PolicyProbe, **beside: Any) -> None:
-        """`connect(client)`: a `WeightSender` to the engines that a client speaks to."""
+    def __init__(self, learners: RankLearners, weights: WeightSender, **beside: Any) -> None:
         super().__init__(**beside)
         self._learners = learners
-        self._connect = connect
-        self._probe = probe
-        self._sender: WeightSender | None = None
+        self._weights = weights
 
     def score(self) -> None:
         self._learners.score(self._batch)
@@ -130,14 +136,13 @@ class PolicyService(RankService):
         return self._learners.update(self._batch)
 
     def connect_engines(self, client: Any) -> None:
-        self._sender = self._connect(client)
+        self._weights.connect(client)
 
-    def send_weights(self) -> None:
-        assert self._sender is not None, "engines are connected before anything is sent to them"
-        self._sender.send_weights()
+    def send_weights(self) -> int:
+        return self._weights.send()
 
-    def probe(self, token_ids: Sequence[int]) -> list[float]:
-        return self._probe(token_ids).tolist()
+    def probe(self, probe: Probe) -> list[float]:
+        return self._weights.probe(probe)
 
     def state_dict(self) -> dict[str, Any]:
         return self._learners.state_dict()

@@ -83,7 +83,7 @@ def reward_key_is_not_used(config: RLConfig) -> Iterator[str]:
 
 
 def engines_stay_awake(config: RLConfig) -> Iterator[str]:
-    if config.vllm.enable_sleep and not config.train.colocate_all:
+    if config.vllm.enable_sleep and not config.train.async_enable and not config.engines_share_devices:
         yield "--vllm.enable_sleep is not used: without --train.colocate_all engines have devices of their own"
 
 

@@ -116,8 +116,17 @@ class VLLMSection:
         ),
     ] = None
     tensor_parallel_size: Annotated[int, Flag("devices per engine", flat="vllm_tensor_parallel_size")] = 1
-    sync_backend: Annotated[str, Flag("transport of weights to the engines", flat="vllm_sync_backend")] = "nccl"
+    sync_backend: Annotated[
+        str,
+        Flag(
+            "how weights reach engines: nccl (CUDA memory where they share the actor's device), or gloo (CPU memory)",
+            flat="vllm_sync_backend",
+        ),
+    ] = "nccl"
     sync_with_ray: Annotated[bool, Flag("weights travel by Ray's collectives", flat="vllm_sync_with_ray")] = False
+    sync_verify: Annotated[
+        bool, Flag("compare checksums, and log-probs of engine and policy, after every transport of weights")
+    ] = False
     enable_prefix_caching: Annotated[
         bool,
         Flag(
@@ -127,8 +136,13 @@ class VLLMSection:
     ] = False
     enforce_eager: Annotated[bool, Flag("engines capture no CUDA graphs", flat="enforce_eager")] = False
     enable_sleep: Annotated[
-        bool, Flag("engines free their memory while training; with colocate_all only", flat="vllm_enable_sleep")
-    ] = False
+        bool | None,
+        Flag(
+            "engines that share the actor's devices free their memory while training; auto: if both do not fit",
+            flat="vllm_enable_sleep",
+            shown_default="auto",
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float, Flag("share of device memory an engine may take", flat="vllm_gpu_memory_utilization")
     ] = 0.95

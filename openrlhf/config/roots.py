@@ -180,9 +180,14 @@ class RLConfig(TrainerSection):
         return self.vllm.enable_prefix_caching or self.samples_per_prompt > 1 or self.reward_source == "agent"
 
     @property
-    def engines_sleep(self) -> bool:
-        """Engines free their memory while training: only where they share the actor's devices."""
-        return self.vllm.enable_sleep and self.train.colocate_all and not self.train.async_enable
+    def engines_share_devices(self) -> bool:
+        """Engines sample on the actor's devices, in turns with training; a local run has but one."""
+        return (self.train.colocate_all or self.train.launcher == "local") and not self.train.async_enable
+
+    @property
+    def engines_sleep(self) -> bool | None:
+        """Engines free their memory while training: only where they share the actor's devices. None: if they must."""
+        return self.vllm.enable_sleep if self.engines_share_devices else False
 
 
 @dataclass(frozen=True, kw_only=True)

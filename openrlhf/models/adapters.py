@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 ALL_LINEAR = "all-linear"
 _NAME = "default"
 """What PEFT calls an adapter that has no other name; part of its parameters' names, and not of its files."""
+_BASE = ".base_layer"
+"""What PEFT puts into the names of a layer's own parameters."""
+_FACTORS = ((f"lora_A.{_NAME}.weight", "a"), (f"lora_B.{_NAME}.weight", "b"))
 
 
 class AdapterError(ValueError):
@@ -81,7 +84,62 @@ def adapter_tensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def base_names(state_dict: Mapping[str, Tensor]) -> set[str]:
     """The names that the tensors of the frozen model had before the adapter came."""
-    return {name.replace(".base_layer.", ".") for name in state_dict if not _is_adapter(name)}
+    return {name.replace(_BASE, "") for name in state_dict if not _is_adapter(name)}
+
+
+def merged(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model that does without its adapter: W + (alpha / rank) · B A, by the name that W had before.
+
+    `named`: whole tensors by their names in `model`, which stays as it is; so do they. The sum is made in fp32, and
+    rounded to W's dtype. A layer's W is held until its A and B have come. Raises `AdapterError` for an adapter that is
+    no such sum.
+    """
+    if not has_adapter(model):
+        yield from named
+        return
+    layers = _adapted_weights(model)
+    parts = {f"{path}.{factor}": (weight, side) for weight, (path, _) in layers.items() for factor, side in _FACTORS}
+    parts |= {weight: (weight, "weight") for weight in layers}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named:
+        if name in parts:
+            weight, part = parts[name]
+            found = waiting.setdefault(weight, {})
+            found[part] = tensor
+            if len(found) == 3:
+                yield weight.replace(_BASE, ""), _sum(layers[weight][1], **waiting.pop(weight))
+        elif _is_adapter(name):
+            raise AdapterError(f"the adapter's {name} is not one of two matrices that can be added to a weight")
+        else:
+            yield name.replace(_BASE, ""), tensor
+
+
+def _adapted_weights(model: nn.Module) -> dict[str, tuple[str, Any]]:
+    """Weight → path and layer that add to it. A layer that adds to one of several stacks has another one below it."""
+    from peft.tuners.lora import LoraLayer
+
+    weights = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            below, inner = f"{path}{_BASE}", layer.base_layer
+            while isinstance(inner, LoraLayer):
+                below, inner = f"{below}{_BASE}", inner.base_layer
+            weights[f"{below}.{getattr(layer, 'parameter_name', 'weight')}"] = (path, layer)
+    return weights
+
+
+@torch.no_grad()
+def _sum(layer: Any, *, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.float(), b.float()
+    if weight.dim() == 2:
+        change = b @ a
+        transposed = layer.fan_in_fan_out
+    else:  # a stack of experts: A has theirs one below the other, B's columns take turns
+        a_ERI, b_ORE = a.view(len(weight), -1, a.shape[1]), b.view(len(b), -1, len(weight))
+        change = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+        transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    change = layer.scaling[_NAME] * (change.mT if transposed else change)
+    return (weight.float() + change).to(weight.dtype)
 
 
 @contextlib.contextmanager

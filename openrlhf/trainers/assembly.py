@@ -54,8 +54,8 @@ def run_rl(config: RLConfig) -> int:
 
 def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
-    config = settled(config)
     prepare_process(config.train)
+    config = settled(config)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,8 @@ from openrlhf.learners.base import Workers
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.base import Engine
 from openrlhf.weight_sync.base import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 class Bound(NamedTuple):
@@ -47,8 +50,8 @@ Launch = Callable[[RLConfig, Any], AbstractContextManager[Launcher]]
 
 
 def launched(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launcher]:
-    """What `--train.launcher` says. What cannot work is found here, before anything is loaded."""
-    if needs_ray(config, os.environ, devices=torch.cuda.device_count()):
+    """Of a `settled` configuration. What cannot work is found here, before anything is loaded."""
+    if config.train.launcher == "ray":
         from openrlhf.trainers.ray_launch import ray_launched
 
         return ray_launched(config, tokenizer)
@@ -58,11 +61,23 @@ def launched(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launche
 
 
 def settled(config: RLConfig) -> RLConfig:
-    """With a number of engines, where it was left to the machine and Ray does not decide it."""
-    if config.vllm.num_engines is not None or needs_ray(config, os.environ, devices=torch.cuda.device_count()):
-        return config
-    engines = int(torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None)
-    return dataclasses.replace(config, vllm=dataclasses.replace(config.vllm, num_engines=engines))
+    """With a launcher, and of a local run with a number of engines, where these were left to the machine."""
+    if needs_ray(config, os.environ, devices=torch.cuda.device_count()):
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, launcher="ray"))
+    workers, engines = config.actor.world_size or 1, config.vllm.num_engines
+    if workers > 1 and config.train.launcher == "auto":
+        logger.info(
+            "on this machine the run is one process: the actor's %d workers (--actor.num_nodes × "
+            "--actor.num_gpus_per_node) become 1; --train.launcher ray starts them all",
+            workers,
+        )
+    if engines is None:
+        engines = int(torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None)
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, launcher="local"),
+        vllm=dataclasses.replace(config.vllm, num_engines=engines),
+    )
 
 
 def needs_ray(config: RLConfig, environment: Mapping[str, str], *, devices: int) -> bool:

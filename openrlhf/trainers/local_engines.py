@@ -10,16 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from openrlhf.backends.weights import ModuleWeights
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.rl import VLLMSection
 from openrlhf.config.roots import RLConfig
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.trainers.engine_settings import engine_memory, vllm_settings
+from openrlhf.trainers.hybrid import SleepingEngine
+from openrlhf.trainers.local_models import LocalModels
 from openrlhf.trainers.settings import model_dtype
 from openrlhf.weight_sync.base import WeightSync
 from openrlhf.weight_sync.in_process import InProcessWeightSync
+from openrlhf.weight_sync.probe import LocalProbe, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ GPU_FLAGS = ("enforce_eager", "gpu_memory_utilization", "enable_sleep")
 class LocalEngine(NamedTuple):
     engine: Engine
     weights: WeightSync
+    sleepers: tuple[SleepingEngine, ...] = ()
+    """Engines that sleep while the policy is trained. They do so from the start: the first push wakes them."""
 
 
 def require_engine(section: VLLMSection, device: torch.device) -> None:
@@ -53,14 +59,14 @@ def require_engine(section: VLLMSection, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def opened_engine(config: RLConfig, policy: Policy, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
-    """Ready to sample; nothing of it is left afterwards."""
+def opened_engine(config: RLConfig, models: LocalModels, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
+    """Ready to sample, or asleep; nothing of it is left afterwards."""
     if config.vllm.num_engines:
-        with _vllm(config, policy, tokenizer, device) as opened:
+        with _vllm(config, models, tokenizer, device) as opened:
             yield opened
     else:
         engine = EmbeddedEngine(
-            policy.model,
+            models.policy.model,
             tokenizer,
             max_model_len=config.data.max_len,
             seed=config.train.seed,
@@ -71,27 +77,30 @@ def opened_engine(config: RLConfig, policy: Policy, tokenizer: Any, device: torc
 
 
 @contextlib.contextmanager
-def _vllm(config: RLConfig, policy: Policy, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
+def _vllm(config: RLConfig, models: LocalModels, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
     # Seconds of imports, of a library that most runs do without.
     from openrlhf.rollout.vllm.engine import VllmEngine
-    from openrlhf.weight_sync.vllm_source import ModelWeights
-    from openrlhf.weight_sync.vllm_transfer import RpcTrainerInfo, VllmWeightSync
+    from openrlhf.weight_sync.vllm_source import PolicyWeights
+    from openrlhf.weight_sync.vllm_transfer import VllmWeightSync, trainer_info
 
-    source = ModelWeights(policy.model)
-    with contextlib.closing(VllmEngine(vllm_settings(config, device), tokenizer)) as engine:
-        yield LocalEngine(engine, VllmWeightSync(engine, source, init_info=RpcTrainerInfo(rank=0)))
+    memory = engine_memory(config, models, device)
+    settings = vllm_settings(config, device, memory)
+    source = PolicyWeights(models.policy, ModuleWeights(models.policy))
+    info = trainer_info(settings.transfer_backend, checksums=config.vllm.sync_verify)
+    probe = None
+    if config.vllm.sync_verify:
+        probe = LocalProbe(policy_probe(config, models.policy, device), models.policy)
+    with contextlib.closing(VllmEngine(settings, tokenizer)) as engine:
+        if memory.sleeps:
+            engine.sleep()
+        weights = VllmWeightSync(engine, source, init_info=info, probe=probe)
+        yield LocalEngine(engine, weights, (engine,) if memory.sleeps else ())
 
 
-def vllm_settings(config: RLConfig, device: torch.device) -> VllmSettings:
-    return VllmSettings(
-        model=config.actor.model_name_or_path,
+def policy_probe(config: RLConfig, policy: Policy, device: torch.device) -> Probe:
+    """For the comparison of engines with this policy."""
+    return Probe.of(
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        dtype=model_dtype(config.ds.param_dtype, device),
         max_model_len=config.data.max_len,
-        dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        enforce_eager=config.vllm.enforce_eager,
-        enable_prefix_caching=config.engines_cache_prefixes,
-        trust_remote_code=config.actor.trust_remote_code,
-        seed=config.train.seed,
-        deterministic=config.train.full_determinism_enable,
     )

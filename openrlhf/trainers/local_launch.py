@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +11,17 @@ import torch
 
 from openrlhf.config.roots import RLConfig
 from openrlhf.rewards.base import RewardSource
+from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers, used_bytes
 from openrlhf.trainers.launching import Bound
 from openrlhf.trainers.local_engines import opened_engine, require_engine
 from openrlhf.trainers.local_models import LocalTraining, load_models
 from openrlhf.trainers.reward_sources import build_reward, reward_model_here
 from openrlhf.trainers.running import process_device
 
-logger = logging.getLogger(__name__)
-
 
 @contextlib.contextmanager
 def local_launched(config: RLConfig, tokenizer: Any) -> Iterator[LocalLauncher]:
-    workers, device = config.actor.world_size or 1, process_device()
-    if workers > 1 and config.train.launcher == "auto":
-        logger.info(
-            "on this machine the run is one process: the actor's %d workers (--actor.num_nodes × "
-            "--actor.num_gpus_per_node) become 1; --train.launcher ray starts them all",
-            workers,
-        )
+    device = process_device()
     require_engine(config.vllm, device)
     yield LocalLauncher(config, tokenizer, device)
 
@@ -48,6 +40,14 @@ class LocalLauncher:
     @contextlib.contextmanager
     def bound(self, *, rounds: int) -> Iterator[Bound]:
         models = load_models(self.config, self.device)
-        with opened_engine(self.config, models.policy, self.tokenizer, self.device) as (engine, weights):
+        with opened_engine(self.config, models, self.tokenizer, self.device) as opened:
             training = LocalTraining(self.config, models, rounds=rounds, device=self.device)
-            yield Bound(engine, training.workers, weights, training.checkpointed(self.tokenizer))
+            switch = HybridSwitch(
+                engines=opened.sleepers, backends=training.backends if self.config.ds.enable_sleep else ()
+            )
+            yield Bound(
+                opened.engine,
+                HybridWorkers(training.workers, switch, used_bytes=used_bytes(self.device)),
+                HybridWeightSync(opened.weights, switch),
+                training.checkpointed(self.tokenizer),
+            )

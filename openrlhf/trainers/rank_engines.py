@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.config.roots import RLConfig
 from openrlhf.models.loading import load_tokenizer
-from openrlhf.trainers.local_engines import vllm_settings
+from openrlhf.models.policy import Policy
+from openrlhf.trainers.engine_settings import EngineMemory, transfer_backend, vllm_settings
 from openrlhf.trainers.running import process_device
+from openrlhf.weight_sync.probe import Probe
 
 
-def engine_on_a_seat(config: RLConfig) -> tuple[Any, Any]:
-    """The engine, and the client of its weight transfers."""
+def engine_on_a_seat(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
+    """One of so many engines, and the client of its weight transfers. One that sleeps does so from the start."""
     from openrlhf.rollout.vllm.engine import VllmEngine
     from openrlhf.weight_sync.vllm_transfer import EngineClient
 
@@ -22,14 +26,44 @@ def engine_on_a_seat(config: RLConfig) -> tuple[Any, Any]:
         use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.actor.trust_remote_code,
     )
-    engine = VllmEngine(vllm_settings(config, process_device()), tokenizer)
+    device = process_device()
+    memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
+    engine = VllmEngine(vllm_settings(config, device, memory, engines=engines), tokenizer)
+    if memory.sleeps:
+        engine.sleep()
     return engine, EngineClient(engine)
 
 
-def connect_engines(backend: Backend, ranks: Ranks, client: Any) -> Any:
-    """This rank's side of transfers to the engines that `client` speaks to."""
-    from openrlhf.weight_sync.vllm_compat import connect
-    from openrlhf.weight_sync.vllm_source import ModelWeights
-    from openrlhf.weight_sync.vllm_transfer import RpcTrainerInfo
+def engines_sleep(config: RLConfig, device: torch.device) -> bool:
+    """Engines that share the actor's devices start before its models: what these will need, nobody knows then."""
+    return device.type == "cuda" and config.engines_sleep is not False
 
-    return connect(RpcTrainerInfo(rank=ranks.index), client=client, source=ModelWeights(backend.module.model))
+
+class RankWeights:
+    """A rank's side of transfers of the policy's weights. Methods are collective. Implements `WeightSender`."""
+
+    def __init__(self, config: RLConfig, policy: Policy, backend: Backend, ranks: Ranks) -> None:
+        self._config = config
+        self._policy = policy
+        self._backend = backend
+        self._ranks = ranks
+        self._client: Any = None
+        self._trainer: Any = None
+
+    def connect(self, client: Any) -> None:
+        from openrlhf.weight_sync.vllm_compat import connect
+        from openrlhf.weight_sync.vllm_source import PolicyWeights
+        from openrlhf.weight_sync.vllm_transfer import trainer_info
+
+        backend = transfer_backend(self._config, process_device())
+        info = trainer_info(backend, checksums=self._config.vllm.sync_verify, ranks=self._ranks)
+        self._client = client
+        self._trainer = connect(info, client=client, source=PolicyWeights(self._policy, self._backend))
+
+    def send(self) -> int:
+        before = self._client.num_updates
+        self._trainer.send_weights()
+        return self._client.num_updates - before
+
+    def probe(self, probe: Probe) -> list[float]:
+        return probe.policy_side(self._backend.module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,11 +25,10 @@ from openrlhf.trainers.local_models import (
     reference_scorer,
     step_settings,
 )
-from openrlhf.trainers.rank_engines import connect_engines
+from openrlhf.trainers.rank_engines import RankWeights
 from openrlhf.trainers.reward_sources import load_reward_model
 from openrlhf.trainers.running import prepare_process
 from openrlhf.trainers.settings import model_dtype, optimizer_settings
-from openrlhf.weight_sync.probe import policy_logprobs
 
 
 def rank_service(config: RLConfig, roles: Collection[Role], *, rounds: int) -> RankService:
@@ -69,11 +67,9 @@ class _Rank:
         training = LocalTraining(
             config, models, rounds=self._rounds, device=self._device, distribution=self._distribution
         )
-        backend = training.policy_backend
         return PolicyService(
             training.learners,
-            functools.partial(connect_engines, backend, ranks),
-            functools.partial(policy_logprobs, backend.module),
+            RankWeights(config, models.policy, training.policy_backend, ranks),
             kept=training.checkpointed(self._tokenizer(config.actor.model_name_or_path)),
             sleepers=training.backends,
             **beside,

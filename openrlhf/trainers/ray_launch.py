@@ -9,27 +9,36 @@ import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+
 from openrlhf.cluster.checkpoints import RankKept
 from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
 from openrlhf.cluster.launch import placed as placed_on
-from openrlhf.cluster.learners import RayWorkers
+from openrlhf.cluster.learners import DEADLINE, RayWorkers
 from openrlhf.cluster.placement import PlacementPlan, Role, plan, requested
 from openrlhf.cluster.rewards import RewardRanks
+from openrlhf.cluster.sleeping import EngineSleep, GroupSleep
 from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import RLConfig
+from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
+from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers
 from openrlhf.trainers.launching import Bound
 from openrlhf.trainers.local_models import ACTOR, CRITIC, sample_maker, step_settings
+from openrlhf.trainers.preflight import reading_model
 from openrlhf.trainers.rank_engines import engine_on_a_seat
 from openrlhf.trainers.rank_models import rank_service
 from openrlhf.trainers.reward_sources import build_reward, load_reward_reader
+from openrlhf.trainers.settings import model_dtype
+from openrlhf.weight_sync.probe import Probe
 
 logger = logging.getLogger(__name__)
 
+ACTOR_FLAG = "--actor.model_name_or_path"
 START_DEADLINE = 1800.0
 """Of loading models and of starting engines, in seconds."""
 
@@ -99,17 +108,46 @@ class RayLauncher:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])
+            switch = self._switch(engines, groups)
             yield Bound(
                 engines,
-                RayWorkers.of(groups, sample_maker(config), step_settings(config)),
-                RayWeightSync(groups[Role.ACTOR], engines),
+                HybridWorkers(RayWorkers.of(groups, sample_maker(config), step_settings(config)), switch),
+                HybridWeightSync(RayWeightSync(groups[Role.ACTOR], engines, probe=self._probe()), switch),
                 _kept(groups),
             )
+
+    def _probe(self) -> Probe | None:
+        if not self.config.vllm.sync_verify:
+            return None
+        # Which dtype "auto" is follows from the devices of the ranks, not from this one's.
+        cuda = self.placed.cluster.kind.resource == "GPU"
+        with reading_model(self.config.actor.model_name_or_path, flag=ACTOR_FLAG):
+            model_config = load_config(
+                self.config.actor.model_name_or_path,
+                trust_remote_code=self.config.actor.trust_remote_code,
+                flag=ACTOR_FLAG,
+            )
+        return Probe.of(
+            vocab_size=model_config.get_text_config().vocab_size,
+            dtype=model_dtype(self.config.ds.param_dtype, torch.device("cuda" if cuda else "cpu")),
+            max_model_len=self.config.data.max_len,
+        )
+
+    def _switch(self, engines: RayEngines, groups: dict[Role, WorkerGroup]) -> HybridSwitch:
+        """Who shares devices with engines sleeps while they sample, and they while it trains."""
+        shares = self.placed.plan.request.engines_share
+        sleeping = shares and self.placed.cluster.kind.resource == "GPU" and self.config.engines_sleep is not False
+        trained = {groups[role] for role in (Role.ACTOR, Role.CRITIC) if role in groups}
+        return HybridSwitch(
+            engines=[EngineSleep(engines)] if sleeping else (),
+            backends=[GroupSleep(group) for group in trained] if shares and self.config.ds.enable_sleep else (),
+            release=lambda: [group.call("release", deadline=DEADLINE) for group in trained],
+        )
 
     @contextlib.contextmanager
     def engines(self) -> Iterator[RayEngines]:
         """They may still be starting."""
-        make = functools.partial(engine_on_a_seat, self.config)
+        make = functools.partial(engine_on_a_seat, self.config, engines=self.placed.plan.request.engines)
         engines = RayEngines(self.placed, make, max_model_len=self.config.data.max_len)
         with contextlib.closing(engines):
             if self.placed.plan.request.engines_share and self.placed.cluster.kind.resource == "GPU":

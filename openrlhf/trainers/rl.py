@@ -99,7 +99,9 @@ class RLTrainer:
         """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none."""
         if (state := self.checkpointer.load()) is not None:
             self.load_state_dict(state)
-        elif self.schedule.eval_at_ends:
+        # An engine begins with whatever its files hold, or with nothing.
+        self.weights.push(version=self.version)
+        if state is None and self.schedule.eval_at_ends:
             self.evaluate()
         try:
             while self.rounds_done < self.schedule.rounds:
@@ -129,7 +131,7 @@ class RLTrainer:
             metrics.merge(self.workers.update(batch))
         with self.clock.phase("broadcast"):
             self.version += 1
-            self.weights.push(version=self.version)
+            metrics.merge(self.weights.push(version=self.version))
         self.rollout_log.write(self.version, groups)
         metrics.merge(self.measure(groups))
         return metrics
@@ -187,4 +189,3 @@ class RLTrainer:
         self.best.load_state_dict(state["best"])
         self.rounds_done, self.version = state["rounds"], state["version"]
         self.last_evaluation, self.evaluated_after = dict(state["last_evaluation"]), state["evaluated_after"]
-        self.weights.push(version=self.version)

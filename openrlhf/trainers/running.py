@@ -32,6 +32,7 @@ from openrlhf.rewards.base import RewardError, RewardGoneError
 from openrlhf.rollout.base import EngineError
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.utils import interrupts
+from openrlhf.weight_sync.base import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ USER_ERRORS = (
     RolloutError,
     CheckpointError,
     ClusterError,
-    ConfigError,
+    WeightSyncError,
 )
 """Errors whose text is all a user needs: no traceback."""
 
@@ -78,7 +79,7 @@ def user_errors_end_the_run() -> Iterator[Ending]:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         ending.status = 1
     except WorkerError as error:
-        if not isinstance(error.reason, USER_ERRORS):
+        if not isinstance(error.reason, (*USER_ERRORS, ConfigError)):
             print(error.details, file=sys.stderr)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         ending.status = 1

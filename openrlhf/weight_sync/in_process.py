@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.embedded import EmbeddedEngine
 
 
@@ -11,5 +12,6 @@ class InProcessWeightSync:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
-    def push(self, *, version: int) -> None:
+    def push(self, *, version: int) -> Metrics:
         self._engine.set_version(version)
+        return Metrics()

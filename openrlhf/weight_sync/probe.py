@@ -1,6 +1,7 @@
 """Does an engine compute what the policy computes? Log-probs of a fixed sequence, side by side.
 
-Parameters cannot be compared: an engine packs and fuses them, and on a CPU most are empty after packing.
+Parameters cannot be compared: an engine packs and fuses them, and on a CPU most are empty after packing. A side is a
+list of numbers, so that policy and engine may live in different processes.
 """
 
 from __future__ import annotations
@@ -10,18 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from openrlhf.models.policy import Policy
 from openrlhf.types import PackedTokens
+from openrlhf.weight_sync.base import WeightSyncError
 
 _GOLDEN = (5**0.5 - 1) / 2
-TOLERANCE = 1e-4
-"""In fp32."""
-
-
-class WeightSyncError(RuntimeError):
-    """After a push the engine does not compute what the policy computes."""
+_LENGTH = 32
 
 
 class ProbedEngine(Protocol):
@@ -32,38 +28,73 @@ class ProbedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The policy on a fixed sequence."""
+    """A sequence, and how far apart its log-probs may be."""
 
-    policy: Policy
     token_ids: tuple[int, ...]
-    tolerance: float = TOLERANCE
-    """Largest difference of a log-prob. The default is for fp32."""
+    tolerance: float
+    """Largest difference of a log-prob."""
+
+    @classmethod
+    def of(cls, *, vocab_size: int, dtype: torch.dtype, max_model_len: int) -> Probe:
+        """For a model that computes in `dtype`, and an engine that reads so many tokens and has to sample one."""
+        length = min(_LENGTH, max_model_len - 1)
+        return cls(token_ids=probe_tokens(vocab_size, length=length), tolerance=tolerance(dtype))
+
+    def policy_side(self, policy: nn.Module) -> list[float]:
+        """By the policy, or the module that a backend gives for its forwards. Collective, where it is."""
+        return policy_logprobs(policy, self.token_ids)
+
+    def engine_side(self, engine: ProbedEngine) -> list[float]:
+        return engine.prompt_logprobs(self.token_ids)
+
+    def compare(self, policy: Sequence[float], engine: Sequence[float], *, version: int) -> float:
+        """The largest difference; above the tolerance a `WeightSyncError`."""
+        gap = max_gap(policy, engine)
+        if not gap <= self.tolerance:  # not a number is a difference too
+            raise WeightSyncError(
+                f"after the push of version {version} the engine's log-probs differ from the policy's by up to "
+                f"{gap:.2g}; {self.tolerance:.2g} is allowed"
+            )
+        return gap
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProbe:
+    """For a policy in the process of the engine."""
+
+    probe: Probe
+    policy: nn.Module
 
     def check(self, engine: ProbedEngine, *, version: int) -> float:
-        """The largest difference; above the tolerance a `WeightSyncError`."""
-        ours = policy_logprobs(self.policy, self.token_ids).tolist()
-        return compare(ours, engine.prompt_logprobs(self.token_ids), version=version, tolerance=self.tolerance)
+        policy = self.probe.policy_side(self.policy)
+        return self.probe.compare(policy, self.probe.engine_side(engine), version=version)
 
 
-def compare(policy: Sequence[float], engine: Sequence[float], *, version: int, tolerance: float = TOLERANCE) -> float:
-    """The largest difference of their log-probs; above the tolerance a `WeightSyncError`."""
-    gap = float((torch.tensor(policy, dtype=torch.float64) - torch.tensor(engine, dtype=torch.float64)).abs().max())
-    if not gap <= tolerance:  # not a number is a difference too
-        raise WeightSyncError(
-            f"after the push of version {version} the engine's log-probs differ from the policy's by up to "
-            f"{gap:.2g}; {tolerance:.2g} is allowed"
-        )
-    return gap
+def tolerance(dtype: torch.dtype) -> float:
+    """How far apart two right implementations may be.
+
+    A log-prob is a logit less log Σ exp of all of them. Engines round logits to the model's dtype: from 16 to 32, where
+    those of large models are, by up to 8 ε. Layers in between, fused and ordered differently, add to that, most of all
+    for unlikely tokens, which the probe is full of: two layers with large random weights were 37 ε apart. So 128 ε: 1
+    in bf16, 1/8 in fp16. What this is to find, a layer that is missing or laid out wrongly, is off by more; that a
+    16-bit engine is only one step behind no tolerance would show. In fp32 sums over thousands of terms decide, and 1e-4
+    is 10 times what small models show.
+    """
+    return max(1e-4, 128 * torch.finfo(dtype).eps)
 
 
-def probe_tokens(vocab_size: int, *, length: int = 32) -> tuple[int, ...]:
+def max_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return float((torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)).abs().max())
+
+
+def probe_tokens(vocab_size: int, *, length: int = _LENGTH) -> tuple[int, ...]:
     """Ids from all over the vocabulary: the fractional parts of multiples of the golden ratio are spread evenly."""
     return tuple(int(vocab_size * (i * _GOLDEN % 1)) for i in range(1, length + 1))
 
 
 @torch.no_grad()
-def policy_logprobs(policy: Policy, token_ids: Sequence[int]) -> Tensor:
-    """log π of each token but the first given those before it, at temperature 1."""
+def policy_logprobs(policy: nn.Module, token_ids: Sequence[int]) -> list[float]:
+    """log π of each token but the first given those before it, at temperature 1, without dropout."""
     T, device = len(token_ids), next(policy.parameters()).device
     positions = torch.arange(T, device=device)
     tokens = PackedTokens(
@@ -73,4 +104,9 @@ def policy_logprobs(policy: Policy, token_ids: Sequence[int]) -> Tensor:
         action_positions=positions[1:],
         max_seqlen=T,
     )
-    return policy(tokens, temperature=1.0).logprobs_A
+    training = policy.training
+    policy.eval()
+    try:
+        return policy(tokens, temperature=1.0).logprobs_A.tolist()
+    finally:
+        policy.train(training)

@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, Weight
 from vllm.distributed.weight_transfer.base import WeightSource
 
 _TAKES_CONFIG = "config" in inspect.signature(TrainerWeightTransferEngine.__init__).parameters
-"""0.26: the trainer's side is given a configuration, which names the backend. 0.32: its init info names it."""
+"""0.26: the trainer's side is given a configuration and the backend's name. 0.32: its init info names the backend."""
 
 
 def configuration(backend: str) -> tuple[WeightTransferConfig, ...]:
@@ -20,6 +20,6 @@ def configuration(backend: str) -> tuple[WeightTransferConfig, ...]:
 
 def connect(init_info: Any, *, client: Any, source: WeightSource) -> TrainerWeightTransferEngine:
     """The trainer's engine for `init_info.backend`, ready to send."""
-    return WeightTransferTrainerFactory.trainer_init(
-        *configuration(init_info.backend), init_info, client=client, source=source
-    )
+    backend = init_info.backend
+    named = (backend, *configuration(backend)) if _TAKES_CONFIG else ()
+    return WeightTransferTrainerFactory.trainer_init(*named, init_info, client=client, source=source)

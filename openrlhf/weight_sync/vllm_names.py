@@ -1,7 +1,9 @@
 """What trainer and vLLM's workers must call the same. Imports nothing."""
 
 RPC_BACKEND = "openrlhf_rpc"
-"""Our weight-transfer engine's name in vLLM's factories."""
+"""Our weight-transfer engines' names in vLLM's factories: buckets inside the calls,"""
+IPC_BACKEND = "openrlhf_ipc"
+"""or left on the device that trainer and worker share, with a handle in the call."""
 
 WORKER_EXTENSION = "openrlhf.weight_sync.vllm_worker.WorkerExtension"
-"""Importing it in a worker process registers the engine there."""
+"""Importing it in a worker process registers the engines there."""

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from openrlhf.models.adapters import has_adapter
+from openrlhf.backends.base import Weights
+from openrlhf.models.file_weights import file_weights
+from openrlhf.models.policy import Policy
 
 
-class ModelWeights(WeightSource):
-    """A Hugging Face model's weights, whole and in this process, by the names they have in its files; tied ones once.
+class PolicyWeights(WeightSource):
+    """Whatever trains the policy, and on how many ranks: its weights, whole, as the model's files would hold them.
 
-    A model with an adapter is refused: what it computes with is in no one parameter.
+    Tied ones come once, adapters are merged (`models.file_weights`). Every rank has one, and iterates when the others
+    do; what it keeps of a tensor is its own business.
     """
 
-    def __init__(self, model: Any) -> None:
-        if has_adapter(model):
-            raise ValueError("the weights of a policy with an adapter must be merged before they are pushed")
-        self._model = model
+    def __init__(self, policy: Policy, weights: Weights) -> None:
+        """`weights`: the policy's backend, or its `ModuleWeights`. Raises for a policy whose weights cannot be sent."""
+        self._policy = policy
+        self._weights = weights
+        self.metadata()
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        outlines = file_weights(self._policy, self._weights.outlines())
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in outlines]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach()
+        return file_weights(self._policy, self._weights.whole_weights())

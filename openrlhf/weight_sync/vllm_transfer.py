@@ -2,14 +2,19 @@
 
 VllmWeightSync.push    hold the engine · send · go on with the new version · verify, if asked to
 RpcTrainerEngine       the trainer's side of our transfer engine: buckets, one call each
+IpcTrainerEngine       the same for a worker on the trainer's device: the call has a handle to the bucket
 EngineClient           vLLM's calls to one engine in this process
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer import (
     TrainerWeightTransferEngine,
     WeightTransferTrainerFactory,
@@ -21,14 +26,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.vllm.engine import VllmEngine
+from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
-from openrlhf.weight_sync.probe import Probe
+from openrlhf.weight_sync.device_blocks import DeviceBlock, pack_on_device
+from openrlhf.weight_sync.probe import LocalProbe
 from openrlhf.weight_sync.vllm_compat import configuration, connect
-from openrlhf.weight_sync.vllm_names import RPC_BACKEND
-from openrlhf.weight_sync.vllm_worker import RpcUpdateInfo
+from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
+from openrlhf.weight_sync.vllm_worker import IpcUpdateInfo, RpcUpdateInfo, handle_on
 
 BUCKET_BYTES = 256 * 2**20
+BLOCK_BYTES = 512 * 2**20
+"""Of a bucket that stays on the device; the worker copies it there, so twice as much is needed for a moment."""
 
 
 @dataclass
@@ -40,18 +51,27 @@ class RpcTrainerInfo(TrainerInitInfo):
     """Whether workers compare what arrives with what was sent."""
 
 
-class RpcTrainerEngine(TrainerWeightTransferEngine[RpcTrainerInfo]):
+@dataclass
+class IpcTrainerInfo(TrainerInitInfo):
+    backend: ClassVar[str] = IPC_BACKEND
+
+    block_bytes: int = BLOCK_BYTES
+    ranks: Ranks = ALONE
+    """Each has whole weights on a device of its own, where its workers read them."""
+
+
+class RpcTrainerEngine(TrainerWeightTransferEngine):
     """Sends buckets as arguments of calls. Every rank gathers; the first one sends."""
 
-    init_info_cls = RpcTrainerInfo
+    init_info_cls: type[TrainerInitInfo] = RpcTrainerInfo
 
-    def __init__(self, info: RpcTrainerInfo, *, client: Any, source: WeightSource) -> None:
-        super().__init__(*configuration(RPC_BACKEND), client=client, source=source, is_sender=info.is_sender)
+    def __init__(self, info: Any, *, client: Any, source: WeightSource) -> None:
+        super().__init__(*configuration(info.backend), client=client, source=source, is_sender=info.is_sender)
         self._info = info
 
     @classmethod
     def trainer_init(
-        cls, config: Any = None, init_info: RpcTrainerInfo | None = None, *, client: Any, source: WeightSource
+        cls, config: Any = None, init_info: Any = None, *, client: Any, source: WeightSource
     ) -> RpcTrainerEngine:
         """`config` is vLLM 0.26's, and says nothing that `init_info` does not say."""
         engine = cls(init_info, client=client, source=source)
@@ -60,17 +80,73 @@ class RpcTrainerEngine(TrainerWeightTransferEngine[RpcTrainerInfo]):
         return engine
 
     def send_weights(self) -> None:
-        if self.is_sender:
-            self.client.start_weight_update()
-        for bucket in cut_into_buckets(self.source, max_bytes=self._info.bucket_bytes):
-            if self.is_sender:
+        tensors = iter(self.source)
+        try:
+            self._send(tensors)
+        finally:
+            # Whatever became of the sending: the other ranks gather to the end, and wait for this one.
+            for _ in tensors:
+                pass
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        if not self.is_sender:
+            return
+        with self._update():
+            for bucket in cut_into_buckets(tensors, max_bytes=self._info.bucket_bytes):
                 self.client.update_weights(RpcUpdateInfo.of(bucket, with_checksum=self._info.checksums))
-        if self.is_sender:
-            self.client.finish_weight_update()
+
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[None]:
+        self.client.start_weight_update()
+        try:
+            yield
+        except Exception:
+            # vLLM starts no update while another is open. Where it has failed itself it has none, and says so.
+            with contextlib.suppress(Exception):
+                self.client.finish_weight_update()
+            raise
+        self.client.finish_weight_update()
+
+
+class IpcTrainerEngine(RpcTrainerEngine):
+    """Packs buckets on the device and sends handles. Every rank packs, and its workers read; the first one sends."""
+
+    init_info_cls = IpcTrainerInfo
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        with self._update() if self.is_sender else contextlib.nullcontext():
+            for block in pack_on_device(tensors, max_bytes=self._info.block_bytes, device=device):
+                # A reader in another process knows nothing of this one's stream.
+                torch.cuda.current_stream(device).synchronize()
+                self._hand_out(block, device)
+        # Blocks that readers have let go are the allocator's again.
+        torch.cuda.ipc_collect()
+
+    def _hand_out(self, block: DeviceBlock, device: torch.device) -> None:
+        """The other ranks' workers read too: nobody lets a block go before the call is answered, or has failed."""
+        ranks, failure = self._info.ranks, None
+        handles = dict(ranks.gather(handle_on(device, block)))
+        try:
+            if self.is_sender:
+                self.client.update_weights(IpcUpdateInfo.of(block, handles))
+        except Exception as error:
+            failure = error
+        failures = [text for text in ranks.gather(str(failure) if failure else None) if text is not None]
+        if failures:
+            raise failure or WeightSyncError(failures[0])
+
+
+def trainer_info(backend: str, *, checksums: bool, ranks: Ranks = ALONE) -> RpcTrainerInfo:
+    """Of the trainer's side of transfers by one of our backends."""
+    if backend == IPC_BACKEND:
+        return IpcTrainerInfo(rank=ranks.index, ranks=ranks)
+    return RpcTrainerInfo(rank=ranks.index, checksums=checksums)
 
 
 if RPC_BACKEND not in WeightTransferTrainerFactory._registry:
     WeightTransferTrainerFactory.register_engine(RPC_BACKEND, RpcTrainerEngine)
+    WeightTransferTrainerFactory.register_engine(IPC_BACKEND, IpcTrainerEngine)
 
 
 class EngineClient:
@@ -102,7 +178,7 @@ class VllmWeightSync:
     """The loop's push, for one vLLM engine."""
 
     def __init__(
-        self, engine: VllmEngine, source: WeightSource, *, init_info: TrainerInitInfo, probe: Probe | None = None
+        self, engine: VllmEngine, source: WeightSource, *, init_info: TrainerInitInfo, probe: LocalProbe | None = None
     ) -> None:
         """`init_info` chooses the transport: ours (`RpcTrainerInfo`), or vLLM's for `ipc` or `nccl`. With a `probe`
         every push is verified."""
@@ -111,10 +187,23 @@ class VllmWeightSync:
         self.client = EngineClient(engine)
         self._trainer = connect(init_info, client=self.client, source=source)
 
-    def push(self, *, version: int) -> None:
-        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone."""
+    def push(self, *, version: int) -> Metrics:
+        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone.
+
+        A push that fails leaves the engine held: some of its weights may be new, or wrong. Another one starts over.
+        """
+        metrics, before = Metrics(), self.client.num_updates
         self._engine.hold()
-        self._trainer.send_weights()
+        try:
+            self._trainer.send_weights()
+        except Exception as error:
+            raise WeightSyncError(f"the push of version {version} failed: {error}") from error
         self._engine.go_on(version=version)
+        metrics.last("sync/buckets", self.client.num_updates - before)
         if self._probe is not None:
-            self._probe.check(self._engine, version=version)
+            try:
+                metrics.last("sync/probe_gap", self._probe.check(self._engine, version=version))
+            except WeightSyncError:
+                self._engine.hold()
+                raise
+        return metrics

@@ -1,7 +1,8 @@
-"""The inside of a vLLM worker: receives buckets of weights. Importing it registers our transfer engine.
+"""The inside of a vLLM worker: receives buckets of weights. Importing it registers our transfer engines.
 
-vLLM's own engines speak CUDA (`ipc`, `nccl`). Ours needs nothing but the call: a bucket travels as its argument, so
-it works on a CPU, between processes and between machines, and leaves nothing behind when one of them dies.
+RpcWeightTransferEngine   needs nothing but the call: a bucket travels as its argument. So it works on a CPU, between
+                          processes and between machines, and leaves nothing behind when one of them dies.
+IpcWeightTransferEngine   for a worker on the trainer's device: the call says where in its memory the bucket is.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from openrlhf.weight_sync.buckets import Bucket, Entry
-from openrlhf.weight_sync.vllm_names import RPC_BACKEND
+from openrlhf.weight_sync.device_blocks import DeviceBlock, handle_of, payload_of
+from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
 
 
 @dataclass
@@ -59,6 +63,7 @@ class RpcWeightTransferEngine(WeightTransferEngine[RpcInitInfo, RpcUpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
+        self._forget_unfinished()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -70,11 +75,30 @@ class RpcWeightTransferEngine(WeightTransferEngine[RpcInitInfo, RpcUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            self._pack_again()
+
+    def _pack_again(self) -> None:
+        """On a CPU layers multiply with packed copies of their weights, and two kinds of them nobody else would renew.
+
+        A tied head is loaded as an embedding; experts are packed only when their kernel is first made.
+        """
         head = getattr(self.model, "lm_head", None)
-        if current_platform.is_cpu() and head is not None and hasattr(head, "quant_method"):
-            # On a CPU the head multiplies with a packed copy of its weight. A tied one is loaded as an embedding, and
-            # nobody else would pack it again.
+        if hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
+        for layer in self.model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
+
+    def _forget_unfinished(self) -> None:
+        """Layers that an update broke off in wait for the rest, and would take the start of the next for it."""
+        unfinished = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
+        for info in unfinished:
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        if unfinished:
+            finalize_layerwise_reload(self.model, self.model_config)  # the tensors from before are in place again
 
     def shutdown(self) -> None:
         pass
@@ -85,9 +109,61 @@ class RpcWeightTransferEngine(WeightTransferEngine[RpcInitInfo, RpcUpdateInfo]):
         raise NotImplementedError
 
 
+@dataclass
+class IpcUpdateInfo(WeightTransferUpdateInfo):
+    """A block as its place travels: a handle for each device that has one."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtype: str
+    handles: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, block: DeviceBlock, handles: dict[str, list[Any]]) -> dict[str, Any]:
+        return {
+            "names": list(block.names),
+            "shapes": [list(shape) for shape in block.shapes],
+            "dtype": block.dtype,
+            "handles": handles,
+        }
+
+
+class IpcWeightTransferEngine(RpcWeightTransferEngine):
+    """Reads blocks from the memory of a trainer on this worker's device, and loads them in the same way."""
+
+    update_info_cls = IpcUpdateInfo
+
+    def receive_weights(self, update_info: IpcUpdateInfo) -> None:
+        own = device_name(self.device)
+        if own not in update_info.handles:
+            raise ValueError(f"no trainer shares {own}; there are {', '.join(update_info.handles)}")
+        payload = payload_of(update_info.handles[own], device=self.device)
+        shapes = tuple(map(tuple, update_info.shapes))
+        tensors = DeviceBlock(tuple(update_info.names), shapes, update_info.dtype, payload).tensors()
+        # The trainer lets the block go when this call is answered, whatever this process's stream has done by then.
+        torch.cuda.synchronize(self.device)
+        del payload
+        self.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        torch.cuda.synchronize(self.device)
+
+
+def device_name(device: torch.device) -> str:
+    """The same in every process, however it numbers its devices."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def handle_on(device: torch.device, block: DeviceBlock) -> tuple[str, list[Any]]:
+    """This rank's entry of `IpcUpdateInfo.handles`."""
+    return device_name(device), handle_of(block.payload)
+
+
 class WorkerExtension:
     """Named in vLLM's configuration, so that every worker imports this file. Adds nothing to the worker."""
 
 
 if RPC_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RPC_BACKEND, RpcWeightTransferEngine)
+    WeightTransferEngineFactory.register_engine(IPC_BACKEND, IpcWeightTransferEngine)

@@ -311,3 +311,46 @@ def test_fp16_scales_and_leaves_out_what_one_process_does(half, stage):
     for name, tensor in torchs["tensors"].items():
         assert torch.allclose(torch.tensor(ours["tensors"][name]), torch.tensor(tensor), rtol=1e-3, atol=1e-5), name
         assert loaded["tensors"][name] == ours["tensors"][name], name
+
+
+WHOLE = ["zero 0", "zero 2", "zero 3", "lora zero 2", "lora zero 3", "tp zero 1", "tp zero 3"]
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("whole")
+    model = write_model(folder / "tiny")
+    Runs(folder, folder, folder).start(*torchrun(2), str(SUPPORT / "whole_ranks.py"), str(model), str(folder))
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    return {way: torch.load(folder / f"{way}.pt") | {"start": start} for way in WHOLE}
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_gathered_weights_are_those_of_one_process(gathered, way):
+    """As the files of the model would hold them; what was announced before is what came; an iteration that was broken
+    off leaves nothing behind."""
+    result = gathered[way]
+    found, expected = result["found"], result["expected"]
+    assert found.keys() == expected.keys()
+    trained = "model.layers.0.self_attn.q_proj.weight"
+    assert (found[trained] - result["start"][trained]).abs().max() > 1e-3
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+        assert torch.equal(found[name], result["again"][name]), name
+    assert result["announced"] == [(name, tensor.dtype, tensor.shape) for name, tensor in found.items()]
+    assert result["same names"]
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_no_more_is_gathered_at_once_than_allowed(gathered, way):
+    """20,000 bytes are a few of the tiny model's tensors; its largest has 64 · 32 · 4 = 8,192, so none is alone."""
+    if "zero 3" in way:
+        assert 10_000 < gathered[way]["largest"] <= 20_000
+    else:
+        assert gathered[way]["largest"] == 0
+    assert gathered[way]["gathered for outlines"] == 0
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_a_probe_sees_the_same_policy_however_it_is_shared_out(gathered, way):
+    assert gathered[way]["probe"] == pytest.approx(gathered[way]["probe alone"], abs=1e-4)

@@ -13,14 +13,16 @@ import os
 import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import living_children, wait_until
 from small_tokenizers import tokenizer as small_tokenizer
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from openrlhf.backends.weights import ModuleWeights
 from openrlhf.models.adapters import LoraSettings, add_adapter
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
@@ -28,10 +30,11 @@ from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm.engine import VllmEngine, VllmError
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
-from openrlhf.weight_sync.probe import Probe, WeightSyncError, policy_logprobs, probe_tokens
-from openrlhf.weight_sync.vllm_source import ModelWeights
-from openrlhf.weight_sync.vllm_transfer import RpcTrainerInfo, VllmWeightSync
+from openrlhf.weight_sync.probe import LocalProbe, Probe, max_gap, policy_logprobs, probe_tokens
+from openrlhf.weight_sync.vllm_source import PolicyWeights
+from openrlhf.weight_sync.vllm_transfer import EngineClient, RpcTrainerInfo, VllmWeightSync
 from openrlhf.weight_sync.vllm_worker import RpcUpdateInfo
 
 pytestmark = pytest.mark.slow
@@ -40,6 +43,17 @@ VOCABULARY = 360
 CONTEXT = 256
 BUCKET_BYTES = 100_000
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,  # heads of 32, the smallest that vLLM has on a CPU
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+}
 
 
 @dataclass
@@ -57,11 +71,16 @@ class Setup:
 
     def sync(self, model: Any | None = None, **options: Any) -> VllmWeightSync:
         info = RpcTrainerInfo(rank=0, bucket_bytes=BUCKET_BYTES, checksums=True)
-        return VllmWeightSync(self.engine, ModelWeights(model or self.model), init_info=info, **options)
+        return VllmWeightSync(self.engine, source(model or self.model), init_info=info, **options)
 
-    def push(self, sync: VllmWeightSync) -> None:
+    def push(self, sync: VllmWeightSync) -> dict[str, float]:
         self.version += 1
-        sync.push(version=self.version)
+        return sync.push(version=self.version).values()
+
+    def probed(self, policy: Policy | None = None) -> LocalProbe:
+        return LocalProbe(
+            Probe.of(vocab_size=VOCABULARY, dtype=torch.float32, max_model_len=CONTEXT), policy or self.policy
+        )
 
     def change_weights(self, *, seed: int) -> None:
         """As an update would, only more so."""
@@ -71,35 +90,43 @@ class Setup:
                 parameter.add_(0.3 * parameter.std().nan_to_num() * torch.randn_like(parameter))
 
 
+def write_model(config: Any, tokenizer: Any, folder: Path) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, folder
+
+
+def start_engine(folder: Path, tokenizer: Any) -> VllmEngine:
+    settings = VllmSettings(model=str(folder), max_model_len=CONTEXT, dtype="float32", max_num_seqs=64, cpu_cache_gib=1)
+    return VllmEngine(settings, tokenizer)
+
+
+def move_adapter(model: Any) -> None:
+    """As training would: B starts at 0."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def source(model: Any) -> PolicyWeights:
+    policy = Policy(model)
+    return PolicyWeights(policy, ModuleWeights(policy))
+
+
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory) -> Iterator[Setup]:
     """A Qwen2 with grouped queries: 4 heads share 2 keys. Its engine, closed afterwards with no process left."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     tokenizer = small_tokenizer()
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,  # heads of 32, the smallest that vLLM has on a CPU
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(**SMALL, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False)
+    model, folder = write_model(config, tokenizer, tmp_path_factory.mktemp("model"))
     others = set(living_children(os.getpid()))
-    engine = VllmEngine(
-        VllmSettings(model=str(folder), max_model_len=CONTEXT, dtype="float32", max_num_seqs=64, cpu_cache_gib=1),
-        tokenizer,
-    )
+    engine = start_engine(folder, tokenizer)
     workers = _descendants(os.getpid()) - others
     yield Setup(engine, model, tokenizer)
     engine.close()
@@ -197,25 +224,23 @@ def test_a_push_changes_what_is_sampled_and_costs_one_call_a_bucket(setup):
     before = generate_all(setup.engine, asked, GREEDY)
     setup.change_weights(seed=setup.version)
     calls = sync.client.num_updates
-    setup.push(sync)
+    metrics = setup.push(sync)
 
-    buckets = list(cut_into_buckets(ModelWeights(setup.model), max_bytes=BUCKET_BYTES))
+    buckets = list(cut_into_buckets(source(setup.model), max_bytes=BUCKET_BYTES))
     assert 1 < len(buckets) < len(list(setup.model.parameters()))
-    assert sync.client.num_updates - calls == len(buckets)
+    assert sync.client.num_updates - calls == metrics["sync/buckets"] == len(buckets)
     after = generate_all(setup.engine, asked, GREEDY)
     assert [g.token_ids for g in after] != [g.token_ids for g in before]
     assert [g.token_ids for g in after] == [g.token_ids for g in generate_all(embedded(setup), asked, GREEDY)]
     assert {v for g in after for v in g.versions} == {setup.version}
     probe = probe_tokens(VOCABULARY)
-    torch.testing.assert_close(
-        torch.tensor(setup.engine.prompt_logprobs(probe)), policy_logprobs(setup.policy, probe), atol=1e-4, rtol=0
-    )
+    assert max_gap(policy_logprobs(setup.policy, probe), setup.engine.prompt_logprobs(probe)) < 1e-4
 
 
 def test_a_verified_push_notices_weights_that_are_not_the_policys(setup):
     """The head alone is 1% off, in what is sent and not in the policy that is compared."""
-    probe = Probe(policy=setup.policy, token_ids=probe_tokens(VOCABULARY))
-    setup.push(setup.sync(probe=probe))
+    probe = setup.probed()
+    assert setup.push(setup.sync(probe=probe))["sync/probe_gap"] < 1e-4
     wrong = copy.deepcopy(setup.model)
     with torch.no_grad():
         wrong.get_output_embeddings().weight.mul_(1.01)
@@ -224,13 +249,101 @@ def test_a_verified_push_notices_weights_that_are_not_the_policys(setup):
     setup.push(setup.sync(probe=probe))
 
 
-def test_a_policy_with_an_adapter_is_refused():
-    """Its parameters have names that no engine knows, and none of them is what is multiplied with."""
-    config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    model = AutoModelForCausalLM.from_config(config)
-    add_adapter(model, LoraSettings(rank=2, alpha=2), dtype=torch.float32)
-    with pytest.raises(ValueError, match="must be merged"):
-        ModelWeights(model)
+def test_a_policy_with_an_adapter_arrives_merged(setup):
+    """The engine knows of none; the policy keeps it, and its weights as they are."""
+    model = copy.deepcopy(setup.model)
+    add_adapter(model, LoraSettings(rank=4, alpha=8, dropout=0.5), dtype=torch.float32)
+    move_adapter(model)
+    policy, before = Policy(model).train(), copy.deepcopy(model.state_dict())
+    metrics = setup.push(setup.sync(model, probe=setup.probed(policy)))
+    assert metrics["sync/probe_gap"] < 1e-4
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert (
+        max_gap(
+            setup.engine.prompt_logprobs(probe_tokens(VOCABULARY)),
+            policy_logprobs(setup.policy, probe_tokens(VOCABULARY)),
+        )
+        > 0.01
+    )
+    setup.push(setup.sync(probe=setup.probed()))
+
+
+def test_experts_arrive_with_what_an_adapter_adds_to_each(tmp_path):
+    """Transformers has them stacked, its files one by one, and vLLM packed."""
+    tokenizer = small_tokenizer()
+    config = Qwen3MoeConfig(**SMALL, head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    model, folder = write_model(config, tokenizer, tmp_path)
+    with contextlib.closing(start_engine(folder, tokenizer)) as engine:
+        setup = Setup(engine, model, tokenizer)
+        add_adapter(model, LoraSettings(rank=4, alpha=8), dtype=torch.float32)
+        move_adapter(model)
+        probe = probe_tokens(VOCABULARY)
+        assert max_gap(policy_logprobs(setup.policy, probe), engine.prompt_logprobs(probe)) > 0.01
+        for _ in range(2):
+            assert setup.push(setup.sync(probe=setup.probed()))["sync/probe_gap"] < 1e-4
+
+
+class Damaging:
+    """A line to the engine on which one bit of one bucket flips."""
+
+    def __init__(self, client: EngineClient, *, bucket: int) -> None:
+        self._client, self._left = client, bucket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if self._left == 0:
+            payload = bytearray(update_info["payload"])
+            payload[len(payload) // 2] ^= 1
+            update_info = {**update_info, "payload": payload}
+        self._left -= 1
+        self._client.update_weights(update_info)
+
+
+class Gone:
+    """A source that breaks off in the middle of a layer."""
+
+    def __init__(self, whole: PolicyWeights) -> None:
+        self._whole = whole
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._whole:
+            if name.endswith("layers.1.self_attn.v_proj.weight"):
+                raise OSError("a rank is gone")
+            yield name, tensor
+
+
+def break_bucket(sync: VllmWeightSync) -> None:
+    sync._trainer.client = Damaging(sync.client, bucket=2)
+
+
+def break_source(sync: VllmWeightSync) -> None:
+    sync._trainer.source = Gone(sync._trainer.source)
+
+
+@pytest.mark.parametrize(("broken", "reason"), [(break_bucket, "arrived damaged"), (break_source, "a rank is gone")])
+def test_a_push_that_fails_midway_leaves_the_engine_held_until_another_succeeds(setup, broken, reason):
+    """Some layers have new weights, one has half of them. Nothing is sampled with that; the next push starts over."""
+    setup.push(setup.sync(probe=setup.probed()))
+    setup.change_weights(seed=200)
+    failing = setup.sync()
+    broken(failing)
+    with pytest.raises(WeightSyncError, match=rf"the push of version {setup.version + 1} failed: .*{reason}"):
+        failing.push(version=setup.version + 1)
+    assert setup.engine.version == setup.version
+
+    async def play() -> list[Generation]:
+        call = asyncio.create_task(setup.engine.generate(prompts(1)[0], GREEDY))
+        await asyncio.sleep(1.0)
+        assert not call.done()
+        await asyncio.to_thread(setup.push, setup.sync(probe=setup.probed()))
+        return [await call]
+
+    (generation,) = asyncio.run(play())
+    assert set(generation.versions) == {setup.version}
+    (expected,) = generate_all(embedded(setup), prompts(1), GREEDY)
+    assert generation.token_ids == expected.token_ids
 
 
 def test_a_damaged_bucket_is_refused():
@@ -274,6 +387,30 @@ def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its
         assert generation.token_ids[:first_new] == likeliest_old[:first_new]
         assert generation.token_ids[first_new:] == likeliest_new[first_new:]
         assert likeliest_old != likeliest_new
+
+
+def test_an_engine_that_slept_goes_on_with_the_weights_of_the_next_push(setup):
+    """A CPU's memory is not given back, but the order of calls is a GPU's: asleep nothing is sampled, a request made
+    meanwhile waits for the push, and without weights there is no going on."""
+    setup.push(setup.sync())
+    before = generate_all(setup.engine, prompts(3), GREEDY)
+    setup.engine.sleep()
+    with pytest.raises(VllmError, match="no weights"):
+        setup.engine.go_on(version=setup.version)
+    setup.change_weights(seed=7)
+
+    async def ask_asleep() -> list[Generation]:
+        calls = [asyncio.create_task(setup.engine.generate(prompt, GREEDY)) for prompt in prompts(3)]
+        done, _ = await asyncio.wait(calls, timeout=0.5)
+        assert not done
+        await asyncio.to_thread(setup.push, setup.sync())
+        return await asyncio.gather(*calls)
+
+    after = asyncio.run(ask_asleep())
+    assert [g.token_ids for g in after] == [g.token_ids for g in generate_all(embedded(setup), prompts(3), GREEDY)]
+    assert [g.token_ids for g in after] != [g.token_ids for g in before]
+    assert {v for g in after for v in g.versions} == {setup.version}
+    setup.push(setup.sync())  # awake again: a push like any other
 
 
 def test_more_requests_than_places_are_all_answered(setup):

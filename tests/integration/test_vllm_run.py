@@ -28,6 +28,7 @@ def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatc
         actor__model_name_or_path=_write_model(tmp_path / "model"),
         reward__remote_url=tmp_path / "reward.py",
         vllm__num_engines=1,
+        vllm__sync_verify=True,
         train__launcher="local",
         train__num_episodes=4,
         rollout__batch_size=8,
@@ -43,6 +44,7 @@ def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatc
     assert min(line["actor_grad_norm"] for line in ran.metrics) > 0
     assert ["logprobs_diff" in line for line in ran.metrics] == [True, False, True, False]
     assert all(0 < line["logprobs_diff"] < 1e-4 for line in ran.metrics[::2])
+    assert max(line["sync/probe_gap"] for line in ran.metrics) < 1e-4
 
 
 def test_a_model_that_vllm_cannot_run_is_refused_before_its_processes_start(cli):

@@ -10,7 +10,6 @@ from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.launch import Cluster, placed, ray_cluster
 from openrlhf.cluster.placement import PlacementRequest, plan
 from openrlhf.config.roots import RLConfig
-from openrlhf.trainers.launching import Bound
 from openrlhf.trainers.rank_engines import engine_on_a_seat
 from openrlhf.trainers.ray_launch import RayLauncher, plan_on
 
@@ -38,19 +37,13 @@ class _Launcher(RayLauncher):
     def engines(self) -> Iterator[RayEngines]:
         yield self._shared
 
-    @contextlib.contextmanager
-    def bound(self, *, rounds: int) -> Iterator[Bound]:
-        with super().bound(rounds=rounds) as bound:
-            bound.weights.push(version=0)  # another run was here before
-            yield bound
-
 
 @contextlib.contextmanager
 def shared_cluster(config: RLConfig, *, engines: int = 2) -> Iterator[SharedCluster]:
     """`config`: of any of the runs; the model's shape and the lengths are those of all."""
     with ray_cluster() as cluster:
         request = PlacementRequest(groups={}, engines=engines, cpus_per_device=0)
-        make = functools.partial(engine_on_a_seat, config)
+        make = functools.partial(engine_on_a_seat, config, engines=engines)
         with (
             placed(plan(request), cluster) as found,
             contextlib.closing(RayEngines(found, make, max_model_len=config.data.max_len)) as started,

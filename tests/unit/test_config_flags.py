@@ -23,6 +23,7 @@ CHANGED_DEFAULTS = {
     "reward.num_gpus_per_node": None,
     "rollout.n_samples_per_prompt": None,  # deviation 3: 1, or 8 for group estimators
     "ds.param_dtype": "auto",  # deviation 3: bf16 on a GPU, fp32 on CPU
+    "vllm.enable_sleep": None,  # auto: where engine and training do not fit beside each other
     "host": "127.0.0.1",  # deviation 21
 }
 CHANGED_CHOICES = {
@@ -40,6 +41,7 @@ ADDED = {
     ("rollout.top_k", "int", -1): ("train_ppo_ray",),
     ("rollout.agent_hosts", "int", None): ("train_ppo_ray",),
     ("rollout.step_timeout", "float", 600.0): ("train_ppo_ray",),
+    ("vllm.sync_verify", "switch", False): ("train_ppo_ray",),
     ("reward.timeout", "float", 180.0): ("train_ppo_ray",),
     ("reward.weights", "float x*", None): ("train_ppo_ray",),
     ("reward.api_key", "str", None): ("train_ppo_ray",),

@@ -324,8 +324,19 @@ def test_the_key_of_reward_servers_is_never_shown(capsys):
 
 
 def test_engines_sleep_only_where_they_share_devices():
-    assert parse("train_ppo_ray", ["--vllm_enable_sleep", "--colocate_all_models"]).engines_sleep
-    assert not parse("train_ppo_ray", ["--vllm_enable_sleep"]).engines_sleep
+    for shared in (["--colocate_all_models"], ["--train.launcher", "local"]):
+        assert parse("train_ppo_ray", ["--vllm_enable_sleep", *shared]).engines_sleep is True
+        assert parse("train_ppo_ray", ["--vllm_enable_sleep", "false", *shared]).engines_sleep is False
+        assert parse("train_ppo_ray", shared).engines_sleep is None
+    assert parse("train_ppo_ray", ["--vllm_enable_sleep"]).engines_sleep is False
+    assert parse("train_ppo_ray", ["--colocate_all_models", "--async_train"]).engines_sleep is False
+
+
+def test_auto_is_the_word_for_a_switch_that_is_left_to_the_run():
+    for word in ("auto", "none"):
+        assert parse("train_ppo_ray", ["--vllm.enable_sleep", word]).vllm.enable_sleep is None
+    with pytest.raises(ConfigError, match=r"--ds.enable_sleep: is a switch"):
+        parse("train_ppo_ray", ["--ds.enable_sleep", "auto"])
 
 
 def test_a_template_without_a_place_for_the_prompt_is_none():

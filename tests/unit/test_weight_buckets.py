@@ -1,5 +1,6 @@
 """Buckets of weights: everything arrives as it was, in few blocks; and the probe that compares engine and policy."""
 
+import copy
 import math
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.models.adapters import LoraSettings, add_adapter
+from openrlhf.models.policy import Policy
+from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
-from openrlhf.weight_sync.probe import Probe, WeightSyncError, policy_logprobs, probe_tokens
+from openrlhf.weight_sync.probe import LocalProbe, Probe, policy_logprobs, probe_tokens, tolerance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
@@ -80,19 +84,43 @@ class EngineOf:
         self._policy, self._off = policy, off
 
     def prompt_logprobs(self, token_ids):
-        *others, last = policy_logprobs(self._policy, token_ids).tolist()
+        *others, last = policy_logprobs(self._policy, token_ids)
         return [*others, last + self._off]
 
 
 @pytest.mark.parametrize(("off", "allowed"), [(0.0, True), (5e-5, True), (3e-4, False), (math.nan, False)])
 def test_a_probe_allows_what_the_tolerance_allows(models, off, allowed):
-    probe = Probe(policy=models.policy, token_ids=probe_tokens(13))
+    probe = LocalProbe(Probe.of(vocab_size=13, dtype=torch.float32, max_model_len=64), models.policy)
     engine = EngineOf(models.policy, off=off)
     if allowed:
         assert probe.check(engine, version=3) == pytest.approx(off, abs=1e-6)
     else:
         with pytest.raises(WeightSyncError, match="version 3"):
             probe.check(engine, version=3)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 1.0), (torch.float16, 1 / 8), (torch.float32, 1e-4)])
+def test_the_tolerance_follows_the_steps_of_the_dtype(dtype, expected):
+    """128 times 2^-7 and 2^-10; of fp32's 2^-23 it would be less than sums over many terms are off by."""
+    assert tolerance(dtype) == expected
+
+
+def test_a_probe_runs_without_dropout_and_leaves_the_mode_as_it_was(models):
+    policy = Policy(copy.deepcopy(models.policy.model))
+    add_adapter(policy.model, LoraSettings(rank=2, alpha=4, dropout=0.5), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    policy.train()
+    first, second = (policy_logprobs(policy, probe_tokens(13)) for _ in range(2))
+    assert first == second
+    assert policy.training
+
+
+@pytest.mark.parametrize(("max_model_len", "expected"), [(64, 32), (33, 32), (16, 15)])
+def test_a_probe_leaves_room_for_the_token_that_an_engine_samples(max_model_len, expected):
+    assert len(Probe.of(vocab_size=13, dtype=torch.float32, max_model_len=max_model_len).token_ids) == expected
 
 
 def test_probe_tokens_reach_the_whole_vocabulary():

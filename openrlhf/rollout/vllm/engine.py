@@ -4,6 +4,7 @@ Who waits on whom:
     generate      asks on the engine's own loop (`LoopThread`), waits for its future
     stream        the same, and meanwhile for each of its parts
     hold, go_on   around a push: nothing is sampled in between; who is under way goes on with the new weights
+    sleep         gives the device's memory away until a push: `hold` takes back what weights need, `go_on` the rest
 Every wait has a deadline: calls their own, generations that of an engine which samples nothing at all.
 vLLM knows no versions before 0.32. So every request counts: where `hold` found it is where the new version begins.
 """
@@ -44,6 +45,8 @@ CALL_SECONDS = 600.0
 """What an engine does between two steps: it may be in a long one, or write a bucket of weights."""
 STALL_SECONDS = 600.0
 """An engine with requests that samples no token for so long will not sample any more."""
+_WEIGHTS, _KEYS_AND_VALUES = "weights", "kv_cache"
+"""What of its memory vLLM can give away, in its own words."""
 _SHUTDOWN_SECONDS = 20.0
 """After this long vLLM kills what has not ended by itself."""
 
@@ -95,6 +98,7 @@ class VllmEngine:
         self._answered = 0
         """Requests that are over."""
         self._running: dict[str, _Request] = {}
+        self._given_away: set[str] = set()
         try:
             config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
         except (OSError, ValueError) as error:
@@ -166,13 +170,29 @@ class VllmEngine:
         """Finish every request now, with the tokens it has: reason ABORT."""
         self.call(self.llm.abort(list(self._running)), "to give requests up")
 
+    def sleep(self) -> None:
+        """Give the device's memory away, weights and all, until the next push. Requests under way wait for it.
+
+        The weights are not kept, for a push brings others: 0.05 s instead of 3. Nobody else may take or free memory of
+        the device meanwhile: vLLM compares what is free before and after.
+        """
+        self._held = True
+        self.call(self.llm.sleep(level=2, mode="keep"), "to sleep")
+        self._given_away = {_WEIGHTS, _KEYS_AND_VALUES}
+
     def hold(self) -> None:
         """Stop sampling and forget every key and value, those of running requests too. `go_on` ends it."""
         self._held = True
-        self.call(self.llm.pause_generation(mode="keep", clear_cache=True), "to stop sampling")
+        if _WEIGHTS in self._given_away:  # asleep, so nothing samples
+            self.call(self.llm.wake_up([_WEIGHTS]), "to wake")
+            self._given_away.remove(_WEIGHTS)
+        if not self._given_away:
+            self.call(self.llm.pause_generation(mode="keep", clear_cache=True), "to stop sampling")
 
     def go_on(self, *, version: int) -> None:
         """Sample again; tokens from here on carry `version`."""
+        if _WEIGHTS in self._given_away:
+            raise VllmError("an engine that slept has no weights before the next push")
         self.call(self._go_on(version), "to sample again")
         self._held = False
 
@@ -297,7 +317,11 @@ class VllmEngine:
             if request is not None:
                 request.starts.append((state.detokenizer.num_output_tokens(), version))
         self._version = version
-        await self.llm.resume_generation()
+        if self._given_away:
+            await self.llm.wake_up([_KEYS_AND_VALUES])  # with this vLLM samples again
+            self._given_away.clear()
+        else:
+            await self.llm.resume_generation()
 
 
 async def _start(settings: VllmSettings, *, gpu: bool) -> AsyncLLM:

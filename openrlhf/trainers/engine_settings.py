@@ -1,0 +1,107 @@
+"""How vLLM engines are started: from flags to settings, and what of a device's memory they may have."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.roots import RLConfig
+from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.trainers.hybrid import GIB, TrainedShape, engine_share, needs_sleep, training_bytes
+from openrlhf.trainers.local_models import LocalModels
+from openrlhf.trainers.settings import model_dtype
+from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
+
+logger = logging.getLogger(__name__)
+
+
+class EngineMemory(NamedTuple):
+    share: float
+    """Of the device's memory."""
+    sleeps: bool
+
+
+def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, *, engines: int = 1) -> VllmSettings:
+    """Of one of so many engines."""
+    return VllmSettings(
+        model=config.actor.model_name_or_path,
+        max_model_len=config.data.max_len,
+        dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
+        max_num_seqs=places(-(-config.generate_batch_size * config.samples_per_prompt // engines)),
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        gpu_memory_utilization=memory.share,
+        enforce_eager=config.vllm.enforce_eager,
+        enable_prefix_caching=config.engines_cache_prefixes,
+        enable_sleep=memory.sleeps,
+        trust_remote_code=config.actor.trust_remote_code,
+        seed=config.train.seed,
+        deterministic=config.train.full_determinism_enable,
+        transfer_backend=transfer_backend(config, device),
+    )
+
+
+def transfer_backend(config: RLConfig, device: torch.device) -> str:
+    """How weights reach an engine: by handles to the memory of a device that it shares with the actor, else in calls.
+
+    Raises ConfigError.
+    """
+    wanted = config.vllm.sync_backend
+    if wanted not in ("nccl", "gloo"):
+        raise ConfigError(f"--vllm.sync_backend {wanted}: give nccl, or gloo for weights that travel by CPU memory")
+    return IPC_BACKEND if device.type == "cuda" and wanted == "nccl" and config.engines_share_devices else RPC_BACKEND
+
+
+def places(requests: int) -> int:
+    """Sequences that vLLM samples at once, for a rollout of so many requests.
+
+    No more than its largest CUDA graph is captured for, and enough for an evaluation that asks for more than a round.
+    """
+    return min(512, max(256, requests))
+
+
+def engine_memory(config: RLConfig, models: LocalModels, device: torch.device) -> EngineMemory:
+    """What an engine may take beside models that are loaded, and whether training needs it in between."""
+    asked = config.vllm.gpu_memory_utilization
+    if device.type != "cuda":
+        return EngineMemory(asked, sleeps=False)
+    checkpointing = config.actor.gradient_checkpointing_enable
+    trained = [_shape(m, checkpointing=checkpointing) for m in (models.policy, models.critic) if m is not None]
+    free, total = torch.cuda.mem_get_info(device)
+    staying = [] if config.ds.enable_sleep else [shape.state_bytes for shape in trained]
+    share = engine_share(asked, free=free, total=total, staying=staying)
+    if share < asked:
+        logger.info(
+            "vLLM takes %.2f of the device's memory, not %.2f (--vllm.gpu_memory_utilization): %.1f GiB are free, and "
+            "training keeps %.1f (--ds.enable_sleep: nothing)",
+            share,
+            asked,
+            free / GIB,
+            sum(staying) / GIB,
+        )
+    sleeps = config.vllm.enable_sleep
+    if sleeps is None:
+        tokens = (
+            config.train.max_tokens_per_gpu
+            if config.train.dynamic_batch_enable
+            else config.train.micro_batch_size * config.data.max_len
+        )
+        needed = [training_bytes(shape, tokens=tokens) for shape in trained]
+        sleeps = needs_sleep(share, free=free, total=total, training=needed)
+    return EngineMemory(share, sleeps=sleeps)
+
+
+def _shape(module: nn.Module, *, checkpointing: bool) -> TrainedShape:
+    config = module.model.config.get_text_config()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return TrainedShape(
+        parameters=sum(p.numel() for p in trained),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        element_bytes=next(module.parameters()).element_size(),
+        checkpointing=checkpointing,
+    )

@@ -1,0 +1,161 @@
+"""What a policy computes with, written as files: the names of its model's files, and a model that computes the same."""
+
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GPT2Config,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+from transformers.core_model_loading import Chunk, WeightConverter
+
+from openrlhf.backends.weights import ModuleWeights
+from openrlhf.models.adapters import AdapterError, LoraSettings
+from openrlhf.models.file_weights import file_weights
+from openrlhf.models.loading import load_policy
+from openrlhf.types import PackedTokens
+
+SMALL = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.3,
+}
+EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "intermediate_size": 24}
+CONFIGS = {
+    "tied": Qwen2Config(**SMALL, intermediate_size=24, num_key_value_heads=1, tie_word_embeddings=True),
+    "untied": Qwen2Config(**SMALL, intermediate_size=24, num_key_value_heads=1, tie_word_embeddings=False),
+    "transposed": GPT2Config(vocab_size=13, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3),
+    "experts": Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4, num_key_value_heads=1, head_dim=8),
+    "experts with a buffer": DeepseekV3Config(
+        **SMALL,
+        **EXPERTS,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+    ),
+}
+"""Matrices that GPT-2 keeps transposed; experts that transformers stacks; DeepSeek's bias of the router is a buffer."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for name, config in CONFIGS.items():
+        made[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for own, buffer in model.named_buffers():
+            if own.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer))
+        model.save_pretrained(made[name])
+    return made
+
+
+def load(folder, **kwargs):
+    return load_policy(folder, **{"dtype": torch.float32, "device": "cpu", **kwargs})
+
+
+@torch.no_grad()
+def change(policy):
+    """As training would: whatever is trained has moved."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+    return policy
+
+
+def weights(policy):
+    whole = ModuleWeights(policy)
+    found = dict(file_weights(policy, whole.whole_weights()))
+    outlines = dict(file_weights(policy, whole.outlines()))
+    assert {n: (t.shape, t.dtype) for n, t in outlines.items()} == {n: (t.shape, t.dtype) for n, t in found.items()}
+    assert all(tensor.is_meta for tensor in outlines.values())
+    return found
+
+
+@torch.no_grad()
+def logprobs(policy):
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(1, 13, (n,), generator=generator) for n in (9, 6)]
+    return policy(
+        PackedTokens.from_sequences(ids, [torch.arange(len(i)) >= 1 for i in ids]), temperature=1.0
+    ).logprobs_A
+
+
+def reloaded(found, folder, target):
+    """The model of `folder` with other weights in its one file."""
+    shutil.copytree(folder, target)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in found.items()}, target / "model.safetensors", {"format": "pt"}
+    )
+    return load(target)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8)], ids=["plain", "lora"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_with_these_weights_computes_what_the_policy_computes(folders, tmp_path, name, lora):
+    policy = change(load(folders[name], lora=lora))
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    found = weights(policy)
+    assert found.keys() == load_file(folders[name] / "model.safetensors").keys()
+    ours = logprobs(policy)
+    assert torch.equal(logprobs(policy), ours)
+    torch.testing.assert_close(logprobs(reloaded(found, folders[name], tmp_path / "new")), ours, atol=1e-5, rtol=0)
+    assert (logprobs(load(folders[name])) - ours).abs().max() > 0.01
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+
+
+def test_weights_of_four_bits_are_made_whole(folders, tmp_path):
+    policy = change(load(folders["untied"], lora=LoraSettings(rank=4, alpha=8, targets=("q_proj",)), load_in_4bit=True))
+    found = weights(policy)
+    assert found.keys() == load_file(folders["untied"] / "model.safetensors").keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    new = reloaded(found, folders["untied"], tmp_path / "new")
+    torch.testing.assert_close(logprobs(new), logprobs(policy), atol=1e-4, rtol=0)
+
+
+def test_a_16_bit_sum_is_rounded_once(folders):
+    """1 + 2^-8 + 2^-17 is beyond the middle between 1 and 1 + 2^-7, the next number of bf16. The change alone would be
+    rounded to 2^-8, and 1 + 2^-8, right in the middle, to 1."""
+    policy = load(folders["untied"], lora=LoraSettings(rank=2, alpha=2, targets=("q_proj",)), dtype=torch.bfloat16)
+    layer = policy.model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.base_layer.weight.fill_(1.0)
+        layer.lora_A["default"].weight.copy_(torch.tensor([[2.0**-8], [2.0**-17]]).expand(2, 16))
+        layer.lora_B["default"].weight.fill_(1.0)
+    found = weights(policy)["model.layers.0.self_attn.q_proj.weight"]
+    assert found.dtype == torch.bfloat16
+    assert (found == 1.0 + 2.0**-7).all()
+
+
+def test_an_adapter_that_is_no_sum_is_refused_by_name(folders):
+    """DoRA scales each column too."""
+    policy = load(folders["untied"])
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), policy.model)
+    with pytest.raises(AdapterError, match=r"q_proj\.lora_magnitude_vector\.default\.weight"):
+        weights(policy)
+
+
+def test_tensors_that_files_hold_in_one_are_refused(folders):
+    policy = load(folders["untied"])
+    policy.model._weight_conversions = [
+        WeightConverter("qkv_proj", ["q_proj", "k_proj", "v_proj"], operations=[Chunk(dim=0)])
+    ]
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM hold q_proj, k_proj, v_proj in one tensor"):
+        weights(policy)

@@ -1,0 +1,235 @@
+"""Whose turn it is on a shared device, and whether turns are needed at all."""
+
+import pytest
+import torch
+from small_rl import make_models
+
+from openrlhf.config import parse
+from openrlhf.config.errors import ConfigError
+from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.engine_settings import engine_memory, places, transfer_backend
+from openrlhf.trainers.hybrid import (
+    GIB,
+    HybridSwitch,
+    HybridWeightSync,
+    HybridWorkers,
+    TrainedShape,
+    engine_share,
+    needs_sleep,
+    training_bytes,
+)
+
+
+class Device:
+    """80 GiB, an engine of 60 and a backend of 30: whoever takes more than is left fails, as on a real one."""
+
+    def __init__(self):
+        self.free = 80
+        self.events = []
+
+    def take(self, size):
+        assert size <= self.free, "out of memory"
+        self.free -= size
+
+
+class Engine:
+    """Asleep at first. A push wakes it; its weights are whatever was pushed last."""
+
+    def __init__(self, device):
+        self.device, self.awake, self.version = device, False, None
+
+    def sleep(self):
+        assert self.awake
+        self.device.free += 60
+        self.awake, self.version = False, None
+
+    def push(self, *, version):
+        if not self.awake:
+            self.device.take(60)
+        self.awake, self.version = True, version
+
+
+class Trainer:
+    """A backend and the workers on it: updates need its state on the device, and leave 20 behind in an allocator."""
+
+    def __init__(self, device):
+        self.device, self.awake, self.cached = device, True, 0
+        device.take(30)
+
+    def sleep(self):
+        assert self.awake
+        self.device.free += 30
+        self.awake = False
+
+    def wake(self):
+        assert not self.awake
+        self.device.take(30)
+        self.awake = True
+
+    def release(self):
+        self.device.free += self.cached
+        self.cached = 0
+
+    def place(self, groups):
+        return groups
+
+    def update(self, batch):
+        assert self.awake
+        if not self.cached:
+            self.device.take(20)
+            self.cached = 20
+        metrics = Metrics()
+        metrics.last("policy_loss", 0.5)
+        return metrics
+
+
+def shared():
+    device = Device()
+    engine, trainer = Engine(device), Trainer(device)
+    switch = HybridSwitch(engines=[engine], backends=[trainer], release=trainer.release)
+    workers = HybridWorkers(trainer, switch, used_bytes=lambda: (80 - device.free) * GIB)
+    return device, engine, trainer, workers, HybridWeightSync(engine, switch)
+
+
+def test_engine_and_training_take_turns_on_a_device_that_cannot_hold_both():
+    """60 + 30 are more than 80, and so are 60 + 20 of cached memory + anything. Three rounds, and nothing grows."""
+    device, engine, trainer, workers, weights = shared()
+    weights.push(version=0)
+    seen = []
+    for version in (1, 2, 3):
+        assert (engine.awake, engine.version, trainer.awake) == (True, version - 1, False)
+        batch = workers.place([])
+        assert (engine.awake, trainer.awake) == (False, True)
+        seen.append(workers.update(batch).values())
+        weights.push(version=version)
+        assert device.free == 20
+    assert seen == [{"policy_loss": 0.5, "memory/peak_generation_gb": 60, "memory/peak_training_gb": 50}] * 3
+
+
+def test_a_phase_that_has_begun_is_not_begun_again():
+    """A second push in a row, as after a resumed run's first; a second batch placed before the push."""
+    _, engine, trainer, workers, weights = shared()
+    weights.push(version=0)
+    weights.push(version=0)
+    workers.place([])
+    workers.place([])
+    assert (engine.awake, trainer.awake) == (False, True)
+
+
+def test_an_engine_that_does_not_fall_asleep_leaves_the_phase_as_it_was():
+    _, engine, trainer, workers, weights = shared()
+    weights.push(version=0)
+    fall_asleep = engine.sleep
+    engine.sleep = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        workers.place([])
+    assert not trainer.awake
+    engine.sleep = fall_asleep
+    workers.place([])
+    assert trainer.awake
+
+
+def test_who_need_not_sleep_is_left_alone():
+    """Without engines that sleep nothing is given back either: taking memory anew costs time."""
+    switch = HybridSwitch(release=lambda: 1 / 0)
+    switch.to_rollout()
+    switch.to_training()
+
+
+def test_workers_whose_memory_nobody_measures_log_none():
+    device = Device()
+    workers = HybridWorkers(Trainer(device), HybridSwitch())
+    assert workers.update(workers.place([])).values() == {"policy_loss": 0.5}
+
+
+SHAPE = TrainedShape(parameters=1000, layers=3, hidden=10, intermediate=20, element_bytes=2, checkpointing=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 16 * 1000 + 7 * 3 * 2 * (120 + 80)),
+        ({"element_bytes": 4}, 12 * 1000 + 7 * 3 * 4 * (120 + 80)),  # fp32 weights are their own masters
+        ({"checkpointing": True}, 16 * 1000 + 7 * (2 * (120 + 80) + 3 * 2 * 10)),
+    ],
+)
+def test_training_bytes_by_hand(changes, expected):
+    """7 tokens; a layer keeps 12 × 10 + 4 × 20 numbers of each."""
+    fields = {name: getattr(SHAPE, name) for name in SHAPE.__slots__} | changes
+    assert training_bytes(TrainedShape(**fields), tokens=7) == expected
+
+
+def test_the_estimate_is_near_what_was_measured():
+    """`bench.sft`: Qwen2.5-1.5B in bf16, 16,384 tokens, 73 GiB at most, 2.9 of them weights."""
+    shape = TrainedShape(
+        parameters=1_543_714_304, layers=28, hidden=1536, intermediate=8960, element_bytes=2, checkpointing=False
+    )
+    assert training_bytes(shape, tokens=16_384) / GIB == pytest.approx(73 - 2.9, rel=0.05)
+
+
+def test_an_engine_gets_what_it_asks_for_as_far_as_it_is_free():
+    """3 GiB are left in any case, and what the trainer keeps there."""
+    assert engine_share(0.5, free=70 * GIB, total=80 * GIB) == 0.5
+    assert engine_share(0.95, free=73 * GIB, total=80 * GIB) == 70 / 80
+    assert engine_share(0.95, free=73 * GIB, total=80 * GIB, staying=[20 * GIB, 10 * GIB]) == 40 / 80
+    assert engine_share(0.95, free=2 * GIB, total=80 * GIB) == 0
+
+
+def test_what_stays_beside_the_weights():
+    """Moments of 4 bytes each, and masters of 16-bit weights."""
+    shapes = [TrainedShape(parameters=1000, layers=1, hidden=1, intermediate=1, element_bytes=size, checkpointing=True)
+              for size in (2, 4)]  # fmt: skip
+    assert [shape.state_bytes for shape in shapes] == [12_000, 8_000]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, False), (0.51, True)])
+def test_an_engine_sleeps_where_it_leaves_too_little(share, expected):
+    """100 GiB, all free; two models of 17 and 16 with half as much again need 49.5: an engine may have 50.5."""
+    assert needs_sleep(share, free=100 * GIB, total=100 * GIB, training=[17 * GIB, 16 * GIB]) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "expected"),
+    [
+        ("--train.launcher local", "cuda", "openrlhf_ipc"),
+        ("--train.launcher local", "cpu", "openrlhf_rpc"),
+        ("--train.launcher local --vllm.sync_backend gloo", "cuda", "openrlhf_rpc"),
+        ("--train.launcher ray --train.colocate_all", "cuda", "openrlhf_ipc"),
+        ("--train.launcher ray", "cuda", "openrlhf_rpc"),
+    ],
+)
+def test_weights_stay_on_a_device_that_is_shared(words, device, expected):
+    assert transfer_backend(parse("train_ppo_ray", words.split()), torch.device(device)) == expected
+
+
+def test_a_way_for_weights_that_nobody_knows_is_refused():
+    with pytest.raises(ConfigError, match=r"--vllm.sync_backend mpi: give nccl, or gloo"):
+        transfer_backend(parse("train_ppo_ray", ["--vllm.sync_backend", "mpi"]), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("requests", "expected"), [(8, 256), (300, 300), (512, 512), (1024, 512)])
+def test_places_match_the_rollout_up_to_the_largest_graph(requests, expected):
+    assert places(requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "words", "share", "sleeps"),
+    [
+        (0.5, 1_000_000, "", 0.5, False),
+        (0.95, 1_000_000, "", 0.95, False),  # 4 GiB are left
+        (1.0, 1_000_000, "", 0.96, False),  # 3
+        (1.0, 2_200_000, "", 0.96, True),
+        (1.0, 2_200_000, "--vllm.enable_sleep false", 0.96, False),
+        (0.5, 1_000_000, "--vllm.enable_sleep", 0.5, True),
+    ],
+)
+def test_the_memory_of_an_engine_follows_from_flags_and_models(monkeypatch, asked, tokens, words, share, sleeps):
+    """A device of 100 GiB, 99 of them free. Policy and critic of one layer, hidden 8, intermediate 12, in fp32 have
+    4 × (96 + 48) = 576 bytes of activations a token each; with half as much again 10^6 tokens need 1.6 GiB, 2.2 × 10^6
+    need 3.5."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (99 * GIB, 100 * GIB))
+    argv = f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {tokens} --vllm.gpu_memory_utilization {asked}"
+    config = parse("train_ppo_ray", [*argv.split(), *words.split()])
+    found = engine_memory(config, make_models(), torch.device("cuda"))
+    assert found.share == pytest.approx(share, abs=1e-6)
+    assert found.sleeps is sleeps
