@@ -118,10 +118,7 @@ def ray_cluster() -> Iterator[Cluster]:
                 logging_level=logging.ERROR,
             )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ClusterError(
-            f"Ray {f'at {address} cannot be joined' if joins else 'does not start'}: {reason}"
-        ) from error
+        raise (cannot_join(address, error) if joins else ClusterError(f"Ray does not start: {_line(error)}")) from error
     try:
         yield _connected()
     except KeyboardInterrupt:
@@ -130,6 +127,20 @@ def ray_cluster() -> Iterator[Cluster]:
         raise
     finally:
         ray.shutdown()
+
+
+def cannot_join(address: str, error: Exception) -> ClusterError:
+    """Why, as far as Ray knows. It sends no token to an address it is told unless RAY_AUTH_MODE says so."""
+    if "AuthenticationError" in f"{error} {error.__cause__}":
+        return ClusterError(
+            f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and put its head's token into "
+            "~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+    return ClusterError(f"Ray at {address} cannot be joined: {_line(error)}")
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _connected() -> Cluster:

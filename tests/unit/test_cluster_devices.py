@@ -11,6 +11,7 @@ from openrlhf.cluster.launch import (
     ClusterError,
     DeviceKind,
     authentication,
+    cannot_join,
     device_kind,
     require_reachable,
 )
@@ -88,3 +89,13 @@ def test_a_head_node_that_is_not_there_is_found_missing_at_once():
         require_reachable(address)
     with pytest.raises(ClusterError, match=f"RAY_ADDRESS {address}: nobody answers there"):
         require_reachable(address)
+
+
+def test_a_ray_that_asks_for_a_token_says_so():
+    """Ray's own words for it are in the text of a cause."""
+    refused = ConnectionError("Failed to connect to Ray cluster at head:6379\nmore")
+    assert str(cannot_join("head:6379", refused)) == (
+        "Ray at head:6379 cannot be joined: Failed to connect to Ray cluster at head:6379"
+    )
+    refused.__cause__ = RuntimeError("Failed to connect to GCS. … ray.exceptions.AuthenticationError: RPC error")
+    assert "RAY_AUTH_MODE=token" in str(cannot_join("head:6379", refused))

@@ -2,59 +2,66 @@
 
 import json
 import os
-import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from script_commands import MADE_FOR, RECIPES, SCRIPTS, required_variables, started_by
 
+from openrlhf.cluster.placement import Node, fit, plan, requested
 from openrlhf.config import parse, refuse_unbuilt, require_runnable
-
-SCRIPTS = sorted((Path(__file__).resolve().parents[2] / "examples" / "scripts").glob("*.sh"))
-LAUNCHERS = ("python", "deepspeed", "torchrun", "srun", "openrlhf")
-LISTENER = """#!{python}
-import json, os, sys
-with open(os.environ["HEARD"], "a") as file:
-    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + chr(10))
-"""
+from openrlhf.config.rules import notes_on
 
 
-@pytest.fixture
-def commands(tmp_path):
-    """Runs a script with its variables set; what it would have started."""
-
-    def run(script: Path) -> list[list[str]]:
-        for name in LAUNCHERS:
-            (tmp_path / name).write_text(LISTENER.format(python=sys.executable))
-            (tmp_path / name).chmod(0o755)
-        wanted = {name: f"./{name.lower()}" for name in re.findall(r"\$\{(\w+):\?", script.read_text())}
-        heard = tmp_path / "heard.jsonl"
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HEARD": str(heard), **wanted}
-        subprocess.run(["bash", script, "--train.seed", "7"], env=env, cwd=tmp_path, check=True, timeout=60)
-        return [json.loads(line) for line in heard.read_text().splitlines()]
-
-    return run
+def by_name(scripts):
+    return pytest.mark.parametrize("script", scripts, ids=lambda path: path.stem)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_starts_commands_that_run(commands, script):
-    started = commands(script)
-    assert started
-    for words in started:
-        place = next(i for i, word in enumerate(words) if word.startswith("openrlhf.cli."))
-        command = words[place].removeprefix("openrlhf.cli.")
-        assert words[place - 1] in ("-m", "--module")
-        config = parse(command, words[place + 1 :])
+@by_name(SCRIPTS)
+def test_a_script_starts_commands_that_run(script, tmp_path):
+    commands = started_by(script, tmp_path, "--train.seed", "7")
+    assert commands
+    for started in commands:
+        assert started.launcher[-1] in ("-m", "--module")
+        config = parse(started.command, started.words)
         require_runnable(config)
         refuse_unbuilt(config)
-    assert "7" in started[0], "flags after the script's name are passed on"
+    assert commands[0].words[-2:] == ["--train.seed", "7"], "flags after the script's name are passed on"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@by_name([script for script in SCRIPTS if required_variables(script)])
 def test_a_script_says_what_it_needs(script):
     done = subprocess.run(
         ["bash", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60
     )
     assert done.returncode != 0
-    assert "MODEL: name a" in done.stderr
+    assert f"{required_variables(script)[0]}: " in done.stderr
+
+
+@by_name(RECIPES)
+def test_a_recipe_fills_the_machines_that_it_names(script, tmp_path):
+    """… and has no flag that does nothing."""
+    nodes, gpus = map(int, MADE_FOR.search(script.read_text()).groups())
+    (started,) = started_by(script, tmp_path)
+    config = parse(started.command, started.words)
+    wanted = plan(requested(config, devices_per_node=gpus, engines_by_default=True))
+    assert fit(wanted, [Node(devices=gpus, cpus=gpus)] * nodes).problem == ""
+    assert wanted.devices == nodes * gpus
+    assert list(notes_on(config)) == []
+
+
+@by_name(RECIPES)
+def test_paths_of_a_submitted_recipe_are_where_the_job_can_find_them(script, tmp_path):
+    """A job runs in a copy of its working folder: what it writes there is lost."""
+    (started,) = started_by(script, tmp_path)
+    if started.launcher[:3] != ["ray", "job", "submit"]:
+        return
+    (environment,) = (word for word in started.launcher if word.startswith("--runtime-env-json="))
+    folder = json.loads(environment.removeprefix("--runtime-env-json="))["working_dir"]
+    config = parse(started.command, started.words)
+    for path in (config.ckpt.output_dir, config.ckpt.path, config.logger.run_dir):
+        assert path.startswith(str(tmp_path)), "where the user is"
+    assert (script.parents[2] / "openrlhf").is_dir()
+    assert folder == str(script.parents[2])
+    for source in config.reward.sources:
+        for name in source.names if source.kind == "function" else ():
+            assert (script.parents[2] / name).is_file()

@@ -1,0 +1,102 @@
+"""The recipes of examples/scripts run small on Ray, vLLM and DeepSpeed: the very command of each, other sizes."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from script_commands import RECIPES, started_by
+from shared_cluster import shared_cluster
+
+from openrlhf.checkpoint.export import export_value_model
+from openrlhf.config import parse
+from openrlhf.models.loading import load_tokenizer, load_value_model
+from openrlhf.models.value import Normalisation
+from openrlhf.observability.loggers import read_metrics
+from openrlhf.trainers.assembly import train
+
+pytestmark = pytest.mark.slow
+
+TINY = {
+    "NODES": 1,
+    "GPUS": 2,
+    "ACTOR_NODES": 1,
+    "CRITIC_NODES": 1,
+    "ACTOR_GPUS": 1,
+    "CRITIC_GPUS": 1,
+    "ENGINES": 2,
+    "TP": 1,
+    "BATCH": 4,
+    "SAMPLES": 2,
+    "TRAIN_BATCH": 4,
+    "EPISODES": 1,
+    "MAX_LEN": 32,
+    "MAX_NEW_TOKENS": 10,
+}
+"""Two rounds of the 8 prompts there are; the same lengths for all, who share engines."""
+SMALLER = {"train_ppo_ray_multi_node": {"GPUS": 1}, "train_ppo_ray_70b_48gpus": {"GPUS": 1}}
+"""Several groups of workers: one process for each will do."""
+REWARD = """
+def reward_func(queries, prompts, labels):
+    rewards = [float(i % 2) for i in range(len(queries))]  # no group agrees, so no prompt is turned away
+    return {"rewards": rewards, "scores": rewards}
+"""
+
+
+@pytest.fixture(scope="module")
+def brought(inputs, tmp_path_factory) -> dict[str, str | int]:
+    """What a user brings, by the variables of the scripts."""
+    folder = tmp_path_factory.mktemp("brought")
+    model = shutil.copytree(inputs.model, folder / "model")
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    judge = load_value_model(model, dtype=torch.float32, device="cpu", seed=1)
+    export_value_model(judge, tokenizer, folder / "judge", statistics=Normalisation(0.0, 0.5))
+    (folder / "reward.py").write_text(REWARD)
+    chats = [(r["label"], [{"role": "user", "content": r["input"]}]) for r in inputs.records]
+    lines = [json.dumps({"label": label, "prompt": chat, "context_messages": chat}) for label, chat in chats]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return TINY | {
+        "MODEL": str(model),
+        "REWARD_MODEL": str(folder / "judge"),
+        "REWARD": str(folder / "reward.py"),
+        "DATA": str(folder / "prompts.jsonl"),
+        "EVAL_DATA": str(folder / "prompts.jsonl"),
+    }
+
+
+def configure(script, brought, folder):
+    variables = brought | SMALLER.get(script.stem, {}) | {"OUT": str(folder / "out")}
+    (started,) = started_by(script, folder, variables=variables)
+    return parse(started.command, started.words)
+
+
+@pytest.fixture(scope="module")
+def cluster(brought, tmp_path_factory):
+    with shared_cluster(configure(RECIPES[0], brought, tmp_path_factory.mktemp("any"))) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains(cluster, brought, script, tmp_path, monkeypatch):
+    """Two rounds to the end, with every part of the algorithm at work: its metrics are there, and no others'."""
+    monkeypatch.chdir(tmp_path)
+    config = configure(script, brought, tmp_path)
+    result = train(config, launched=cluster.launched)
+    rounds = [line for line in read_metrics(result.run_dir / "metrics.jsonl") if line["kind"] == "train"]
+    assert len(rounds) == 2
+    for line in rounds:
+        assert line["rollout/failed"] == 0
+        assert line["rollout/num_samples"] == 8
+        parts = {
+            "critic_loss": config.uses_critic,
+            "kl": config.uses_reference,
+            "dynamic_filtering_pass_rate": config.algo.dynamic_filtering_enable,
+            "is_weight": config.algo.advantage.is_correction_enable,
+            "policy_loss": config.critic.freezing_steps < 0,
+        }
+        assert {name: name in line for name in parts} == parts
+        assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
+    assert (tmp_path / "out" / "model" / "config.json").is_file()
