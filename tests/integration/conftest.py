@@ -13,6 +13,23 @@ import pytest
 from processes import living_children, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+LONGEST_FIRST = (
+    "test_ray_run.py",
+    "test_recipes.py",
+    "test_deepspeed.py",
+    "test_learning_agents.py",
+    "test_learning.py",
+)
+"""So that two workers end at about the same time."""
+SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py")
+
+
+def pytest_collection_modifyitems(items):
+    """For `--dist loadgroup`: a file's tests stay on one worker, and so do the files that share a cluster."""
+    for item in items:
+        name = item.path.name
+        item.add_marker(pytest.mark.xdist_group("cluster" if name in SHARE_A_CLUSTER else name))
+    items.sort(key=lambda item: LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else 99)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +121,20 @@ def agent_demo(tmp_path_factory):
     from openrlhf.demo.hunt import make_task
 
     return Demo.prepared(make_task(seed=0), tmp_path_factory.mktemp("agent_demo"))
+
+
+@pytest.fixture(scope="session")
+def cluster(inputs, tmp_path_factory):
+    """Ray and two vLLM engines, for runs of models of the demo's shape with up to 32 tokens."""
+    from shared_cluster import shared_cluster
+
+    from openrlhf.config import parse
+
+    words = inputs.flags(tmp_path_factory.mktemp("cluster") / "run", data__max_len=32, vllm__num_engines=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        with shared_cluster(parse("train_ppo_ray", words)) as shared:
+            yield shared
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from demo_runs import column, configure, run, scores
-from shared_cluster import shared_cluster
+from demo_runs import column, run, scores
 
 from openrlhf.cli import train_rm
 
@@ -12,12 +11,6 @@ pytestmark = pytest.mark.slow
 
 STEPS = 8
 RANKS = ["--train.launcher", "ray", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"]
-
-
-@pytest.fixture(scope="module")
-def cluster(demo, tmp_path_factory):
-    with shared_cluster(configure(demo, tmp_path_factory.mktemp("any") / "run", *RANKS, steps=1)) as shared:
-        yield shared
 
 
 @pytest.fixture(scope="module")

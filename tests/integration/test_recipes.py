@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from script_commands import RECIPES, started_by
-from shared_cluster import shared_cluster
 
 from openrlhf.checkpoint.export import export_value_model
 from openrlhf.config import parse
@@ -34,7 +33,7 @@ TINY = {
     "MAX_LEN": 32,
     "MAX_NEW_TOKENS": 10,
 }
-"""Two rounds of the 8 prompts there are; the same lengths for all, who share engines."""
+"""Two rounds of the 8 prompts there are, of lengths that the shared engines take."""
 SMALLER = {"train_ppo_ray_multi_node": {"GPUS": 1}, "train_ppo_ray_70b_48gpus": {"GPUS": 1}}
 """Several groups of workers: one process for each will do."""
 REWARD = """
@@ -71,12 +70,6 @@ def configure(script, brought, folder):
     variables = brought | SMALLER.get(script.stem, {}) | {"OUT": str(folder / "out")}
     (started,) = started_by(script, folder, variables=variables)
     return parse(started.command, started.words)
-
-
-@pytest.fixture(scope="module")
-def cluster(brought, tmp_path_factory):
-    with shared_cluster(configure(RECIPES[0], brought, tmp_path_factory.mktemp("any"))) as shared:
-        yield shared
 
 
 @pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.stem)
