@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A reward model as a LoRA adapter, then merged into its base: a folder that serve_rm and --reward.model_name_or_path take.
-# On a GPU with little memory add --ds.load_in_4bit (pip install 'openrlhf[qlora]').
+# On a GPU with little memory add --ds.load_in_4bit (pip install -e '.[qlora]').
 #   MODEL=./ckpt/sft DATA=./pairs.jsonl bash examples/scripts/train_rm_lora_local.sh
 set -euo pipefail
 : "${MODEL:?name a Hugging Face model folder}" "${DATA:?name a data set of pairs}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning on all GPUs of one machine (pip install 'openrlhf[deepspeed]'). Other launchers do as well:
+# Supervised fine-tuning on all GPUs of one machine (pip install -e '.[deepspeed]'). Other launchers do as well:
 # torchrun --standalone --nproc-per-node gpu -m openrlhf.cli.train_sft …
 #   MODEL=./my-model DATA=./examples.jsonl bash examples/scripts/train_sft.sh
 set -euo pipefail

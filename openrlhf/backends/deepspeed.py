@@ -411,7 +411,7 @@ def require_deepspeed() -> None:
     try:
         import deepspeed
     except ImportError as error:
-        raise ImportError("this run needs DeepSpeed: pip install 'openrlhf[deepspeed]'") from error
+        raise ImportError("this run needs DeepSpeed: pip install -e '.[deepspeed]' in the repository") from error
     # Collectives through shared memory would be compiled at the first start. Gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

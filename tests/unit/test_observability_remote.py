@@ -121,7 +121,7 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch, packag
     with pytest.raises(ConfigError) as caught:
         require_loggers(parse("train_ppo_ray", words).logger)
     assert str(caught.value).startswith(
-        f"{flag} needs {package}, which is not installed: pip install 'openrlhf[{package}]'"
+        f"{flag} needs {package}, which is not installed: pip install -e '.[{package}]' in the repository"
     )
     assert KEY not in str(caught.value)
 
