@@ -18,6 +18,7 @@ import numpy as np
 from openrlhf.cluster.launch import Placed
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.workers import Calls, WorkerError
+from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rollout.balancing import Balancer
 from openrlhf.rollout.base import EngineError
 from openrlhf.types import Generation, SamplingParams
@@ -43,6 +44,7 @@ class EngineShell(Seat):
     def __init__(self) -> None:
         self._engine: Any = None
         self._client: Any = None
+        self._meter: UsageMeter | None = None
 
     async def start(self, build: Callable[[], tuple[Any, Any]], folder: str, seats: Sequence[list[str]]) -> None:
         """`build` makes the engine and the client of its weight transfers. `seats`: of all its devices."""
@@ -52,6 +54,14 @@ class EngineShell(Seat):
         if os.path.isdir(folder):
             os.chdir(folder)
         self._engine, self._client = await asyncio.to_thread(build)
+        self._meter = UsageMeter()
+
+    async def usage(self) -> tuple[str, Usage]:
+        """This node, and what its device did since the last call."""
+        import ray
+
+        assert self._meter is not None, "an engine that has started has one"
+        return ray.util.get_node_ip_address(), self._meter.take()
 
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
         return await self._engine.generate(token_ids, sampling_params)
@@ -157,6 +167,10 @@ class RayEngines:
         """What every engine answers. Raises WorkerError."""
         calls = [actor.call.remote(method, *arguments, **options) for actor in self.actors]
         return self._calls.wait(calls, f"for {method}", CONTROL_DEADLINE)
+
+    def usage(self) -> list[tuple[str, Usage]]:
+        """Of every engine's first device since the last call, with its node."""
+        return self._calls.wait([actor.usage.remote() for actor in self.actors], "for usage", CONTROL_DEADLINE)
 
     def close(self) -> None:
         """vLLM ends its own processes; whoever does not is killed with his."""

@@ -13,6 +13,7 @@ from typing import Any
 from openrlhf.cluster.devices import local_device
 from openrlhf.cluster.launch import Placed
 from openrlhf.cluster.placement import Crew, Role
+from openrlhf.observability.usage import Usage, UsageMeter
 
 
 class WorkerError(RuntimeError):
@@ -69,6 +70,7 @@ class Shell:
 
     def __init__(self) -> None:
         self._service: Any = None
+        self._meter: UsageMeter | None = None
 
     def address(self, *, on_one_node: bool) -> tuple[str, int]:
         """Where ranks can meet: this node, and a port that nobody uses there."""
@@ -96,6 +98,14 @@ class Shell:
         if os.path.isdir(folder):
             os.chdir(folder)
         self._service = build()
+        self._meter = UsageMeter()
+
+    def usage(self) -> tuple[str, Usage]:
+        """This node, and what its device did since the last call."""
+        import ray
+
+        assert self._meter is not None, "a worker that has started has one"
+        return ray.util.get_node_ip_address(), self._meter.take()
 
     def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any], *fetched: Any) -> Any:
         """`fetched` follow the others: object references that Ray has brought here."""
@@ -153,6 +163,10 @@ class WorkerGroup:
             for actor, share in zip(self._actors, own, strict=True)
         ]
         return self._calls.wait(calls, f"for {method}", deadline)
+
+    def usage(self, *, deadline: float) -> list[tuple[str, Usage]]:
+        """Of every rank's device since the last call, with its node."""
+        return self._calls.wait([actor.usage.remote() for actor in self._actors], "for usage", deadline)
 
     def produce(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
         """References to the answers, by rank, which stay where they are until somebody fetches them."""

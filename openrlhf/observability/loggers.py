@@ -159,7 +159,8 @@ def _required(package: str, *, flag: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"{flag} needs {package}, which is not installed: pip install -e '.[{package}]' in the repository, or leave it out"
+            f"{flag} needs {package}, which is not installed: pip install -e '.[{package}]' in the repository, or "
+            "leave it out"
         ) from error
 
 

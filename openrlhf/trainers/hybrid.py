@@ -9,7 +9,8 @@ The loop knows none of this: it places a round and pushes weights, as it always 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,10 +18,9 @@ import torch
 
 from openrlhf.learners.base import Workers
 from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.usage import GIB, Usage
 from openrlhf.types import Group
 from openrlhf.weight_sync.base import WeightSync
-
-GIB = 2**30
 
 
 class SleepingEngine(Protocol):
@@ -77,16 +77,17 @@ class HybridSwitch:
 class HybridWorkers:
     """Implements `learners.base.Workers` with those it is given, after a switch to training."""
 
-    def __init__(self, workers: Workers, switch: HybridSwitch, *, used_bytes: Callable[[], int] | None = None) -> None:
-        """`used_bytes`: of the device, by whomever. None: nobody measures."""
+    def __init__(
+        self, workers: Workers, switch: HybridSwitch, *, usage: Callable[[], Mapping[str, Usage]] = dict
+    ) -> None:
+        """`usage`: of devices since the last call, by the name of their node."""
         self._workers = workers
         self._switch = switch
-        self._used_bytes = used_bytes
-        self._memory = Metrics()
+        self._usage = usage
+        self._used = Metrics()
 
     def place(self, groups: Sequence[Group]) -> Any:
-        # An engine takes its memory when it starts or wakes, so what is used at its end is what was used at most.
-        self._note("memory/peak_generation_gb")
+        self._note("generation")
         self._switch.to_training()
         return self._workers.place(groups)
 
@@ -98,10 +99,9 @@ class HybridWorkers:
 
     def update(self, batch: Any) -> Metrics:
         metrics = self._workers.update(batch)
-        # Torch's allocator keeps what it had at most, until it is told to give it back.
-        self._note("memory/peak_training_gb")
-        metrics.merge(self._memory)
-        self._memory = Metrics()
+        self._note("training")
+        metrics.merge(self._used)
+        self._used = Metrics()
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,9 +110,11 @@ class HybridWorkers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._workers.load_state_dict(state)
 
-    def _note(self, name: str) -> None:
-        if self._used_bytes is not None:
-            self._memory.max(name, self._used_bytes() / GIB)
+    def _note(self, phase: str) -> None:
+        for node, usage in self._usage().items():
+            self._used.max(f"memory/peak_{phase}_gb", usage.peak_gb)
+            if math.isfinite(usage.busy):
+                self._used.last(f"device/{node}/{phase}_busy", usage.busy)
 
 
 class HybridWeightSync:
@@ -176,15 +178,3 @@ def needs_sleep(share: float, *, free: int, total: int, training: Iterable[int])
     not sleep where it should have ends.
     """
     return 1.5 * sum(training) > free - share * total
-
-
-def used_bytes(device: torch.device) -> Callable[[], int] | None:
-    """Measures what all processes use of a device together; None where there is nothing to measure."""
-    if device.type != "cuda":
-        return None
-
-    def measure() -> int:
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-
-    return measure

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from openrlhf.config.roots import RLConfig
+from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rewards.base import RewardSource
-from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers, used_bytes
+from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers
 from openrlhf.trainers.launching import Bound
 from openrlhf.trainers.local_engines import opened_engine, require_engine
 from openrlhf.trainers.local_models import LocalTraining, load_models
@@ -45,9 +46,20 @@ class LocalLauncher:
             switch = HybridSwitch(
                 engines=opened.sleepers, backends=training.backends if self.config.ds.enable_sleep else ()
             )
-            yield Bound(
-                opened.engine,
-                HybridWorkers(training.workers, switch, used_bytes=used_bytes(self.device)),
-                HybridWeightSync(opened.weights, switch),
-                training.checkpointed(self.tokenizer),
-            )
+            with _usage(self.device) as usage:
+                yield Bound(
+                    opened.engine,
+                    HybridWorkers(training.workers, switch, usage=usage),
+                    HybridWeightSync(opened.weights, switch),
+                    training.checkpointed(self.tokenizer),
+                )
+
+
+@contextlib.contextmanager
+def _usage(device: torch.device) -> Iterator[Callable[[], Mapping[str, Usage]]]:
+    """Of a GPU. Whoever trains on a CPU has this machine's tools, and one process to look at."""
+    if device.type != "cuda":
+        yield dict
+        return
+    with contextlib.closing(UsageMeter()) as meter:
+        yield lambda: {"local": meter.take()}

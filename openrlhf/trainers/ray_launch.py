@@ -19,6 +19,7 @@ from openrlhf.cluster.learners import DEADLINE, RayWorkers
 from openrlhf.cluster.placement import PlacementPlan, Role, plan, requested
 from openrlhf.cluster.rewards import RewardRanks
 from openrlhf.cluster.sleeping import EngineSleep, GroupSleep
+from openrlhf.cluster.usage import NodeUsage
 from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
 from openrlhf.config.errors import ConfigError
@@ -111,7 +112,11 @@ class RayLauncher:
             switch = self._switch(engines, groups)
             yield Bound(
                 engines,
-                HybridWorkers(RayWorkers.of(groups, sample_maker(config), step_settings(config)), switch),
+                HybridWorkers(
+                    RayWorkers.of(groups, sample_maker(config), step_settings(config)),
+                    switch,
+                    usage=NodeUsage(groups.values(), engines),
+                ),
                 HybridWeightSync(RayWeightSync(groups[Role.ACTOR], engines, probe=self._probe()), switch),
                 _kept(groups),
             )

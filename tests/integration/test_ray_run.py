@@ -29,6 +29,7 @@ def test_it_learns_as_much_as_one_process(demo, alone, cluster, tmp_path, stage)
     assert max(column(run_dir, "logprobs_diff")) < 1e-4
     assert max(column(run_dir, "sync/probe_gap")) < 1e-4
     assert column(run_dir, "sync/buckets") == [1] * STEPS
+    assert min(column(run_dir, "memory/peak_training_gb")) > 0
     assert column(run_dir, "rollout/failed") == [0] * STEPS
 
 

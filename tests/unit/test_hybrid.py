@@ -7,6 +7,7 @@ from small_rl import make_models
 from openrlhf.config import parse
 from openrlhf.config.errors import ConfigError
 from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.usage import Usage
 from openrlhf.trainers.engine_settings import engine_memory, places, transfer_backend
 from openrlhf.trainers.hybrid import (
     GIB,
@@ -87,7 +88,7 @@ def shared():
     device = Device()
     engine, trainer = Engine(device), Trainer(device)
     switch = HybridSwitch(engines=[engine], backends=[trainer], release=trainer.release)
-    workers = HybridWorkers(trainer, switch, used_bytes=lambda: (80 - device.free) * GIB)
+    workers = HybridWorkers(trainer, switch, usage=lambda: {"10.0.0.1": Usage(0.5, 80 - device.free)})
     return device, engine, trainer, workers, HybridWeightSync(engine, switch)
 
 
@@ -103,7 +104,9 @@ def test_engine_and_training_take_turns_on_a_device_that_cannot_hold_both():
         seen.append(workers.update(batch).values())
         weights.push(version=version)
         assert device.free == 20
-    assert seen == [{"policy_loss": 0.5, "memory/peak_generation_gb": 60, "memory/peak_training_gb": 50}] * 3
+    memory = {"memory/peak_generation_gb": 60, "memory/peak_training_gb": 50}
+    busy = {"device/10.0.0.1/generation_busy": 0.5, "device/10.0.0.1/training_busy": 0.5}
+    assert seen == [{"policy_loss": 0.5} | memory | busy] * 3
 
 
 def test_a_phase_that_has_begun_is_not_begun_again():
