@@ -24,6 +24,7 @@ LONGEST_FIRST = (
 SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """For `--dist loadgroup`: a file's tests stay on one worker, and so do the files that share a cluster."""
     for item in items:
