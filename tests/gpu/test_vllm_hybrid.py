@@ -18,14 +18,15 @@ pytest.importorskip("vllm")
 
 from small_tokenizers import tokenizer as small_tokenizer
 
+from openrlhf.backends.weights import ModuleWeights
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.vllm.engine import VllmEngine
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.types import SamplingParams
-from openrlhf.weight_sync.probe import policy_logprobs, probe_tokens
+from openrlhf.weight_sync.probe import max_gap, policy_logprobs, probe_tokens
 from openrlhf.weight_sync.vllm_names import IPC_BACKEND
-from openrlhf.weight_sync.vllm_source import ModelWeights
+from openrlhf.weight_sync.vllm_source import PolicyWeights
 from openrlhf.weight_sync.vllm_transfer import IpcTrainerInfo, VllmWeightSync
 
 pytestmark = [
@@ -60,9 +61,7 @@ class Setup:
     def gap(self) -> float:
         """Of the engine's log-probs to the policy's, at most."""
         probe = probe_tokens(VOCABULARY, length=64)
-        with torch.no_grad():
-            ours = policy_logprobs(Policy(self.model), probe).double().cpu()
-        return float((ours - ours.new_tensor(self.engine.prompt_logprobs(probe))).abs().max())
+        return max_gap(policy_logprobs(Policy(self.model), probe), self.engine.prompt_logprobs(probe))
 
 
 @pytest.fixture(scope="module", params=TOLERANCE, ids=str)
@@ -98,7 +97,9 @@ def setup(request, tmp_path_factory) -> Iterator[Setup]:
         transfer_backend=IPC_BACKEND,
     )
     engine = VllmEngine(settings, tokenizer)
-    sync = VllmWeightSync(engine, ModelWeights(model), init_info=IpcTrainerInfo(rank=0, block_bytes=32 * 2**20))
+    policy = Policy(model)
+    source = PolicyWeights(policy, ModuleWeights(policy))
+    sync = VllmWeightSync(engine, source, init_info=IpcTrainerInfo(rank=0, block_bytes=32 * 2**20))
     yield Setup(engine, sync, model, TOLERANCE[request.param])
     engine.close()
 

@@ -6,20 +6,18 @@ process instead of another's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.storage import TypedStorage
-
-pytest.importorskip("vllm")
-
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from openrlhf.weight_sync import device_blocks, vllm_transfer
 from openrlhf.weight_sync.vllm_compat import connect
-from openrlhf.weight_sync.vllm_source import ModelWeights
 from openrlhf.weight_sync.vllm_transfer import IpcTrainerInfo
 from openrlhf.weight_sync.vllm_worker import IpcWeightTransferEngine
 
@@ -64,6 +62,20 @@ class OneDevice:
         return self.exported[number].as_strided(size, stride, offset)
 
 
+class Parameters(WeightSource):
+    """Of a module, as they are."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._module.named_parameters():
+            yield name, parameter.detach()
+
+
 class Worker:
     """vLLM's engine in a worker, with a model that keeps what it is given; and the wire between."""
 
@@ -100,7 +112,7 @@ def test_every_weight_arrives_bit_for_bit_and_no_pickle_is_needed(monkeypatch):
     torch.manual_seed(0)
     parts = {"a": torch.nn.Linear(30, 20), "b": torch.nn.Linear(7, 3).bfloat16(), "c": torch.nn.Embedding(40, 33)}
     model = torch.nn.ModuleDict(parts | {"d": torch.nn.LayerNorm(5)})
-    trainer = connect(IpcTrainerInfo(rank=0, block_bytes=4096), client=worker, source=ModelWeights(model))
+    trainer = connect(IpcTrainerInfo(rank=0, block_bytes=4096), client=worker, source=Parameters(model))
     for push in (1, 2):
         trainer.send_weights()
         assert worker.loaded.keys() == {name for name, _ in model.named_parameters()}
