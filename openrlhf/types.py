@@ -313,6 +313,11 @@ class Segment:
         if bool(self.action_mask[0]):
             raise ValueError("the first token has nothing before it, so it cannot be an action")
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Of its actions; None without any."""
+        return int(self.versions[self.action_mask].min()) if bool(self.action_mask.any()) else None
+
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 

@@ -51,13 +51,6 @@ RL: tuple[Unbuilt, ...] = (
         "a reward model that waits in CPU memory",
         "leave it out",
     ),
-    Unbuilt("--train.async_enable", lambda c: c.train.async_enable, "asynchronous training", "leave it out"),
-    Unbuilt(
-        "--train.partial_rollout_enable",
-        lambda c: c.train.partial_rollout_enable,
-        "partial rollouts",
-        "leave it out",
-    ),
     Unbuilt("--data.max_images_per_prompt", lambda c: c.data.max_images_per_prompt > 0, "images", "leave it out"),
     Unbuilt("--actor.freeze_visual_encoder", lambda c: c.actor.freeze_visual_encoder, "images", "leave it out"),
 )

@@ -12,15 +12,17 @@ first. They were sampled by older weights, and every token of theirs says so (`S
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.filtering import ScoreFilter
-from openrlhf.rollout.runner import EpisodeRunner, RolloutError
+from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.rollout.saved_groups import group_from, group_state
+from openrlhf.rollout.verdicts import Verdicts
 from openrlhf.types import Group, Prompt, SamplingParams
+from openrlhf.utils.background import LoopRunner
 
 
 class PromptsExhausted(Exception):
@@ -44,37 +46,27 @@ class Draw:
     """Accepted groups that the round needs beyond those that wait."""
     surplus: int
     """Prompts it begins with beyond that."""
+    verdicts: Verdicts
+    """On the groups that have ended."""
     started: int = 0
-    turned_away: int = 0
-    """Groups that ended without being accepted: rejected or failed."""
-    judged: int = 0
-    rejected: int = 0
-    failed: list[Group] = field(default_factory=list)
-    """Groups without a judged member, in the order in which they ended."""
-    failed_samples: int = 0
-    """Failed samples of the groups turned away."""
 
     @property
     def due(self) -> int:
         """Prompts that should be started now."""
         if self.lacking <= 0:
             return 0
-        return self.lacking + max(self.surplus, self.turned_away) - self.started
+        return self.lacking + max(self.surplus, self.verdicts.turned_away) - self.started
 
 
 class SyncCollector:
-    """Plays prompts until `batch_size` groups are accepted, at most `generate_batch_size` at a time.
-
-    Without a filter every group is accepted, also a failed one: it is in the batch, gives no sample and is counted.
-    With a filter failed groups are replaced like rejected ones.
-    """
+    """Plays prompts until `batch_size` groups are accepted, at most `generate_batch_size` at a time."""
 
     def __init__(
         self,
         *,
         prompts: PromptStream,
         runner: EpisodeRunner,
-        loop: asyncio.Runner,
+        loop: LoopRunner,
         batch_size: int,
         samples_per_prompt: int,
         sampling_params: SamplingParams,
@@ -104,12 +96,10 @@ class SyncCollector:
         """The next round. Fewer than `batch_size` groups when the prompts run out; PromptsExhausted after that."""
         draw = self._loop.run(self._draw())
         groups = [self._waiting.pop(ordinal) for ordinal in sorted(self._waiting)[: self._batch_size]]
-        if not any(group.scored for group in groups) and (groups or self._hopeless(draw)):
-            reason = min(t.error for group in draw.failed for t in group.trajectories if t.failed)
-            raise RolloutError(f"all {len(draw.failed)} groups of a round failed; first reason: {reason}")
+        draw.verdicts.require_success(groups, batch_size=self._batch_size)
         if not groups:
-            raise PromptsExhausted("the prompts ran out" + (f"; {self._filter.summary()}" if self._filter else ""))
-        return Round(groups, self._metrics(draw))
+            raise PromptsExhausted(draw.verdicts.exhausted())
+        return Round(groups, draw.verdicts.metrics(buffered=len(self._waiting)))
 
     def state_dict(self) -> dict[str, Any]:
         """Groups that wait are kept whole; prompts in play as ordinals: a resumed run asks them again, first."""
@@ -129,6 +119,7 @@ class SyncCollector:
         draw = Draw(
             lacking=self._batch_size - len(self._waiting),
             surplus=max(0, self._generate_batch_size - self._batch_size),
+            verdicts=Verdicts(self._filter),
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -141,7 +132,7 @@ class SyncCollector:
         return draw
 
     def _start_due(self, draw: Draw, tasks: asyncio.TaskGroup) -> None:
-        if self._hopeless(draw):
+        if draw.verdicts.hopeless(self._batch_size):
             return
         for prompt in self._prompts.take(min(draw.due, self._generate_batch_size - len(self._playing))):
             draw.started += 1
@@ -149,39 +140,14 @@ class SyncCollector:
             tasks.create_task(self._play(prompt, draw, tasks))
 
     async def _play(self, prompt: Prompt, draw: Draw, tasks: asyncio.TaskGroup) -> None:
-        params = self._sampling_params
-        if prompt.ordinal % self._logprobs_every:
-            params = params.copy(logprobs=None)
+        params = params_of(prompt, self._sampling_params, logprobs_every=self._logprobs_every)
         group = await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=params)
         self._playing.remove(prompt.ordinal)
-        self._sort(group, draw)
+        if draw.verdicts.accepts(group):
+            self._waiting[prompt.ordinal] = group
         self._start_due(draw, tasks)
 
-    def _sort(self, group: Group, draw: Draw) -> None:
-        """Whether a group that ended is trained on."""
-        if group.scored:
-            draw.judged += 1
-            accepted = self._filter is None or self._filter.accepts(group)
-            draw.rejected += not accepted
-        else:
-            draw.failed.append(group)
-            accepted = self._filter is None
-        if accepted:
-            self._waiting[group.prompt.ordinal] = group
-        else:
-            draw.turned_away += 1
-            draw.failed_samples += sum(t.failed for t in group.trajectories)
 
-    def _hopeless(self, draw: Draw) -> bool:
-        """A batch's worth of groups failed and none was judged: replacements would only use up the prompts."""
-        return len(draw.failed) >= self._batch_size and not draw.judged
-
-    def _metrics(self, draw: Draw) -> Metrics:
-        metrics = Metrics()
-        if self._filter is not None:
-            metrics.mean("dynamic_filtering_pass_rate", draw.judged - draw.rejected, draw.judged)
-            metrics.last("rollout/judged_groups", draw.judged)
-            metrics.last("rollout/rejected_groups", draw.rejected)
-            metrics.last("rollout/buffered", len(self._waiting))
-            metrics.sum("rollout/failed", draw.failed_samples)
-        return metrics
+def params_of(prompt: Prompt, params: SamplingParams, *, logprobs_every: int) -> SamplingParams:
+    """With sampled log-probs for prompts whose ordinal is a multiple of `logprobs_every`, by a resumed run the same."""
+    return params.copy(logprobs=None) if prompt.ordinal % logprobs_every else params

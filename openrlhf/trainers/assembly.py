@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,12 +24,11 @@ from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.rollout.base import Engine
-from openrlhf.rollout.collector import SyncCollector
-from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
 from openrlhf.trainers.launching import Launch, launched, settled
 from openrlhf.trainers.local_models import ACTOR, CRITIC
+from openrlhf.trainers.pipelines import pipeline
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.rl import RLTrainer, Schedule
@@ -41,6 +41,7 @@ from openrlhf.trainers.running import (
 )
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts
+from openrlhf.utils.background import BackgroundRunner, LoopRunner
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
     )
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
 
-    with asyncio.Runner() as loop, contextlib.ExitStack() as held:
+    with _loop(config) as loop, contextlib.ExitStack() as held:
         launcher = held.enter_context(launched(config, tokenizer))
         source = launcher.reward()
         reward = source and held.enter_context(_started(source, loop))
@@ -87,6 +88,14 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
+        parts = pipeline(
+            config,
+            bound,
+            prompts=prompts,
+            runner=runner,
+            loop=loop,
+            sampling_params=_sampling(config, temperature=config.rollout.temperature),
+        )
         run_dir = create_run_directory(config, checkpoints.found)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
         with (
@@ -94,19 +103,9 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
             contextlib.closing(RolloutLog(run_dir.rollouts)) as rollout_log,
         ):
             trainer = RLTrainer(
-                collector=SyncCollector(
-                    prompts=prompts,
-                    runner=runner,
-                    loop=loop,
-                    batch_size=config.rollout.batch_size,
-                    samples_per_prompt=config.samples_per_prompt,
-                    sampling_params=_sampling(config, temperature=config.rollout.temperature),
-                    logprobs_every=config.logprobs_every,
-                    generate_batch_size=config.generate_batch_size,
-                    score_filter=_score_filter(config),
-                ),
-                workers=bound.workers,
-                weights=bound.weights,
+                collector=parts.collector,
+                workers=parts.workers,
+                weights=parts.weights,
                 evaluation=held_out
                 and PromptEvaluation(
                     prompts=held_out,
@@ -234,9 +233,14 @@ class _Service(Protocol):
 _S = TypeVar("_S", bound=_Service)
 
 
+def _loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
+    """Where episodes are played: between the other phases of a round, or all the time."""
+    return BackgroundRunner() if config.train.async_enable else asyncio.Runner()
+
+
 @contextlib.contextmanager
-def _started(service: _S, loop: asyncio.Runner) -> Iterator[_S]:
-    ticking = loop.get_loop().create_task(_tick(), name="tick")
+def _started(service: _S, loop: LoopRunner) -> Iterator[_S]:
+    loop.run(_begin_ticking())  # until everything is closed
     try:
         loop.run(service.start())
         yield service
@@ -244,8 +248,11 @@ def _started(service: _S, loop: asyncio.Runner) -> Iterator[_S]:
         interrupts.end_at_once_on_the_next(last=kill_every_host)
         raise
     finally:
-        ticking.cancel()
         loop.run(_close(service))
+
+
+async def _begin_ticking() -> asyncio.Task[None]:
+    return asyncio.create_task(_tick(), name="tick")
 
 
 async def _tick() -> None:
@@ -262,13 +269,6 @@ async def _close(service: _Service) -> None:
         task.cancel()
     await asyncio.gather(*unfinished, return_exceptions=True)
     await service.close()
-
-
-def _score_filter(config: RLConfig) -> ScoreFilter | None:
-    if not config.algo.dynamic_filtering_enable:
-        return None
-    low, high = config.algo.dynamic_filtering_range
-    return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size)
 
 
 def _sampling(config: RLConfig, *, temperature: float, evaluation: bool = False) -> SamplingParams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.types import Group, Outcome, Prompt, SamplingParams
+from openrlhf.utils.background import LoopRunner
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class PromptEvaluation:
         *,
         prompts: Sequence[Prompt],
         runner: EpisodeRunner,
-        loop: asyncio.Runner,
+        loop: LoopRunner,
         samples_per_prompt: int,
         sampling_params: SamplingParams,
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import random
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -186,8 +187,11 @@ def test_a_prompt_shared_by_many_is_read_once():
         assert torch.allclose(torch.tensor(result.logprobs), rescore(model, prompt, result), atol=1e-5)
 
 
-def test_a_shared_prompt_is_read_again_after_the_weights_changed():
+def test_requests_under_way_are_read_again_after_the_weights_changed():
+    """Every token has the log-prob that the weights of its version give it after all that stands before it. The second
+    request starts from what the first has read with the new weights."""
     model = make_model(CONFIGS["qwen2"])
+    before = copy.deepcopy(model)
     engine = EmbeddedEngine(model, None, max_model_len=64, max_batch_size=4)
     prompt = [3, 1, 4, 1, 5]
 
@@ -203,10 +207,54 @@ def test_a_shared_prompt_is_read_again_after_the_weights_changed():
         return await first, second
 
     first, second = asyncio.run(scenario())
-    assert engine.stats.prompt_tokens == 10
+    assert engine.stats.prompt_tokens == 5 + 15
     assert first.versions == [0] * 10 + [1] * 30
     assert second.versions == [1] * 5
     assert torch.allclose(torch.tensor(second.logprobs), rescore(model, prompt, second), atol=1e-5)
+    expected = torch.cat([rescore(before, prompt, first)[:10], rescore(model, prompt, first)[10:]])
+    assert torch.allclose(torch.tensor(first.logprobs), expected, atol=1e-5)
+
+
+def test_reading_again_keeps_to_the_tokens_of_a_step_and_to_who_is_still_there():
+    """Three requests of 12 and more tokens, 20 to a step: they go on one after the other. One of them is given up."""
+    model = make_model(CONFIGS["qwen2"])
+    engine = EmbeddedEngine(model, None, max_model_len=64, max_batch_size=4, max_batch_tokens=20)
+
+    async def scenario() -> list[Generation]:
+        asked = [engine.generate([3, 1, 4, i], SamplingParams(max_tokens=30, seed=i)) for i in range(3)]
+        tasks = [asyncio.create_task(work) for work in asked]
+        while engine.stats.generated_tokens < 24:
+            await asyncio.sleep(0)
+        engine.set_version(1)
+        tasks[1].cancel()
+        engine.set_version(2)
+        return [await task for task in (tasks[0], tasks[2])]
+
+    for number, result in zip((0, 2), asyncio.run(scenario()), strict=True):
+        assert len(result.token_ids) == 30
+        assert set(result.versions) == {0, 2}
+        assert torch.allclose(torch.tensor(result.logprobs), rescore(model, [3, 1, 4, number], result), atol=1e-5)
+    assert engine.num_running == 0
+
+
+def test_nothing_is_sampled_while_an_engine_is_held():
+    engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=64)
+
+    async def scenario() -> tuple[int, int, Generation]:
+        task = asyncio.create_task(engine.generate([3, 1, 4], SamplingParams(max_tokens=30)))
+        while engine.stats.generated_tokens < 5:
+            await asyncio.sleep(0)
+        await engine.hold()
+        held = engine.stats.generated_tokens
+        for _ in range(20):
+            await asyncio.sleep(0)
+        after = engine.stats.generated_tokens
+        await engine.go_on()
+        return held, after, await task
+
+    held, after, result = asyncio.run(scenario())
+    assert held == after
+    assert len(result.token_ids) == 30
 
 
 def test_a_late_request_does_not_wait_for_the_others():
@@ -569,11 +617,9 @@ def test_nothing_is_reused_after_the_weights_changed():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
         engine.set_version(1)
-        mixed = await across
+        await across
         begun = [*prompt, *first.token_ids, 5, 6]
-        second = await engine.generate(begun, SamplingParams(max_tokens=5))
-        await engine.generate([30, *prompt, *mixed.token_ids, 5, 6], SamplingParams(max_tokens=5))
-        return begun, second
+        return begun, await engine.generate(begun, SamplingParams(max_tokens=5))
 
     begun, second = asyncio.run(scenario())
     assert engine.stats.reused_tokens == 0

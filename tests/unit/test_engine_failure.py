@@ -11,8 +11,8 @@ from transformers import Qwen2Config
 from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.rollout.base import EngineError
-from openrlhf.rollout.vllm.loop_thread import LoopThread
 from openrlhf.types import Prompt, SamplingParams
+from openrlhf.utils.loop_thread import LoopThread
 
 SURVIVES = """
 from openrlhf.utils.agent import AgentExecutorBase
@@ -70,7 +70,7 @@ def test_the_works_own_timeout_is_not_taken_for_the_wait(thread):
 
 
 def test_a_loop_that_hangs_does_not_keep_its_owner(monkeypatch):
-    monkeypatch.setattr("openrlhf.rollout.vllm.loop_thread._CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("openrlhf.utils.loop_thread._CLOSING_SECONDS", 0.05)
     thread, release = LoopThread("hangs"), threading.Event()
 
     async def hang():

@@ -4,7 +4,7 @@ Who waits on whom:
     generate   appends a request to the queue, waits for its future
     stream     the same, and meanwhile for each of its tokens
     _drive     one task per event loop while anything is queued or running: admits, steps, tells the streams, resolves
-               the futures of finished rows, yields to the loop once per step; ends when idle
+               the futures of finished rows, yields to the loop once per step; ends when idle, rests while held
 Everything happens on the caller's event loop, between two of its turns: there are no locks, and a training step can
 never overlap a decoding step.
 """
@@ -99,6 +99,10 @@ class EmbeddedEngine:
         self._by_prompt: dict[tuple[int, ...], list[Request]] = {}
         """The running requests of each prompt: a later one starts from the keys and values of any of them."""
         self._streams: list[Request] = []
+        self._stale: dict[int, Request] = {}
+        """By row: running, with keys and values of older weights: they are read again before they go on."""
+        self._free_to_step = asyncio.Event()
+        self._free_to_step.set()
         self._task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.packed = getattr(model.config.get_text_config(), "_attn_implementation", None) == ATTENTION
@@ -114,10 +118,21 @@ class EmbeddedEngine:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """The weights have changed in place. Tokens sampled from now on carry this version; running requests go on
-        with the keys and values they have; those of finished ones are forgotten."""
+        """The weights have changed in place. Tokens sampled from now on carry this version, and are those of a model
+        that has read everything before them: keys and values of older weights are forgotten, also those of requests
+        under way, which are read again."""
         self._version = version
         self._decoder.forget()
+        running = {request.row: request for request in self._running()}
+        self._decoder.remove([row for row in running if row not in self._stale])
+        self._stale = running
+
+    async def hold(self) -> None:
+        """Sample nothing until `go_on`; requests under way wait. On the loop that they are served on."""
+        self._free_to_step.clear()
+
+    async def go_on(self) -> None:
+        self._free_to_step.set()
 
     @property
     def max_model_len(self) -> int:
@@ -228,6 +243,7 @@ class EmbeddedEngine:
     async def _drive(self) -> None:
         try:
             while self._waiting or self.num_running:
+                await self._free_to_step.wait()
                 self._step()
                 await asyncio.sleep(0)
         except BaseException as error:
@@ -262,6 +278,8 @@ class EmbeddedEngine:
         with the same prompt runs starts from its keys and values, with only the last prompt token left to feed. Of a
         prompt that begins like a finished request only the rest is read.
         """
+        if self._stale:
+            return self._read_again()
         prefills: dict[tuple[int, ...], Prefill] = {}
         tokens = 0
         while self._waiting and self._batch.num_free:
@@ -283,6 +301,20 @@ class EmbeddedEngine:
                 tokens += len(unread)
             self._by_prompt.setdefault(prompt, []).append(request)
         return list(prefills.values())
+
+    def _read_again(self) -> list[Prefill]:
+        """Requests under way whose weights have changed, up to the step's prompt tokens; all others wait."""
+        prefills: list[Prefill] = []
+        tokens = 0
+        for row, request in list(self._stale.items()):
+            history = [*request.token_ids, *self._batch.columns(row).token_ids]
+            if tokens and tokens + len(history) > self._max_batch_tokens:
+                break
+            tokens += len(history)
+            prefills.append(Prefill(row, np.array(history, dtype=np.int64)))
+            request.prompt_version = self._version
+            del self._stale[row]
+        return prefills
 
     def _reader(self, prompt: tuple[int, ...]) -> Request | None:
         """A running request that has read this prompt with the present weights."""
@@ -334,8 +366,9 @@ class EmbeddedEngine:
         )
 
     def _free(self, requests: Sequence[Request]) -> None:
-        self._decoder.remove([request.row for request in requests])
+        self._decoder.remove([request.row for request in requests if request.row not in self._stale])
         for request in requests:
+            self._stale.pop(request.row, None)
             self._batch.remove(request.row)
             siblings = self._by_prompt[request.token_ids]
             siblings.remove(request)
@@ -352,6 +385,7 @@ class EmbeddedEngine:
         """Every call under way raises `error`; what the decoder holds may be half a step ahead, so it starts anew."""
         requests = [*self._running(), *self._waiting]
         self._waiting.clear()
+        self._stale.clear()
         self._by_prompt.clear()
         self._batch = RunningBatch(len(self._batch.requests))
         self._decoder.clear()

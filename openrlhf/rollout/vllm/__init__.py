@@ -4,7 +4,6 @@ engine.py       VllmEngine: requests in, generations out; pause and resume aroun
 settings.py     how an engine is started, and vLLM's arguments for it
 sampling.py     our sampling parameters in vLLM's words
 texts.py        tokens decoded at the end of a generation, or part by part
-loop_thread.py  an event loop in a thread: vLLM answers whoever asks, from whatever loop
 """
 
 import os

@@ -32,11 +32,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.rollout.base import EngineError, check_prompt
 from openrlhf.rollout.embedded.stopping import eos_token_ids
-from openrlhf.rollout.vllm.loop_thread import LoopThread
 from openrlhf.rollout.vllm.sampling import sampling_arguments
 from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
 from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.utils.loop_thread import LoopThread
 
 _T = TypeVar("_T")
 START_SECONDS = 1800.0

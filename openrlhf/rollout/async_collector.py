@@ -1,0 +1,175 @@
+"""Where training batches come from when generation goes on while they are trained on.
+
+On a loop of its own: prompts start in the order of their ordinals as long as at most `capacity` groups are begun and
+not trained on, and at most `at_once` of these in play. A finished group is there for the next round at once. Which
+groups that is, and why none gets too old, is `staleness`' business.
+
+Two ways for new weights, which `AsyncWeightSync` asks for:
+    all at rest    nothing new starts, what is in play is waited for: every sample has one version
+    in the middle  the engine pauses, and goes on with the new weights: a sample may have several (partial rollout)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+from openrlhf.data.prompts import PromptStream
+from openrlhf.observability.metrics import Metrics
+from openrlhf.rollout.base import Engine
+from openrlhf.rollout.collector import PromptsExhausted, Round, params_of
+from openrlhf.rollout.filtering import ScoreFilter
+from openrlhf.rollout.runner import EpisodeRunner
+from openrlhf.rollout.saved_groups import group_from, group_state
+from openrlhf.rollout.staleness import bound_of, chosen
+from openrlhf.rollout.verdicts import Verdicts
+from openrlhf.types import Group, Prompt, SamplingParams
+from openrlhf.utils.background import BackgroundRunner
+
+
+class _Finished(NamedTuple):
+    group: Group
+    version: int
+    """With which it was begun."""
+
+
+class AsyncCollector:
+    """Plays prompts all the time, on a loop that never rests."""
+
+    def __init__(
+        self,
+        *,
+        prompts: PromptStream,
+        runner: EpisodeRunner,
+        engine: Engine,
+        loop: BackgroundRunner,
+        batch_size: int,
+        samples_per_prompt: int,
+        sampling_params: SamplingParams,
+        logprobs_every: int = 1,
+        queue_size: int = 1,
+        at_once: int | None = None,
+        score_filter: ScoreFilter | None = None,
+    ) -> None:
+        """`queue_size`: rounds that generation may be ahead. `at_once`: most prompts in play; None: `batch_size`."""
+        self._prompts = prompts
+        self._runner = runner
+        self._engine = engine
+        self._loop = loop
+        self._batch_size = batch_size
+        self._samples_per_prompt = samples_per_prompt
+        self._sampling_params = sampling_params
+        self._logprobs_every = logprobs_every
+        self._at_once = at_once or batch_size
+        self._capacity = max(queue_size * batch_size, self._at_once)
+        self._filter = score_filter
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """By ordinal, of prompts in play."""
+        self._versions: dict[int, int] = {}
+        """With which those in play were begun."""
+        self._finished: dict[int, _Finished] = {}
+        self._changed = asyncio.Event()
+        self._resting = False
+        self._failure: Exception | None = None
+        self._verdicts = Verdicts(score_filter)
+
+    @property
+    def staleness_bound(self) -> int:
+        return bound_of(self._capacity, batch_size=self._batch_size)
+
+    def next_batch(self) -> Round:
+        """The next round, as soon as its groups are there. PromptsExhausted when there are none any more."""
+        return self._loop.run(self._next_batch())
+
+    def rest(self) -> None:
+        """Start nothing new, and wait until nothing is in play. `go_on` ends it."""
+        self._loop.run(self._rest())
+
+    def go_on(self) -> None:
+        self._loop.run(self._go_on())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Finished groups are kept whole; prompts in play as ordinals: a resumed run asks them again, first."""
+        return self._loop.run(self._state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._prompts.load_state_dict(state["prompts"])
+        self._prompts.give_back(state["unserved"])
+        for saved in state["waiting"]:
+            group = group_from(saved, self._prompts.prompt_at(saved["ordinal"]))
+            self._finished[group.prompt.ordinal] = _Finished(group, saved["version"])
+
+    async def _next_batch(self) -> Round:
+        while True:
+            self._changed.clear()
+            self._start_due()
+            if self._failure is not None:
+                raise self._failure
+            ordinals = chosen(
+                {ordinal: finished.version for ordinal, finished in self._finished.items()},
+                list(self._versions.values()),
+                version=self._engine.version,
+                batch_size=self._batch_size,
+                bound=self.staleness_bound,
+            )
+            if ordinals is not None:
+                break
+            await self._changed.wait()
+        groups = [self._finished.pop(ordinal).group for ordinal in sorted(ordinals)]
+        self._verdicts.require_success(groups, batch_size=self._batch_size)
+        if not groups:
+            raise PromptsExhausted(self._verdicts.exhausted())
+        metrics = self._metrics(groups)
+        self._start_due()  # there is room now, and nobody asks before the round is trained
+        return Round(groups, metrics)
+
+    async def _rest(self) -> None:
+        self._resting = True
+        while self._tasks and self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _go_on(self) -> None:
+        self._resting = False
+        self._start_due()
+
+    async def _state(self) -> dict[str, Any]:
+        finished = [self._finished[ordinal] for ordinal in sorted(self._finished)]
+        return {
+            "prompts": self._prompts.state_dict(),
+            "unserved": sorted(self._tasks),
+            "waiting": [group_state(one.group) | {"version": one.version} for one in finished],
+        }
+
+    def _start_due(self) -> None:
+        if self._resting or self._failure is not None or self._verdicts.hopeless(self._batch_size):
+            return
+        room = self._capacity - len(self._tasks) - len(self._finished)
+        for prompt in self._prompts.take(max(0, min(room, self._at_once - len(self._tasks)))):
+            self._versions[prompt.ordinal] = self._engine.version
+            self._tasks[prompt.ordinal] = asyncio.create_task(self._play(prompt), name=f"prompt {prompt.ordinal}")
+
+    async def _play(self, prompt: Prompt) -> None:
+        params = params_of(prompt, self._sampling_params, logprobs_every=self._logprobs_every)
+        try:
+            group = await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=params)
+            if self._verdicts.accepts(group):
+                self._finished[prompt.ordinal] = _Finished(group, self._versions[prompt.ordinal])
+        except Exception as error:
+            self._failure = self._failure or error
+        finally:
+            del self._tasks[prompt.ordinal], self._versions[prompt.ordinal]
+            self._changed.set()
+        self._start_due()
+
+    def _metrics(self, groups: list[Group]) -> Metrics:
+        metrics, version = self._verdicts.metrics(buffered=len(self._finished)), self._engine.version
+        self._verdicts = Verdicts(self._filter)
+        for trajectory in (t for group in groups for t in group.scored):
+            versions = [s.oldest_version for s in trajectory.segments if s.oldest_version is not None]
+            if versions:
+                metrics.mean("rollout/staleness", version - min(versions), 1)
+                metrics.max("rollout/staleness_max", version - min(versions))
+        metrics.last("rollout/buffered", len(self._finished))
+        metrics.last("rollout/in_play", len(self._tasks))
+        return metrics
