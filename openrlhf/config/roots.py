@@ -181,13 +181,15 @@ class RLConfig(TrainerSection):
 
     @property
     def engines_share_devices(self) -> bool:
-        """Engines sample on the actor's devices, in turns with training; a local run has but one."""
-        return (self.train.colocate_all or self.train.launcher == "local") and not self.train.async_enable
+        """Engines sample on the actor's devices, in turns with training or, async, beside it. Local runs have one."""
+        if self.train.async_enable and not self.train.async_share_device:
+            return False
+        return self.train.colocate_all or self.train.launcher == "local"
 
     @property
     def engines_sleep(self) -> bool | None:
         """Engines free their memory while training: only where they share the actor's devices. None: if they must."""
-        return self.vllm.enable_sleep if self.engines_share_devices else False
+        return self.vllm.enable_sleep if self.engines_share_devices and not self.train.async_enable else False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ def engine_memory(config: RLConfig, models: LocalModels, device: torch.device) -
             free / GIB,
             sum(staying) / GIB,
         )
-    sleeps = config.vllm.enable_sleep
+    sleeps = config.engines_sleep
     if sleeps is None:
         tokens = (
             config.train.max_tokens_per_gpu

@@ -38,8 +38,9 @@ class LocalEngine(NamedTuple):
     """Engines that sleep while the policy is trained. They do so from the start: the first push wakes them."""
 
 
-def require_engine(section: VLLMSection, device: torch.device) -> None:
+def require_engine(config: RLConfig, device: torch.device) -> None:
     """Raises ConfigError for an engine that this machine cannot have: better before anything is loaded."""
+    section = config.vllm
     if not section.num_engines:
         return
     if importlib.util.find_spec("vllm") is None:
@@ -52,6 +53,11 @@ def require_engine(section: VLLMSection, device: torch.device) -> None:
         raise ConfigError(
             f"--vllm.tensor_parallel_size {parts}: with --train.launcher local an engine has the devices of this "
             f"process, {devices}; give {devices} or less, or use --train.launcher ray"
+        )
+    if device.type == "cuda" and config.train.async_enable and not config.train.async_share_device:
+        raise ConfigError(
+            "--train.async_enable: engine and trainer would use the only device at the same time; add "
+            "--train.async_share_device, and leave memory for both (--vllm.gpu_memory_utilization)"
         )
     for name in GPU_FLAGS if device.type == "cpu" else ():
         if getattr(section, name) != getattr(VLLMSection, name):

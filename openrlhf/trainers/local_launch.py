@@ -23,7 +23,7 @@ from openrlhf.trainers.running import process_device
 @contextlib.contextmanager
 def local_launched(config: RLConfig, tokenizer: Any) -> Iterator[LocalLauncher]:
     device = process_device()
-    require_engine(config.vllm, device)
+    require_engine(config, device)
     yield LocalLauncher(config, tokenizer, device)
 
 
@@ -43,9 +43,8 @@ class LocalLauncher:
         models = load_models(self.config, self.device)
         with opened_engine(self.config, models, self.tokenizer, self.device) as opened:
             training = LocalTraining(self.config, models, rounds=rounds, device=self.device)
-            switch = HybridSwitch(
-                engines=opened.sleepers, backends=training.backends if self.config.ds.enable_sleep else ()
-            )
+            in_turns = self.config.ds.enable_sleep and not self.config.train.async_enable
+            switch = HybridSwitch(engines=opened.sleepers, backends=training.backends if in_turns else ())
             with _usage(self.device) as usage:
                 yield Bound(
                     opened.engine,

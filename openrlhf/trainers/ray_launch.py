@@ -140,7 +140,7 @@ class RayLauncher:
 
     def _switch(self, engines: RayEngines, groups: dict[Role, WorkerGroup]) -> HybridSwitch:
         """Who shares devices with engines sleeps while they sample, and they while it trains."""
-        shares = self.placed.plan.request.engines_share
+        shares = self.placed.plan.request.engines_share and not self.config.train.async_enable
         sleeping = shares and self.placed.cluster.kind.resource == "GPU" and self.config.engines_sleep is not False
         trained = {groups[role] for role in (Role.ACTOR, Role.CRITIC) if role in groups}
         return HybridSwitch(

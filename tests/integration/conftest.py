@@ -24,13 +24,20 @@ LONGEST_FIRST = (
 SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """For `--dist loadgroup`: a file's tests stay on one worker, and so do the files that share a cluster."""
-    for item in items:
-        name = item.path.name
-        item.add_marker(pytest.mark.xdist_group("cluster" if name in SHARE_A_CLUSTER else name))
     items.sort(key=lambda item: LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else 99)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests stay on one worker, and so do the files that share a cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(super()._split_scope(nodeid)).name
+            return "cluster" if file in SHARE_A_CLUSTER else file
+
+    return ByFile(config, log)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,7 @@ def test_the_memory_of_an_engine_follows_from_flags_and_models(monkeypatch, aske
     4 × (96 + 48) = 576 bytes of activations a token each; with half as much again 10^6 tokens need 1.6 GiB, 2.2 × 10^6
     need 3.5."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (99 * GIB, 100 * GIB))
-    argv = f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {tokens} --vllm.gpu_memory_utilization {asked}"
+    argv = f"--train.launcher local --train.dynamic_batch_enable --train.max_tokens_per_gpu {tokens} --vllm.gpu_memory_utilization {asked}"
     config = parse("train_ppo_ray", [*argv.split(), *words.split()])
     found = engine_memory(config, make_models(), torch.device("cuda"))
     assert found.share == pytest.approx(share, abs=1e-6)
