@@ -13,8 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from openrlhf.cluster.launch import WORKER
+from openrlhf.demo.model import make_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +35,8 @@ def short_path():
 
 @pytest.fixture
 def nodes(tmp_path, short_path):
-    """`ray start --head` and a second raylet, each with room for one worker: (address of the dashboard, environment)."""
+    """`ray start --head` with room for one worker, and a second raylet with room for two: (address of the dashboard,
+    environment)."""
     port, dashboard = free_port(), free_port()
     environment = os.environ | {
         "RAY_AUTH_MODE": "token",
@@ -43,9 +47,9 @@ def nodes(tmp_path, short_path):
         "PYTHONPATH": str(REPOSITORY),
     }
     environment.pop("RAY_ADDRESS", None)
-    room = ["--num-cpus=2", f"--resources={json.dumps({WORKER: 1})}", "--block", "--disable-usage-stats"]
+    room = ["--num-cpus=2", "--block", "--disable-usage-stats"]
     head = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--dashboard-port={dashboard}"]
-    starts = [[*head, *room], [f"--address=127.0.0.1:{port}", *room]]
+    starts = [[*head, *room, workers(1)], [f"--address=127.0.0.1:{port}", *room, workers(2)]]
     running = []
     try:
         for words in starts:
@@ -70,16 +74,20 @@ def nodes(tmp_path, short_path):
 
 
 def test_a_submitted_run_trains_on_one_node_and_samples_on_the_other(inputs, nodes, tmp_path):
-    """Each node has room for one worker, so actor and engine cannot share one. The metrics show that they understood
-    each other: what the engine sampled after a push has the policy's log-probs."""
+    """The engine has two parts, for which only the second node has room. After every push its log-probs of a fixed
+    sequence are the policy's."""
     address, environment = nodes
     words = inputs.flags(
         tmp_path / "run",
+        actor__model_name_or_path=write_model(tmp_path / "model"),
         actor__num_gpus_per_node=1,
         vllm__num_engines=1,
+        vllm__tensor_parallel_size=2,
+        vllm__sync_verify=True,
         algo__advantage__estimator="reinforce",
         reward__remote_url="reward.py",
         actor__adam__lr=1e-2,
+        actor__lr_scheduler="constant",
     )
     working_dir = tmp_path / "working_dir"
     working_dir.mkdir()
@@ -95,7 +103,33 @@ def test_a_submitted_run_trains_on_one_node_and_samples_on_the_other(inputs, nod
     assert actor != engine
     rounds = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rounds) == 2
-    assert max(line["logprobs_diff"] for line in rounds) < 1e-4
+    assert max(line["sync/probe_gap"] for line in rounds) < 1e-4
+    assert min(line["actor_grad_norm"] for line in rounds) > 0
+
+
+def workers(count: int) -> str:
+    return f"--resources={json.dumps({WORKER: count})}"
+
+
+def write_model(folder: Path) -> Path:
+    """Its heads can be divided by two, and so can their keys."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def submit(command: list[str], environment: dict[str, str]) -> tuple[int, str]:

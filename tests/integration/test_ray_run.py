@@ -117,3 +117,15 @@ def test_a_multi_turn_agent_and_a_checkpoint_that_one_process_goes_on_from(demo,
     on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", steps=3, without=others)
     assert column(on, "global_step") == [3]
     assert max(column(on, "logprobs_diff")) < 1e-4
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["async", "partial"])
+def test_generation_goes_on_while_ranks_train(demo, cluster, tmp_path, partial):
+    words = ["--train.async_enable", *(["--train.partial_rollout_enable"] if partial else []), "--vllm.sync_verify"]
+    words += ["--algo.advantage.is_correction_enable"]
+    run_dir = run(demo, tmp_path / "run", *words, *RANKS, steps=4, launched=cluster.launched)
+    before, after = scores(run_dir)
+    assert after > before
+    assert max(column(run_dir, "rollout/staleness_max")) == 1
+    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
+    assert column(run_dir, "rollout/failed") == [0] * 4

@@ -288,10 +288,13 @@ class TestFourBit:
     def test_without_the_library_the_line_that_installs_it_is_named(self, folder, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(
-            ModelLoadError, match=r"--ds.load_in_4bit needs bitsandbytes.*pip install 'openrlhf\[qlora\]'"
+            ModelLoadError,
+            match=r"--ds.load_in_4bit needs bitsandbytes.*pip install -e '\.\[qlora\]' in the repository",
         ):
             load(folder, load_in_4bit=True)
-        with pytest.raises(ModelLoadError, match=r"--ds.use_liger_kernel needs .*pip install 'openrlhf\[liger\]'"):
+        with pytest.raises(
+            ModelLoadError, match=r"--ds.use_liger_kernel needs .*pip install -e '\.\[liger\]' in the repository"
+        ):
             load(folder, use_liger_kernel=True)
 
 

@@ -88,3 +88,18 @@ def test_a_cpu_has_a_cache_of_the_size_asked_for():
     settings = VllmSettings(model="/m", max_model_len=64, cpu_cache_gib=3)
     assert worker_environment(settings, gpu=False)["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert "VLLM_CPU_KVCACHE_SPACE" not in worker_environment(settings, gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("cores", "parts", "expected"),
+    [([0, 1], 2, "0|1"), ([0, 1, 2, 3], 2, "0,2|1,3"), ([4, 5, 6], 2, "4,6|5"), ([7], 2, "7|7")],
+)
+def test_the_parts_of_an_engine_on_cpus_divide_the_cores(cores, parts, expected):
+    settings = VllmSettings(model="m", max_model_len=64, tensor_parallel_size=parts)
+    assert worker_environment(settings, gpu=False, cores=cores)["VLLM_CPU_OMP_THREADS_BIND"] == expected
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in worker_environment(settings, gpu=True, cores=cores)
+
+
+def test_a_whole_engine_has_all_cores():
+    settings = VllmSettings(model="m", max_model_len=64)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in worker_environment(settings, gpu=False, cores=[0, 1])

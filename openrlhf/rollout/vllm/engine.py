@@ -110,7 +110,7 @@ class VllmEngine:
         self._thread = LoopThread("vllm")
         gpu = torch.cuda.is_available()
         try:
-            with _environment(worker_environment(settings, gpu=gpu)):
+            with _environment(worker_environment(settings, gpu=gpu, cores=sorted(os.sched_getaffinity(0)))):
                 self._llm: AsyncLLM | None = self._thread.run(
                     _start(settings, gpu=gpu), "to start", deadline=START_SECONDS
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +71,26 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def worker_environment(settings: VllmSettings, *, gpu: bool) -> dict[str, str]:
-    """What vLLM reads from the environment; what the user has set there wins."""
+def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int] = ()) -> dict[str, str]:
+    """What vLLM reads from the environment; what the user has set there wins. `cores`: those this process may use."""
     # A fork of a process with torch's threads may hang; and workers must find our transfer engine by themselves.
     variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if gpu:
         # Its kernels are compiled at every start: 210 s instead of 57.
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     else:
+        if settings.tensor_parallel_size > 1 and cores:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(core_shares(cores, settings.tensor_parallel_size))
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # Counting ranks of log-probs would be compiled with the first request: 40 s instead of 1.
         variables["TORCHDYNAMO_DISABLE"] = "1"
         # A worker waits here for its parent to end, and its parent for it; on a CPU there is nothing to give back.
         variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
     return variables
+
+
+def core_shares(cores: Sequence[int], parts: int) -> list[str]:
+    """Cores for each part of an engine, as vLLM writes them; parts without one of their own share."""
+    return [
+        ",".join(str(core) for core in cores[part::parts]) or str(cores[part % len(cores)]) for part in range(parts)
+    ]
