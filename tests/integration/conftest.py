@@ -1,5 +1,6 @@
 """A tiny model and data set on disk, and two ways to run the CLI on them: right here, and as a process of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -131,18 +132,40 @@ def agent_demo(tmp_path_factory):
     return Demo.prepared(make_task(seed=0), tmp_path_factory.mktemp("agent_demo"))
 
 
-@pytest.fixture(scope="session")
+_open_cluster = contextlib.ExitStack()
+_cluster = []
+
+
+@pytest.fixture(scope="module")
 def cluster(inputs, tmp_path_factory):
-    """Ray and two vLLM engines, for runs of models of the demo's shape with up to 32 tokens."""
+    """Ray and two vLLM engines, for runs of models of the demo's shape with up to 32 tokens.
+
+    It stays for the next file that asks for it, and ends before another one's tests: a process has but one Ray.
+    """
     from shared_cluster import shared_cluster
 
     from openrlhf.config import parse
 
-    words = inputs.flags(tmp_path_factory.mktemp("cluster") / "run", data__max_len=32, vllm__num_engines=2)
-    with pytest.MonkeyPatch.context() as patch:
+    if not _cluster:
+        words = inputs.flags(tmp_path_factory.mktemp("cluster") / "run", data__max_len=32, vllm__num_engines=2)
+        patch = _open_cluster.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        with shared_cluster(parse("train_ppo_ray", words)) as shared:
-            yield shared
+        _cluster.append(_open_cluster.enter_context(shared_cluster(parse("train_ppo_ray", words))))
+    return _cluster[0]
+
+
+def pytest_runtest_setup(item):
+    if item.path.name not in SHARE_A_CLUSTER:
+        _close_cluster()
+
+
+def pytest_sessionfinish():
+    _close_cluster()
+
+
+def _close_cluster():
+    _cluster.clear()
+    _open_cluster.close()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import ray
 import torch
 import torch.distributed as dist
 from small_rl import CONFIG, FLAGS, make_groups, play
+from small_tokenizers import tokenizer as small_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from openrlhf.backends.process_group import join
@@ -37,6 +38,7 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     Qwen2ForCausalLM(Qwen2Config.from_dict(CONFIG.to_dict())).save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -142,4 +144,6 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
             for name, value in values.items():
                 if name != "critic_clip_ratio":  # a count of values on either side of an edge
                     assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-        assert workers.state_dict() == local.state_dict()
+        state = workers.state_dict()
+        assert len(state.pop("random")) == (config.actor.world_size or 1)
+        assert state == local.state_dict()

@@ -85,16 +85,15 @@ def test_a_submitted_run_trains_on_one_node_and_samples_on_the_other(inputs, nod
         vllm__tensor_parallel_size=2,
         vllm__sync_verify=True,
         algo__advantage__estimator="reinforce",
-        reward__remote_url="reward.py",
+        reward__remote_url=tmp_path / "reward.py",
         actor__adam__lr=1e-2,
         actor__lr_scheduler="constant",
     )
-    working_dir = tmp_path / "working_dir"
-    working_dir.mkdir()
-    (working_dir / "reward.py").write_text(
+    (tmp_path / "reward.py").write_text(
         "def reward_func(queries, prompts, labels):\n    return [float(sum(map(ord, q)) % 5) for q in queries]\n"
     )
-    runtime = f"--runtime-env-json={json.dumps({'working_dir': str(working_dir)})}"
+    # No working_dir: raylets of one machine share the folder it is copied to, and one throws away what the other uses.
+    runtime = f"--runtime-env-json={json.dumps({'env_vars': {'VLLM_LOGGING_LEVEL': 'WARNING'}})}"
     command = [RAY, "job", "submit", f"--address={address}", runtime, "--", sys.executable, "-m", MODULE, *words]
     rc, said = submit(command, environment)
     assert rc == 0, said[-4000:]

@@ -47,9 +47,9 @@ def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatc
     assert max(line["sync/probe_gap"] for line in ran.metrics) < 1e-4
 
 
-def test_a_model_that_vllm_cannot_run_is_refused_before_its_processes_start(cli):
-    """The demo's model has heads of 56."""
-    ran = cli(vllm__num_engines=1, train__launcher="local")
+def test_a_model_that_vllm_cannot_run_is_refused_before_its_processes_start(cli, tmp_path):
+    model = _write_model(tmp_path / "model", hidden_size=224)
+    ran = cli(vllm__num_engines=1, train__launcher="local", actor__model_name_or_path=model)
     assert ran.rc == 1
     (error,) = ran.errors
     assert "vLLM did not start with" in error
@@ -67,20 +67,20 @@ def test_a_missing_vllm_is_named_at_once(cli, monkeypatch):
 
 
 def test_an_engine_larger_than_this_machine_is_refused_at_once(cli):
-    ran = cli(vllm__num_engines=1, vllm__tensor_parallel_size=2)
+    ran = cli(vllm__num_engines=1, vllm__tensor_parallel_size=2, train__launcher="local")
     assert ran.rc == 2
     (error,) = ran.errors
     assert "--vllm.tensor_parallel_size 2" in error
     assert "--train.launcher ray" in error
 
 
-def _write_model(folder: Path) -> Path:
-    """The demo's, with heads of 32: vLLM has no attention for its 56 on a CPU."""
+def _write_model(folder: Path, *, hidden_size: int = 128) -> Path:
+    """Four heads, of 32 unless told otherwise: the smallest that vLLM has on a CPU."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
+        hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,

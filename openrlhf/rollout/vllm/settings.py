@@ -50,6 +50,8 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         # Every sequence must have room for its next token: vLLM refuses to start otherwise.
         "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
         "tensor_parallel_size": settings.tensor_parallel_size,
+        # Inside a Ray actor vLLM would have Ray start its workers, on devices of which it knows nothing.
+        "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else None,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "trust_remote_code": settings.trust_remote_code,
         "seed": settings.seed,
