@@ -89,9 +89,7 @@ class EngineShell(Seat):
 class RayEngines:
     """The engines of a plan. Implements `rollout.base.Engine`, and what a push of weights needs."""
 
-    def __init__(
-        self, placed: Placed, build: Callable[[], tuple[Any, Any]], *, max_model_len: int, start_version: int = 0
-    ) -> None:
+    def __init__(self, placed: Placed, build: Callable[[], tuple[Any, Any]], *, max_model_len: int) -> None:
         """Nothing is waited for: see `ready`."""
         import ray
 
@@ -114,7 +112,7 @@ class RayEngines:
         ]
         self._balancer = Balancer(len(self.actors))
         self._max_model_len = max_model_len
-        self._version = start_version
+        self._version = 0
 
     def ready(self, *, deadline: float) -> None:
         """Wait until every engine samples. Raises WorkerError."""

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openrlhf.cluster.services import Sequences
 from openrlhf.cluster.workers import WorkerError, WorkerGroup
+from openrlhf.data.packing import by_middle
 from openrlhf.rewards.base import RewardGoneError
 from openrlhf.rewards.batching import Forward, Item
 
@@ -42,11 +43,8 @@ class RewardRanks:
 
 
 def split(items: Sequence[Item], ranks: int) -> list[list[Item]]:
-    """A share for every rank, neighbours together: whoever's middle lies in a rank's part of the tokens is its."""
-    total, before = sum(len(item.token_ids) for item in items), 0
+    """A share for every rank, of about as many tokens; neighbours, who share a beginning, stay together."""
     shares: list[list[Item]] = [[] for _ in range(ranks)]
-    for item in items:
-        size = len(item.token_ids)
-        shares[(2 * before + size) * ranks // (2 * total)].append(item)
-        before += size
+    for item, rank in zip(items, by_middle([len(item.token_ids) for item in items], parts=ranks), strict=True):
+        shares[rank].append(item)
     return shares

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from openrlhf.cluster.engines import EngineClients, RayEngines
-from openrlhf.cluster.workers import WorkerError, WorkerGroup
+from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.observability.metrics import Metrics
-from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.probe import Probe
+from openrlhf.weight_sync.pushing import push
 
 DEADLINE = 1800.0
 """Of sending all weights, in seconds."""
@@ -23,25 +23,12 @@ class RayWeightSync:
         policy.call("connect_engines", EngineClients(engines), deadline=DEADLINE)
 
     def push(self, *, version: int) -> Metrics:
-        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone.
+        probe = self._probe
+        gap = None if probe is None else lambda: self._largest_gap(probe, version)
+        return push(self._engines, version=version, send=self._send, probe_gap=gap)
 
-        A push that fails leaves the engines held: some of their weights may be new, or wrong.
-        """
-        metrics = Metrics()
-        self._engines.hold()
-        try:
-            buckets = self._policy.call("send_weights", deadline=DEADLINE)[0]
-        except WorkerError as error:
-            raise WeightSyncError(f"the push of version {version} failed: {error}") from error
-        self._engines.go_on(version=version)
-        metrics.last("sync/buckets", buckets)
-        if self._probe is not None:
-            try:
-                metrics.last("sync/probe_gap", self._largest_gap(self._probe, version))
-            except WeightSyncError:
-                self._engines.hold()
-                raise
-        return metrics
+    def _send(self) -> int:
+        return self._policy.call("send_weights", deadline=DEADLINE)[0]
 
     def _largest_gap(self, probe: Probe, version: int) -> float:
         policy = self._policy.call("probe", probe, deadline=DEADLINE)[0]

@@ -59,6 +59,19 @@ def evenly(indices: Sequence[int], *, parts: int) -> list[list[int]]:
     return cut
 
 
+def by_middle(sizes: Sequence[int], *, parts: int) -> list[int]:
+    """The part of each item: laid end to end, the one in whose share of the whole its middle lies.
+
+    Parts are about as large as each other, and neighbours stay together.
+    """
+    total, before = sum(sizes), 0
+    chosen: list[int] = []
+    for size in sizes:
+        chosen.append((2 * before + size) * parts // (2 * total))
+        before += size
+    return chosen
+
+
 def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []

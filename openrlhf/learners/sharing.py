@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from openrlhf.agents.seeds import derive_seed
-from openrlhf.data.packing import evenly
+from openrlhf.data.packing import by_middle, evenly
 from openrlhf.learners.steps import StepSettings, roster, shuffled
 from openrlhf.types import SampleKey, TrainingBatch, TrainingSample
 
@@ -28,10 +28,7 @@ def share_out(
             episode = listed[i].key._replace(segment=0)
             if episode not in rank_of:
                 tokens[episode] = tokens.get(episode, 0) + listed[i].tokens
-        total, before = sum(tokens.values()), 0
-        for episode, size in tokens.items():
-            rank_of[episode] = (2 * before + size) * ranks // (2 * total)
-            before += size
+        rank_of |= zip(tokens, by_middle(list(tokens.values()), parts=ranks), strict=True)
     shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
     for sample in samples:
         shares[rank_of[sample.key._replace(segment=0)]].append(sample)

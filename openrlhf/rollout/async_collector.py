@@ -4,7 +4,7 @@ On a loop of its own: prompts start in the order of their ordinals as long as at
 not trained on, and at most `at_once` of these in play. A finished group is there for the next round at once. Which
 groups that is, and why none gets too old, is `staleness`' business.
 
-Two ways for new weights, which `AsyncWeightSync` asks for:
+Two ways for new weights, as `trainers.pipelines` asks for:
     all at rest    nothing new starts, what is in play is waited for: every sample has one version
     in the middle  the engine pauses, and goes on with the new weights: a sample may have several (partial rollout)
 """

@@ -19,7 +19,6 @@ from openrlhf.checkpoint.manager import CheckpointManager, Kept
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
-from openrlhf.models.loading import load_tokenizer
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
@@ -29,7 +28,7 @@ from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
 from openrlhf.trainers.launching import Launch, launched, settled
 from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.pipelines import pipeline
-from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model
+from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, policy_tokenizer
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.trainers.running import (
@@ -64,7 +63,7 @@ def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
 
 
 def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, model_dir: Path) -> RunResult:
-    tokenizer = _tokenizer(config)
+    tokenizer = policy_tokenizer(config)
     prompts = PromptStream(
         _prompts(config, tokenizer, evaluation=False),
         seed=config.train.seed,
@@ -162,15 +161,6 @@ def _checkpointer(
         notes={"run_directory": str(run_dir.path.resolve())},
         resumable=not config.ckpt.disable_ds,
     )
-
-
-def _tokenizer(config: RLConfig) -> Any:
-    with reading_model(config.actor.model_name_or_path, flag="--actor.model_name_or_path"):
-        return load_tokenizer(
-            config.actor.model_name_or_path,
-            use_fast=not config.data.disable_fast_tokenizer,
-            trust_remote_code=config.actor.trust_remote_code,
-        )
 
 
 def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from openrlhf.learners.base import Workers
+from openrlhf.learners.base import Workers, WorkersBehind
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.usage import GIB, Usage
 from openrlhf.types import Group
@@ -74,14 +74,14 @@ class HybridSwitch:
         self._training = False
 
 
-class HybridWorkers:
-    """Implements `learners.base.Workers` with those it is given, after a switch to training."""
+class HybridWorkers(WorkersBehind):
+    """A round that is placed switches to training; what devices did meanwhile is told with the update."""
 
     def __init__(
         self, workers: Workers, switch: HybridSwitch, *, usage: Callable[[], Mapping[str, Usage]] = dict
     ) -> None:
         """`usage`: of devices since the last call, by the name of their node."""
-        self._workers = workers
+        super().__init__(workers)
         self._switch = switch
         self._usage = usage
         self._used = Metrics()
@@ -89,26 +89,14 @@ class HybridWorkers:
     def place(self, groups: Sequence[Group]) -> Any:
         self._note("generation")
         self._switch.to_training()
-        return self._workers.place(groups)
-
-    def score(self, batch: Any) -> None:
-        self._workers.score(batch)
-
-    def assign_advantages(self, batch: Any) -> Metrics:
-        return self._workers.assign_advantages(batch)
+        return super().place(groups)
 
     def update(self, batch: Any) -> Metrics:
-        metrics = self._workers.update(batch)
+        metrics = super().update(batch)
         self._note("training")
         metrics.merge(self._used)
         self._used = Metrics()
         return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._workers.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._workers.load_state_dict(state)
 
     def _note(self, phase: str) -> None:
         for node, usage in self._usage().items():

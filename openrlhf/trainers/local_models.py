@@ -163,11 +163,7 @@ class LocalTraining:
             )
         }
         if critic is not None and self._critic_backend is not None:
-            trained[CRITIC] = Trained(
-                self._critic_backend,
-                lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
-                ranks,
-            )
+            trained[CRITIC] = kept_critic(self._critic_backend, critic, tokenizer, ranks)
         return trained
 
     def _learners(self, device: torch.device) -> RankLearners:
@@ -209,6 +205,13 @@ class LocalTraining:
             kl=kl,
             ranks=ranks,
         )
+
+
+def kept_critic(backend: Backend, critic: ValueModel, tokenizer: Any, ranks: Ranks) -> Trained:
+    """What a checkpoint holds of it."""
+    return Trained(
+        backend, lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights), ranks
+    )
 
 
 def critic_part(config: RLConfig, backend: Backend, *, device: torch.device, ranks: Ranks) -> CriticPart:

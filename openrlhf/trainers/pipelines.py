@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptStream
-from openrlhf.learners.base import Workers
+from openrlhf.learners.base import Workers, WorkersBehind
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.collector import SyncCollector
@@ -100,31 +100,16 @@ class Rest:
             self._resting = False
 
 
-class RestingWorkers:
-    """Generation rests when a round is placed. Implements `learners.base.Workers` with those it is given."""
+class RestingWorkers(WorkersBehind):
+    """Generation rests when a round is placed."""
 
     def __init__(self, workers: Workers, rest: Rest) -> None:
-        self._workers = workers
+        super().__init__(workers)
         self._rest = rest
 
     def place(self, groups: Sequence[Group]) -> Any:
         self._rest.begin()
-        return self._workers.place(groups)
-
-    def score(self, batch: Any) -> None:
-        self._workers.score(batch)
-
-    def assign_advantages(self, batch: Any) -> Metrics:
-        return self._workers.assign_advantages(batch)
-
-    def update(self, batch: Any) -> Metrics:
-        return self._workers.update(batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._workers.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._workers.load_state_dict(state)
+        return super().place(groups)
 
 
 class RestingWeightSync:

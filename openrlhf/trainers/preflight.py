@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 
 from openrlhf.checkpoint.manager import Found
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.roots import Config
+from openrlhf.config.roots import Config, RLConfig
 from openrlhf.config.schema import to_dict
 from openrlhf.data.hub import hub_reachable, offline
-from openrlhf.models.loading import ModelLoadError
+from openrlhf.models.loading import ModelLoadError, load_tokenizer
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.trainers.resuming import run_directory_of
 
@@ -66,6 +66,17 @@ def reading_model(path: str, *, flag: str) -> Iterator[None]:
             f"{flag} {path}: there is no such folder (looked in {Path.cwd()}), the Hub's cache has no such model and "
             "the Hub cannot be reached: name a model's folder, or download it first"
         ) from error
+
+
+def policy_tokenizer(config: RLConfig) -> Any:
+    """Of the model that an RL run trains, in whatever process. Raises ModelLoadError."""
+    path = config.actor.model_name_or_path
+    with reading_model(path, flag="--actor.model_name_or_path"):
+        return load_tokenizer(
+            path,
+            use_fast=not config.data.disable_fast_tokenizer,
+            trust_remote_code=config.actor.trust_remote_code,
+        )
 
 
 def warn_of_positions(model_config: Any, *, max_len: int) -> None:

@@ -9,9 +9,9 @@ import torch
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.config.roots import RLConfig
-from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.policy import Policy
 from openrlhf.trainers.engine_settings import EngineMemory, transfer_backend, vllm_settings
+from openrlhf.trainers.preflight import policy_tokenizer
 from openrlhf.trainers.running import process_device
 from openrlhf.weight_sync.probe import Probe
 
@@ -21,14 +21,9 @@ def engine_on_a_seat(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
     from openrlhf.rollout.vllm.engine import VllmEngine
     from openrlhf.weight_sync.vllm_transfer import EngineClient
 
-    tokenizer = load_tokenizer(
-        config.actor.model_name_or_path,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.actor.trust_remote_code,
-    )
     device = process_device()
     memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
-    engine = VllmEngine(vllm_settings(config, device, memory, engines=engines), tokenizer)
+    engine = VllmEngine(vllm_settings(config, device, memory, engines=engines), policy_tokenizer(config))
     if memory.sleeps:
         engine.sleep()
     return engine, EngineClient(engine)

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from openrlhf.checkpoint.export import export_value_model
-from openrlhf.checkpoint.manager import Trained
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.services import CriticService, PolicyService, RankService, ReferenceService
 from openrlhf.config.roots import RLConfig
 from openrlhf.learners.filler import filler
 from openrlhf.learners.rank import CriticLearners
-from openrlhf.models.loading import load_tokenizer
 from openrlhf.rewards.batching import Forward, Item
 from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.local_models import (
     CRITIC,
     LocalTraining,
     critic_part,
+    kept_critic,
     load_critic,
     load_models,
     load_reference,
     reference_scorer,
     step_settings,
 )
+from openrlhf.trainers.preflight import policy_tokenizer
 from openrlhf.trainers.rank_engines import RankWeights
 from openrlhf.trainers.reward_sources import load_reward_model
 from openrlhf.trainers.running import prepare_process
@@ -70,7 +69,7 @@ class _Rank:
         return PolicyService(
             training.learners,
             RankWeights(config, models.policy, training.policy_backend, ranks),
-            kept=training.checkpointed(self._tokenizer(config.actor.model_name_or_path)),
+            kept=training.checkpointed(policy_tokenizer(config)),
             sleepers=training.backends,
             **beside,
         )
@@ -82,12 +81,7 @@ class _Rank:
         steps = step_settings(config)
         settings = optimizer_settings(config.critic, total_steps=self._rounds * steps.steps_per_round)
         backend = self._distribution.train(critic, settings)
-        tokenizer = self._tokenizer(config.actor.model_name_or_path)
-        kept = Trained(
-            backend,
-            lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
-            ranks,
-        )
+        kept = kept_critic(backend, critic, policy_tokenizer(config), ranks)
         part = critic_part(config, backend, device=self._device, ranks=ranks)
         return CriticService(
             CriticLearners(part, steps, ranks=ranks), kept={CRITIC: kept}, sleepers=[backend], **beside
@@ -119,10 +113,3 @@ class _Rank:
 
     def _loading(self) -> Any:
         return self._distribution.loading(model_dtype(self._config.ds.param_dtype, self._device))
-
-    def _tokenizer(self, path: str) -> Any:
-        return load_tokenizer(
-            path,
-            use_fast=not self._config.data.disable_fast_tokenizer,
-            trust_remote_code=self._config.actor.trust_remote_code,
-        )

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class RayLauncher:
     @contextlib.contextmanager
     def bound(self, *, rounds: int) -> Iterator[Bound]:
         config = self.config
-        build = functools.partial(_service, config, rounds)
+        build = functools.partial(rank_service, config, rounds=rounds)
         with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
@@ -159,10 +159,6 @@ class RayLauncher:
                 # vLLM measures what is free while it starts: nobody else may take memory then.
                 engines.ready(deadline=START_DEADLINE)
             yield engines
-
-
-def _service(config: RLConfig, rounds: int, roles: Collection[Role]) -> Any:
-    return rank_service(config, roles, rounds=rounds)
 
 
 def _kept(groups: dict[Role, WorkerGroup]) -> dict[str, RankKept]:

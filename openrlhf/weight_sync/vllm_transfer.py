@@ -1,6 +1,6 @@
 """Pushes of a policy's weights into a running vLLM, through vLLM's weight-transfer API.
 
-VllmWeightSync.push    hold the engine · send · go on with the new version · verify, if asked to
+VllmWeightSync         the loop's push, for an engine in this process (`pushing.push`)
 RpcTrainerEngine       the trainer's side of our transfer engine: buckets, one call each
 IpcTrainerEngine       the same for a worker on the trainer's device: the call has a handle to the bucket
 EngineClient           vLLM's calls to one engine in this process
@@ -33,6 +33,7 @@ from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
 from openrlhf.weight_sync.device_blocks import DeviceBlock, pack_on_device
 from openrlhf.weight_sync.probe import LocalProbe
+from openrlhf.weight_sync.pushing import push
 from openrlhf.weight_sync.vllm_compat import configuration, connect
 from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
 from openrlhf.weight_sync.vllm_worker import IpcUpdateInfo, RpcUpdateInfo, handle_on
@@ -188,22 +189,11 @@ class VllmWeightSync:
         self._trainer = connect(init_info, client=self.client, source=source)
 
     def push(self, *, version: int) -> Metrics:
-        """Requests under way stop, and go on with the new weights; what was cached of old ones is gone.
+        probe = self._probe
+        gap = None if probe is None else lambda: probe.check(self._engine, version=version)
+        return push(self._engine, version=version, send=self._send, probe_gap=gap)
 
-        A push that fails leaves the engine held: some of its weights may be new, or wrong. Another one starts over.
-        """
-        metrics, before = Metrics(), self.client.num_updates
-        self._engine.hold()
-        try:
-            self._trainer.send_weights()
-        except Exception as error:
-            raise WeightSyncError(f"the push of version {version} failed: {error}") from error
-        self._engine.go_on(version=version)
-        metrics.last("sync/buckets", self.client.num_updates - before)
-        if self._probe is not None:
-            try:
-                metrics.last("sync/probe_gap", self._probe.check(self._engine, version=version))
-            except WeightSyncError:
-                self._engine.hold()
-                raise
-        return metrics
+    def _send(self) -> int:
+        before = self.client.num_updates
+        self._trainer.send_weights()
+        return self.client.num_updates - before
