@@ -210,7 +210,7 @@ def run_alone(folder: Path, work: Work, *, steps: int) -> dict[str, Any]:
 
     from openrlhf.rollout.vllm.sampling import sampling_arguments
     from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
-    from openrlhf.trainers.local_engines import places
+    from openrlhf.trainers.engine_settings import places
     from openrlhf.types import SamplingParams
 
     gpu = torch.cuda.is_available()
