@@ -165,4 +165,5 @@ def _turn_params(params: SamplingParams, *, room: int, turn: int) -> SamplingPar
     return params.copy(
         max_tokens=min(params.max_tokens or room, room),
         seed=None if params.seed is None else derive_seed(params.seed, "turn", turn),
+        detokenize=bool(params.stop),  # `play` decodes
     )

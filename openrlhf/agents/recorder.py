@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from openrlhf.types import Generation, Segment
 
@@ -70,11 +72,11 @@ class TokenRecorder:
     def segment(self) -> Segment:
         """What was recorded, as tensors."""
         return Segment(
-            token_ids=torch.tensor(self._token_ids, dtype=torch.int64),
-            action_mask=torch.tensor(self._action_mask, dtype=torch.bool),
-            rollout_logprobs=torch.tensor(self._logprobs, dtype=torch.float32) if self._has_logprobs else None,
-            versions=torch.tensor(self._versions, dtype=torch.int32),
-            turn_rewards=torch.tensor(self._rewards, dtype=torch.float32),
+            token_ids=_column(self._token_ids, np.int64),
+            action_mask=_column(self._action_mask, np.bool_),
+            rollout_logprobs=_column(self._logprobs, np.float32) if self._has_logprobs else None,
+            versions=_column(self._versions, np.int32),
+            turn_rewards=_column(self._rewards, np.float32),
         )
 
     def _grow(
@@ -96,3 +98,8 @@ class TokenRecorder:
         self._logprobs.extend(logprobs)
         self._versions.extend(versions)
         self._rewards.extend(rewards)
+
+
+def _column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+    """By way of numpy, which reads a list in a third of the time."""
+    return torch.from_numpy(np.array(values, dtype=dtype))

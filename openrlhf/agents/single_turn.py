@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """Generates once. A prompt too long to leave room for the response is cut from the left."""
 
+    _read: tuple[Any, str, list[int]] = (None, "", [])
+    """Tokenizer, prompt, token ids of the last one: a prompt's samples begin one after the other."""
+
     async def play(
         self,
         prompt: str,
@@ -30,12 +33,15 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         max_steps: int | None = None,
     ) -> Episode:
         """One episode; it has one turn, whatever `max_steps` says."""
-        prompt_ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if self._read[:2] != (hf_tokenizer, prompt):
+            self._read = (hf_tokenizer, prompt, hf_tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        prompt_ids = self._read[2]
         wanted = sampling_params.max_tokens or max(1, max_length - len(prompt_ids))
         recorder = TokenRecorder(prompt_ids[-max(1, max_length - wanted) :])
         turn = sampling_params.copy(
             max_tokens=min(wanted, max_length - len(recorder)),
             seed=None if sampling_params.seed is None else derive_seed(sampling_params.seed, "turn", 0),
+            detokenize=bool(sampling_params.stop),  # the text is made below
         )
         generation = await llm_engine.generate(recorder.token_ids, turn)
         recorder.append_action(generation)

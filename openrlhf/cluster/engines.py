@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -59,6 +60,8 @@ class EngineShell(Seat):
         except EngineError as error:
             raise EngineError(f"{error}{last_words()}") from error
         self._meter = UsageMeter()
+        gc.collect()
+        gc.freeze()  # see `utils.heap`; for good, this process has no other work
 
     async def usage(self) -> tuple[str, Usage]:
         """This node, and what its device did since the last call."""

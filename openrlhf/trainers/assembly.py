@@ -41,6 +41,7 @@ from openrlhf.trainers.running import (
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts
 from openrlhf.utils.background import BackgroundRunner, LoopRunner
+from openrlhf.utils.heap import settled_heap
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,8 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
             )
             if checkpoints.found:
                 seen.progress.note(f"continues from {checkpoints.found.path}")
-            evaluation = trainer.fit()
+            with settled_heap():
+                evaluation = trainer.fit()
             seen.progress.phase("export")
             written = _export(config, bound.kept, model_dir)
             link_model(run_dir, model_dir)
