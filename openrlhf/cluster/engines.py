@@ -196,8 +196,17 @@ class EngineClients:
         self.num_updates = 0
         """Calls to each engine that carried weights."""
 
+    @property
+    def num_engines(self) -> int:
+        return len(self._actors)
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._transfer("init_weight_transfer_engine", init_info)
+        """Each is told its number."""
+        calls = [
+            actor.transfer.remote("init_weight_transfer_engine", {**init_info, "engine": number})
+            for number, actor in enumerate(self._actors)
+        ]
+        self._calls.wait(calls, "for init_weight_transfer_engine", CONTROL_DEADLINE)
 
     def start_weight_update(self) -> None:
         self._transfer("start_weight_update")

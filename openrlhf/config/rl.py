@@ -119,11 +119,11 @@ class VLLMSection:
     sync_backend: Annotated[
         str,
         Flag(
-            "how weights reach engines: nccl (CUDA memory where they share the actor's device), or gloo (CPU memory)",
+            "how weights reach engines: nccl (GPU to GPU; where one is shared they stay on it), or gloo (CPU memory)",
             flat="vllm_sync_backend",
         ),
     ] = "nccl"
-    sync_with_ray: Annotated[bool, Flag("weights travel by Ray's collectives", flat="vllm_sync_with_ray")] = False
+    sync_with_ray: Annotated[bool, Flag("weights travel through Ray's object store", flat="vllm_sync_with_ray")] = False
     sync_verify: Annotated[
         bool, Flag("compare checksums, and log-probs of engine and policy, after every transport of weights")
     ] = False

@@ -14,7 +14,7 @@ from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.trainers.hybrid import GIB, TrainedShape, engine_share, needs_sleep, training_bytes
 from openrlhf.trainers.local_models import LocalModels
 from openrlhf.trainers.settings import model_dtype
-from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
+from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,19 @@ def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, 
 
 
 def transfer_backend(config: RLConfig, device: torch.device) -> str:
-    """How weights reach an engine: by handles to the memory of a device that it shares with the actor, else in calls.
+    """How weights reach an engine. Raises ConfigError.
 
-    Raises ConfigError.
+    By handles to the memory of a device that it shares with the actor; through a process group between devices or, for
+    gloo, between processes of a cluster; else inside calls, which Ray's object store carries.
     """
     wanted = config.vllm.sync_backend
     if wanted not in ("nccl", "gloo"):
         raise ConfigError(f"--vllm.sync_backend {wanted}: give nccl, or gloo for weights that travel by CPU memory")
-    return IPC_BACKEND if device.type == "cuda" and wanted == "nccl" and config.engines_share_devices else RPC_BACKEND
+    if wanted == "gloo":
+        return GROUP_BACKEND if config.train.launcher == "ray" and not config.vllm.sync_with_ray else RPC_BACKEND
+    if device.type != "cuda" or config.vllm.sync_with_ray:
+        return RPC_BACKEND
+    return IPC_BACKEND if config.engines_share_devices else GROUP_BACKEND
 
 
 def places(requests: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -51,7 +52,13 @@ class RankWeights:
         from openrlhf.weight_sync.vllm_transfer import trainer_info
 
         backend = transfer_backend(self._config, process_device())
-        info = trainer_info(backend, checksums=self._config.vllm.sync_verify, ranks=self._ranks)
+        vllm = self._config.vllm
+        meeting = {
+            "address": os.environ["MASTER_ADDR"],
+            "workers": client.num_engines * vllm.tensor_parallel_size,
+            "transport": vllm.sync_backend,
+        }
+        info = trainer_info(backend, checksums=vllm.sync_verify, ranks=self._ranks, **meeting)
         self._client = client
         self._trainer = connect(info, client=client, source=PolicyWeights(self._policy, self._backend))
 

@@ -31,12 +31,22 @@ class DeviceBlock:
     payload: Tensor
     """uint8; what is behind the last tensor means nothing."""
 
+    @property
+    def used(self) -> Tensor:
+        """The bytes that mean something."""
+        return self.payload[: sum(map(math.prod, self.shapes)) * getattr(torch, self.dtype).itemsize]
+
     def tensors(self) -> list[tuple[str, Tensor]]:
         """By name, in memory of their own: a reader may keep them when the block is gone."""
-        dtype = getattr(torch, self.dtype)
-        counts = [math.prod(shape) for shape in self.shapes]
-        elements = self.payload[: sum(counts) * dtype.itemsize].clone().view(dtype)
-        parts = zip(self.names, self.shapes, elements.split(counts), strict=True)
+        return self._cut(self.used.clone())
+
+    def views(self) -> list[tuple[str, Tensor]]:
+        """By name, in the block's memory, which they keep."""
+        return self._cut(self.used)
+
+    def _cut(self, used: Tensor) -> list[tuple[str, Tensor]]:
+        elements = used.view(getattr(torch, self.dtype)).split([math.prod(shape) for shape in self.shapes])
+        parts = zip(self.names, self.shapes, elements, strict=True)
         return [(name, part.view(shape)) for name, shape, part in parts]
 
 

@@ -3,13 +3,16 @@
 VllmWeightSync         the loop's push, for an engine in this process (`pushing.push`)
 RpcTrainerEngine       the trainer's side of our transfer engine: buckets, one call each
 IpcTrainerEngine       the same for a worker on the trainer's device: the call has a handle to the bucket
+GroupTrainerEngine     the same through a process group: the call says what comes
 EngineClient           vLLM's calls to one engine in this process
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,11 +35,12 @@ from openrlhf.rollout.vllm.engine import VllmEngine
 from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
 from openrlhf.weight_sync.device_blocks import DeviceBlock, pack_on_device
+from openrlhf.weight_sync.groups import TransferGroup
 from openrlhf.weight_sync.probe import LocalProbe
 from openrlhf.weight_sync.pushing import push
 from openrlhf.weight_sync.vllm_compat import configuration, connect
-from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
-from openrlhf.weight_sync.vllm_worker import IpcUpdateInfo, RpcUpdateInfo, handle_on
+from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
+from openrlhf.weight_sync.vllm_worker import GroupUpdateInfo, IpcUpdateInfo, RpcUpdateInfo, handle_on
 
 BUCKET_BYTES = 256 * 2**20
 BLOCK_BYTES = 512 * 2**20
@@ -59,6 +63,19 @@ class IpcTrainerInfo(TrainerInitInfo):
     block_bytes: int = BLOCK_BYTES
     ranks: Ranks = ALONE
     """Each has whole weights on a device of its own, where its workers read them."""
+
+
+@dataclass
+class GroupTrainerInfo(TrainerInitInfo):
+    backend: ClassVar[str] = GROUP_BACKEND
+
+    address: str = "127.0.0.1"
+    """Of this rank, for the workers."""
+    workers: int = 1
+    """Of all engines."""
+    transport: str = "gloo"
+    block_bytes: int = BUCKET_BYTES
+    checksums: bool = False
 
 
 class RpcTrainerEngine(TrainerWeightTransferEngine):
@@ -138,16 +155,59 @@ class IpcTrainerEngine(RpcTrainerEngine):
             raise failure or WeightSyncError(failures[0])
 
 
-def trainer_info(backend: str, *, checksums: bool, ranks: Ranks = ALONE) -> RpcTrainerInfo:
-    """Of the trainer's side of transfers by one of our backends."""
+class GroupTrainerEngine(RpcTrainerEngine):
+    """Sends buckets to all workers at once, from the first rank."""
+
+    init_info_cls = GroupTrainerInfo
+
+    def __init__(self, info: Any, *, client: Any, source: WeightSource) -> None:
+        super().__init__(info, client=client, source=source)
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="weights")  # one at a time, and nobody waits for two
+        self._group: TransferGroup | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, config: Any = None, init_info: Any = None, *, client: Any, source: WeightSource
+    ) -> GroupTrainerEngine:
+        engine = cls(init_info, client=client, source=source)
+        if engine.is_sender:
+            engine._group = TransferGroup.opened(
+                init_info.address,
+                size=1 + init_info.workers,
+                transport=init_info.transport,
+                invite=lambda meeting: engine._calls.submit(
+                    client.init_weight_transfer_engine, {"meeting": dataclasses.asdict(meeting)}
+                ),
+            )
+        return engine
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        if self._group is None:
+            return
+        info = self._info
+        device = torch.device("cuda", torch.cuda.current_device()) if info.transport == "nccl" else torch.device("cpu")
+        with self._update():
+            for block in pack_on_device(tensors, max_bytes=info.block_bytes, device=device):
+                update = GroupUpdateInfo.of(block, with_checksum=info.checksums)
+                taking = self._calls.submit(self.client.update_weights, update)
+                self._group.send(block.used, taking=taking)
+                taking.result()
+
+
+def trainer_info(backend: str, *, checksums: bool, ranks: Ranks = ALONE, **meeting: Any) -> TrainerInitInfo:
+    """Of the trainer's side of transfers by one of our backends. `meeting`: of a process group, `GroupTrainerInfo`'s
+    address, workers and transport."""
     if backend == IPC_BACKEND:
         return IpcTrainerInfo(rank=ranks.index, ranks=ranks)
+    if backend == GROUP_BACKEND:
+        return GroupTrainerInfo(rank=ranks.index, checksums=checksums, **meeting)
     return RpcTrainerInfo(rank=ranks.index, checksums=checksums)
 
 
 if RPC_BACKEND not in WeightTransferTrainerFactory._registry:
     WeightTransferTrainerFactory.register_engine(RPC_BACKEND, RpcTrainerEngine)
     WeightTransferTrainerFactory.register_engine(IPC_BACKEND, IpcTrainerEngine)
+    WeightTransferTrainerFactory.register_engine(GROUP_BACKEND, GroupTrainerEngine)
 
 
 class EngineClient:

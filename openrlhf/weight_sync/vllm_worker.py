@@ -3,11 +3,13 @@
 RpcWeightTransferEngine   needs nothing but the call: a bucket travels as its argument. So it works on a CPU, between
                           processes and between machines, and leaves nothing behind when one of them dies.
 IpcWeightTransferEngine   for a worker on the trainer's device: the call says where in its memory the bucket is.
+GroupWeightTransferEngine the call says what comes; the bucket comes through a process group, NCCL or gloo.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +21,16 @@ from vllm.platforms import current_platform
 
 from openrlhf.weight_sync.buckets import Bucket, Entry
 from openrlhf.weight_sync.device_blocks import DeviceBlock, handle_of, payload_of
-from openrlhf.weight_sync.vllm_names import IPC_BACKEND, RPC_BACKEND
+from openrlhf.weight_sync.groups import Meeting, TransferGroup
+from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
 
 
 @dataclass
 class RpcInitInfo(WeightTransferInitInfo):
     """Nothing to agree on."""
+
+    engine: int = 0
+    """Which of the engines this one is."""
 
 
 @dataclass
@@ -150,6 +156,64 @@ class IpcWeightTransferEngine(RpcWeightTransferEngine):
         torch.cuda.synchronize(self.device)
 
 
+@dataclass
+class GroupInitInfo(RpcInitInfo):
+    """Where to meet."""
+
+    meeting: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class GroupUpdateInfo(WeightTransferUpdateInfo):
+    """What is in the block that comes."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtype: str
+    num_bytes: int
+    checksum: int | None = None
+
+    @classmethod
+    def of(cls, block: DeviceBlock, *, with_checksum: bool) -> dict[str, Any]:
+        return {
+            "names": list(block.names),
+            "shapes": [list(shape) for shape in block.shapes],
+            "dtype": block.dtype,
+            "num_bytes": block.used.numel(),
+            "checksum": checksum_of(block.used) if with_checksum else None,
+        }
+
+
+class GroupWeightTransferEngine(RpcWeightTransferEngine):
+    """Receives blocks in a process group with whoever sends them, and loads them in the same way."""
+
+    init_info_cls = GroupInitInfo
+    update_info_cls = GroupUpdateInfo
+
+    def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
+        meeting = Meeting(**init_info.meeting)
+        parallel = self.parallel_config
+        rank = 1 + init_info.engine * parallel.world_size + parallel.rank
+        self._group = TransferGroup.joined(meeting, rank=rank)
+        self._receives_on = self.device if meeting.transport == "nccl" else torch.device("cpu")
+
+    def receive_weights(self, update_info: GroupUpdateInfo) -> None:
+        payload = torch.empty(update_info.num_bytes, dtype=torch.uint8, device=self._receives_on)
+        self._group.receive(payload)
+        if update_info.checksum is not None and checksum_of(payload) != update_info.checksum:
+            names = f"{update_info.names[0]} … {update_info.names[-1]}"
+            raise ValueError(f"weights {names} arrived damaged: not the checksum that was sent")
+        shapes = tuple(map(tuple, update_info.shapes))
+        self.model.load_weights(DeviceBlock(tuple(update_info.names), shapes, update_info.dtype, payload).views())
+
+    def shutdown(self) -> None:
+        self._group = None
+
+
+def checksum_of(payload: torch.Tensor) -> int:
+    return zlib.crc32(payload.cpu().numpy())
+
+
 def device_name(device: torch.device) -> str:
     """The same in every process, however it numbers its devices."""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -167,3 +231,4 @@ class WorkerExtension:
 if RPC_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RPC_BACKEND, RpcWeightTransferEngine)
     WeightTransferEngineFactory.register_engine(IPC_BACKEND, IpcWeightTransferEngine)
+    WeightTransferEngineFactory.register_engine(GROUP_BACKEND, GroupWeightTransferEngine)

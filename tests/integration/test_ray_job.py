@@ -74,8 +74,8 @@ def nodes(tmp_path, short_path):
 
 
 def test_a_submitted_run_trains_on_one_node_and_samples_on_the_other(inputs, nodes, tmp_path):
-    """The engine has two parts, for which only the second node has room. After every push its log-probs of a fixed
-    sequence are the policy's."""
+    """The engine has two parts, for which only the second node has room. Weights go there through a process group of
+    actor and parts; after every push the engine's log-probs of a fixed sequence are the policy's."""
     address, environment = nodes
     words = inputs.flags(
         tmp_path / "run",
@@ -83,6 +83,7 @@ def test_a_submitted_run_trains_on_one_node_and_samples_on_the_other(inputs, nod
         actor__num_gpus_per_node=1,
         vllm__num_engines=1,
         vllm__tensor_parallel_size=2,
+        vllm__sync_backend="gloo",
         vllm__sync_verify=True,
         algo__advantage__estimator="reinforce",
         reward__remote_url=tmp_path / "reward.py",

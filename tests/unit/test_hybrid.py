@@ -198,10 +198,16 @@ def test_an_engine_sleeps_where_it_leaves_too_little(share, expected):
         ("--train.launcher local", "cpu", "openrlhf_rpc"),
         ("--train.launcher local --vllm.sync_backend gloo", "cuda", "openrlhf_rpc"),
         ("--train.launcher ray --train.colocate_all", "cuda", "openrlhf_ipc"),
-        ("--train.launcher ray", "cuda", "openrlhf_rpc"),
+        ("--train.launcher ray --train.colocate_all --train.async_enable", "cuda", "openrlhf_group"),
+        ("--train.launcher ray", "cuda", "openrlhf_group"),
+        ("--train.launcher ray", "cpu", "openrlhf_rpc"),
+        ("--train.launcher ray --vllm.sync_backend gloo", "cpu", "openrlhf_group"),
+        ("--train.launcher ray --train.colocate_all --vllm.sync_backend gloo", "cuda", "openrlhf_group"),
+        ("--train.launcher ray --vllm.sync_with_ray", "cuda", "openrlhf_rpc"),
+        ("--train.launcher ray --vllm.sync_backend gloo --vllm.sync_with_ray", "cpu", "openrlhf_rpc"),
     ],
 )
-def test_weights_stay_on_a_device_that_is_shared(words, device, expected):
+def test_weights_stay_on_a_device_that_is_shared_and_take_the_shortest_way_to_others(words, device, expected):
     assert transfer_backend(parse("train_ppo_ray", words.split()), torch.device(device)) == expected
 
 
