@@ -2,8 +2,9 @@
 
     python -m bench.hybrid                     # on a GPU: Qwen2.5-1.5B's shape in bf16; on a CPU: a small one in fp32
     python -m bench.hybrid --write             # also rewrite this bench's section of bench/RESULTS.md
-    python -m bench.hybrid --case turns --steps 10      # engine with 0.8 of the memory, asleep while training
+    python -m bench.hybrid --case turns        # ten steps of an engine with 0.8 of the memory, asleep while training
     python -m bench.hybrid --launcher ray      # the same flags through Ray
+    python -m bench.hybrid --keep F            # results in a folder; those that are there are not measured again
     python -m bench.hybrid --profile           # where the time of an update goes
 
 Random weights, GRPO without KL, a rule reward, one update of all samples; end-of-sequence is ignored, so every response
@@ -32,6 +33,7 @@ from typing import Any
 from bench.results import write_section
 
 LETTERS = string.ascii_letters
+LAUNCHERS = ("local", "ray")
 REWARD_FILE = """
 import zlib
 
@@ -42,10 +44,11 @@ def reward_func(queries, prompts, labels):
 """As good as random: within a group all rewards differ, so every sample is trained on."""
 
 PHASES = {"generate": "generation", "score": "make_experience", "train": "ppo_train", "sync": "broadcast"}
+STEPS = {"together": 4, "turns": 10, "alone": 3}
 CASES = {
     "together": ("both in memory", {"vllm.gpu_memory_utilization": 0.35, "vllm.enable_sleep": "false"}),
     "turns": (
-        "engine with 0.8 of the memory and optimizer state, in turns",
+        "in turns, 0.8 of the memory for the engine",
         {"vllm.gpu_memory_utilization": 0.8, "vllm.enable_sleep": "true", "ds.enable_sleep": "true"},
     ),
 }
@@ -136,7 +139,7 @@ def write_inputs(folder: Path, work: Work, *, steps: int) -> None:
     (folder / "reward.py").write_text(REWARD_FILE)
 
 
-def run_ours(folder: Path, work: Work, *, case: str, launcher: str, profile: bool) -> dict[str, Any]:
+def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, profile: bool) -> dict[str, Any]:
     """The run's own metrics, step by step."""
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
@@ -147,6 +150,7 @@ def run_ours(folder: Path, work: Work, *, case: str, launcher: str, profile: boo
     flags = {
         "actor.model_name_or_path": folder,
         "data.prompt_dataset": folder / "prompts.jsonl",
+        "data.max_samples": work.prompts * steps,
         "data.max_len": work.prompt_tokens + work.new_tokens,
         "reward.remote_url": folder / "reward.py",
         "algo.advantage.estimator": "group_norm",
@@ -243,7 +247,8 @@ def run_alone(folder: Path, work: Work, *, steps: int) -> dict[str, Any]:
     return {kind: min(times[1:]) for kind, times in seconds.items()}
 
 
-def table(results: dict[str, dict[str, Any]], alone: dict[str, float], work: Work, *, launcher: str) -> str:
+def table(results: dict[tuple[str, str], dict[str, Any]], alone: dict[str, float], work: Work) -> str:
+    """`results`: by case and launcher."""
     from importlib.metadata import version
 
     import torch
@@ -252,26 +257,31 @@ def table(results: dict[str, dict[str, Any]], alone: dict[str, float], work: Wor
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
-    def median(case: str, column: str) -> float:
-        return statistics.median(results[case][column][1:])
+    def described(run: tuple[str, str]) -> str:
+        case, launcher = run
+        return f"{CASES[case][0]}, {'one process' if launcher == 'local' else 'Ray'}"
 
-    def row(case: str) -> str:
-        columns = [f"{median(case, column):.2f}" for column in (*PHASES, "total")]
-        rate = f"{work.tokens / median(case, 'total'):,.0f}"
-        share = f"{work.flops() / median(case, 'train') / PEAK[name]:.1%}" if name in PEAK else ""
-        memory = [f"{results[case][f'{phase}_gb'][-1]:.0f}" for phase in ("generation", "training")]
-        return f"| {CASES[case][0]} | {' | '.join(columns)} | {rate} | {share} | {' / '.join(memory)} |"
+    def median(run: tuple[str, str], column: str) -> float:
+        return statistics.median(results[run][column][1:])
 
-    def growth(case: str) -> str:
-        found = {phase: results[case][f"{phase}_gb"] for phase in ("generation", "training")}
+    def row(run: tuple[str, str]) -> str:
+        columns = [f"{median(run, column):.2f}" for column in (*PHASES, "total")]
+        rate = f"{work.tokens / median(run, 'total'):,.0f}"
+        share = f"{work.flops() / median(run, 'train') / PEAK[name]:.1%}" if name in PEAK else ""
+        memory = [f"{statistics.median(results[run][f'{phase}_gb'][1:]):.0f}" for phase in ("generation", "training")]
+        return f"| {described(run)} | {' | '.join(columns)} | {rate} | {share} | {' / '.join(memory)} |"
+
+    def growth(run: tuple[str, str]) -> str:
+        found = {phase: results[run][f"{phase}_gb"] for phase in ("generation", "training")}
         grown = ", ".join(f"{phase} {seen[-1] - seen[1]:+.2f} GiB" for phase, seen in found.items())
-        return f"Memory from step 2 to step {len(results[case]['total'])}, {CASES[case][0]}: {grown}."
+        return f"Memory from step 2 to step {len(results[run]['total'])}, {described(run)}: {grown}."
 
     return "\n".join(
         [
             f"{work.prompts} prompts × {work.samples} samples, {work.prompt_tokens} + {work.new_tokens} tokens, one "
-            f"update, no KL; {work.hidden} × {work.layers} Qwen2 in {work.dtype}, {name}, --train.launcher {launcher}, "
-            f"torch {torch.__version__}, vLLM {vllm_version(version)}. Repeat: `python -m bench.hybrid --write`.",
+            f"update, no KL; {work.hidden} × {work.layers} Qwen2 in {work.dtype}, {name}, torch {torch.__version__}, "
+            f"vLLM {vllm_version(version)}. Medians but for the first step; memory is the device's, whoever has it. "
+            "Repeat: `python -m bench.hybrid --write`.",
             "",
             "| | generate | score | train | sync | total, s | tokens/s | share of peak | GiB sampling / training |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -279,7 +289,7 @@ def table(results: dict[str, dict[str, Any]], alone: dict[str, float], work: Wor
             f"| vLLM alone, no log-probs | {alone['without']:.2f} | | | | | | | |",
             f"| vLLM alone, log-probs | {alone['with']:.2f} | | | | | | | |",
             "",
-            *(growth(case) for case in results if results[case]["training_gb"][-1]),
+            *(growth(run) for run in results if results[run]["training_gb"][-1]),
         ]
     )
 
@@ -297,9 +307,10 @@ def vllm_version(version: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the section of bench/RESULTS.md")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, help=f"unless given: {STEPS}")
     parser.add_argument("--case", choices=CASES, action="append", help="one of them; all, unless given")
-    parser.add_argument("--launcher", choices=("local", "ray"), default="local")
+    parser.add_argument("--launcher", choices=LAUNCHERS, action="append", help="one of them; all, unless given")
+    parser.add_argument("--keep", type=Path, help="folder of results; those that are there are not measured again")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -309,38 +320,45 @@ def main() -> None:
 
     work = GPU if torch.cuda.is_available() else CPU
     if options.side:
-        if options.side == "alone":
+        case, _, launcher = options.side.partition("-")
+        if case == "alone":
             found = run_alone(options.folder, work, steps=options.steps)
         else:
             found = run_ours(
-                options.folder, work, case=options.side, launcher=options.launcher, profile=options.profile
+                options.folder, work, case=case, launcher=launcher, steps=options.steps, profile=options.profile
             )
-        _result_of(options.side, options.folder).write_text(json.dumps(found))
+        # A file: vLLM's processes write to standard output as they like.
+        (options.keep / f"{options.side}.json").write_text(json.dumps(found))
         return
+    cases, launchers = options.case or list(CASES), options.launcher or list(LAUNCHERS)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_inputs(folder, work, steps=options.steps)
+        options.keep = (options.keep or folder).resolve()
+        options.keep.mkdir(parents=True, exist_ok=True)
+        write_inputs(folder, work, steps=options.steps or max(STEPS.values()))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        results = {side: _in_a_process(side, folder, options) for side in (*(options.case or CASES), "alone")}
-    alone = results.pop("alone")
-    body = table(results, alone, work, launcher=options.launcher)
+        results = {
+            (case, launcher): _measured(f"{case}-{launcher}", folder, options)
+            for launcher in launchers
+            for case in cases
+        }
+        alone = _measured("alone", folder, options)
+    body = table(results, alone, work)
     print(body)
     if options.write:
-        title = f"Hybrid engine, {options.launcher} launcher"
-        write_section(Path(__file__).with_name("RESULTS.md"), title=title, body=body)
+        write_section(Path(__file__).with_name("RESULTS.md"), title="Hybrid engine", body=body)
 
 
-def _result_of(side: str, folder: Path) -> Path:
-    """A file: vLLM's processes write to standard output as they like."""
-    return folder / f"result-{side}.json"
-
-
-def _in_a_process(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.hybrid", "--side", side, "--folder", str(folder)]
-    command += ["--steps", str(options.steps), "--launcher", options.launcher, *["--profile"] * options.profile]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    found = json.loads(_result_of(side, folder).read_text())
+def _measured(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own, unless the result is there."""
+    result = options.keep / f"{side}.json"
+    if not result.exists():
+        steps = options.steps or STEPS[side.partition("-")[0]]
+        command = [sys.executable, "-m", "bench.hybrid", "--side", side, "--folder", str(folder)]
+        command += ["--keep", str(options.keep), "--steps", str(steps), *["--profile"] * options.profile]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    found = json.loads(result.read_text())
     print(side, json.dumps(found), file=sys.stderr, flush=True)
     return found
 

@@ -52,6 +52,8 @@ class ZeroSettings:
     """What is shared out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     offload: bool = False
     """fp32 masters and moments live in CPU memory, and are updated there."""
+    offload_parameters: bool = False
+    """Stage 3: each rank's share of the parameters lives in CPU memory."""
     secondary_partition: int = 1
     """ZeRO++: parameters of stage 3 are gathered from a second copy within this many ranks."""
     overlap: bool = False
@@ -70,8 +72,11 @@ def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float 
     }
     if zero.stage == 3:
         sharing["zero_hpz_partition_size"] = zero.secondary_partition
+    in_cpu_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if zero.offload:
-        sharing["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        sharing["offload_optimizer"] = in_cpu_memory
+    if zero.offload_parameters:
+        sharing["offload_param"] = in_cpu_memory
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         # Any number of backward calls, then one step.
@@ -374,9 +379,9 @@ class DeepSpeedBackend:
         return parts[dist.get_rank(self._tensor_group)].contiguous()
 
 
-def shard_frozen(module: nn.Module, zero: ZeroSettings) -> nn.Module:
+def shard_frozen(module: nn.Module, zero: ZeroSettings, *, offload: bool = False) -> nn.Module:
     """A module that is only run forward, its parameters shared out over ranks as stage 3 does. Collective."""
-    settings = ZeroSettings(stage=3, secondary_partition=zero.secondary_partition)
+    settings = ZeroSettings(stage=3, secondary_partition=zero.secondary_partition, offload_parameters=offload)
     return _start(module.requires_grad_(False), deepspeed_config(settings, dtype=next(module.parameters()).dtype), None)
 
 

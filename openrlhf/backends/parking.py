@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Parking:
@@ -39,3 +40,16 @@ class Parking:
         for tensor, device in self._parked.items():
             tensor.data = self._places[tensor].to(device, non_blocking=True)
         self._parked.clear()
+
+
+@contextlib.contextmanager
+def visiting(module: nn.Module, device: torch.device, *, offload: bool) -> Iterator[None]:
+    """A frozen module on its device. With `offload` it is there only while this is open, and otherwise on the CPU."""
+    if not offload:
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to("cpu")

@@ -47,8 +47,10 @@ class PlacementRequest:
     """Models that are trained or asked; the actor first."""
     engines: int = 0
     """vLLM engines; 0: none."""
-    tensor_parallel_size: int = 1
+    parts: int = 1
     """Devices of an engine."""
+    size_in_flags: str = "--vllm.tensor_parallel_size 1"
+    """How these are asked for."""
     colocate_all: bool = False
     colocate_actor_ref: bool = False
     colocate_critic_reward: bool = False
@@ -94,7 +96,7 @@ class Seat(NamedTuple):
     share: float
     """Of the device, as Ray counts it. Memory is not divided by it."""
     part: int = 0
-    """Of an engine: which of its `tensor_parallel_size` devices."""
+    """Of an engine: which of its devices."""
 
 
 Bundle = tuple[Seat, ...]
@@ -181,8 +183,8 @@ class PlacementPlan:
             for role in pool.roles:
                 seats = [place.seat for place in self.places(role)]
                 workers = str(len(seats))
-                if role is Role.ENGINE and self.request.tensor_parallel_size > 1:
-                    workers = f"{self.request.engines} × {self.request.tensor_parallel_size}"
+                if role is Role.ENGINE and self.request.parts > 1:
+                    workers = f"{self.request.engines} × {self.request.parts}"
                 rows.append((devices, role, workers, f"{seats[0].share:g}"))
                 devices = ""
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -213,7 +215,8 @@ def requested(
             for (role, is_needed), section in zip(needed.items(), sections, strict=True)
             if is_needed
         },
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        parts=config.vllm.devices_per_engine,
+        size_in_flags=config.vllm.size_in_flags,
         colocate_all=train.colocate_all,
         colocate_actor_ref=train.colocate_actor_ref,
         colocate_critic_reward=train.colocate_critic_reward,
@@ -227,7 +230,7 @@ def requested(
     groups = {role: Size(0, 0) if role in guests else size for role, size in request.groups.items()}
     engines = config.vllm.num_engines
     if engines is None:
-        engines = _engines_on(groups[Role.ACTOR].total, request.tensor_parallel_size) if engines_by_default else 0
+        engines = _engines_on(groups[Role.ACTOR].total, request) if engines_by_default else 0
     return dataclasses.replace(request, groups=groups, engines=engines)
 
 
@@ -239,7 +242,7 @@ def plan(request: PlacementRequest) -> PlacementPlan:
 def _pool(request: PlacementRequest, roles: Sequence[Role]) -> Pool:
     host = roles[0]
     share = 100 // len(roles) / 100
-    parts = request.tensor_parallel_size
+    parts = request.parts
     if host is Role.ENGINE:  # an engine stays on one node; two may go anywhere
         size = Size(request.engines, parts)
     else:
@@ -273,26 +276,26 @@ def _workers(request: PlacementRequest, role: Role, host: Role) -> int:
 
 
 def _check_engines_fit_the_actor(request: PlacementRequest, actor: Size) -> None:
-    engines, parts = request.engines, request.tensor_parallel_size
+    engines, parts = request.engines, request.parts
     if engines * parts != actor.total:
         raise ConfigError(
-            f"--vllm.num_engines {engines} × --vllm.tensor_parallel_size {parts} must equal the actor's {actor.total} "
+            f"--vllm.num_engines {engines} × {request.size_in_flags} must equal the actor's {actor.total} "
             "devices (--actor.num_nodes × --actor.num_gpus_per_node), which the engines share"
         )
     if actor.per_node % parts:
         raise ConfigError(
-            f"--vllm.tensor_parallel_size {parts} does not divide --actor.num_gpus_per_node {actor.per_node}: an "
+            f"{request.size_in_flags} does not divide --actor.num_gpus_per_node {actor.per_node}: an "
             "engine that shares the actor's devices stays on one node"
         )
 
 
-def _engines_on(devices: int, parts: int) -> int:
-    if devices % parts:
+def _engines_on(devices: int, request: PlacementRequest) -> int:
+    if devices % request.parts:
         raise ConfigError(
-            f"--vllm.tensor_parallel_size {parts} does not divide the actor's {devices} devices: give "
-            "--vllm.num_engines, or another size"
+            f"{request.size_in_flags} does not divide the actor's {devices} devices: give --vllm.num_engines, or "
+            "another size"
         )
-    return devices // parts
+    return devices // request.parts
 
 
 # ------------------------------------------------------------------------------------------- does it fit
@@ -417,7 +420,7 @@ def _filled(flags: str, request: PlacementRequest) -> Way:
     """With as many engines as the devices they share hold."""
     if not request.engines or not request.engines_share:
         return flags, request
-    engines = max(1, request.groups[Role.ACTOR].total // request.tensor_parallel_size)
+    engines = max(1, request.groups[Role.ACTOR].total // request.parts)
     words = flags.split() + ([f"--vllm.num_engines {engines}"] if engines != request.engines else [])
     return " ".join(words), dataclasses.replace(request, engines=engines)
 

@@ -161,10 +161,10 @@ def shared_devices_agree(config: RLConfig) -> Iterator[str]:
                     f"--train.colocate_all puts the {name} model on the actor's {actor} devices, but "
                     f"--{name}.num_nodes × --{name}.num_gpus_per_node is {size}: make it {actor} or less"
                 )
-        engines, tp = config.vllm.num_engines, config.vllm.tensor_parallel_size
-        if actor is not None and engines and not config.train.async_enable and engines * tp != actor:
+        engines, parts = config.vllm.num_engines, config.vllm.devices_per_engine
+        if actor is not None and engines and not config.train.async_enable and engines * parts != actor:
             yield (
-                f"--train.colocate_all: --vllm.num_engines {engines} × --vllm.tensor_parallel_size {tp} must equal "
+                f"--train.colocate_all: --vllm.num_engines {engines} × {config.vllm.size_in_flags} must equal "
                 f"the actor's {actor} devices (--actor.num_nodes × --actor.num_gpus_per_node)"
             )
         return

@@ -29,6 +29,7 @@ POSITIVE = (
     "reward.overlong_buffer_len",
     "eval.n_samples_per_prompt",
     "vllm.tensor_parallel_size",
+    "vllm.pipeline_parallel_size",
     "ds.tensor_parallel_size",
     "ds.ring_attn_size",
     "ds.ring_attn_head_stride",

@@ -115,7 +115,8 @@ class VLLMSection:
             flat="vllm_num_engines",
         ),
     ] = None
-    tensor_parallel_size: Annotated[int, Flag("devices per engine", flat="vllm_tensor_parallel_size")] = 1
+    tensor_parallel_size: Annotated[int, Flag("devices that share a layer", flat="vllm_tensor_parallel_size")] = 1
+    pipeline_parallel_size: Annotated[int, Flag("stages of layers, each on devices of its own")] = 1
     sync_backend: Annotated[
         str,
         Flag(
@@ -146,3 +147,14 @@ class VLLMSection:
     gpu_memory_utilization: Annotated[
         float, Flag("share of device memory an engine may take", flat="vllm_gpu_memory_utilization")
     ] = 0.95
+
+    @property
+    def devices_per_engine(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def size_in_flags(self) -> str:
+        """How an engine's devices are asked for."""
+        stages = self.pipeline_parallel_size
+        pipeline = f" × --vllm.pipeline_parallel_size {stages}" if stages > 1 else ""
+        return f"--vllm.tensor_parallel_size {self.tensor_parallel_size}{pipeline}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.parking import visiting
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.filler import filler
 from openrlhf.learners.microbatch import MicroBatching
@@ -45,24 +45,13 @@ class Scorer:
         self._module.eval()
         cut = self._batching.cut(batch, range(len(batch)) if indices is None else indices)
         missing = max(self._ranks.gather(len(cut))) - len(cut)
-        with self._on_device():
+        with visiting(self._module, self._device, offload=self._offload):
             for micro in cut:
                 packed = batch.pack(micro)
                 result[packed.rows] = self._forward(self._module, packed.tokens.to(self._device)).float().cpu()
             for _ in range(missing):
                 self._forward(self._module, filler().tokens.to(self._device))
         return result
-
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        if not self._offload:
-            yield
-            return
-        self._module.to(self._device)
-        try:
-            yield
-        finally:
-            self._module.to("cpu")
 
 
 def logprobs(temperature: float) -> Callable[[nn.Module, PackedTokens], Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.backends.parking import visiting
 from openrlhf.models.value import ValueModel, sequence_ends
 from openrlhf.rewards.base import Reward, RewardError, RewardGoneError, RewardRequest
 from openrlhf.rewards.batching import Batcher, Forward, Item
@@ -80,12 +81,23 @@ class RewardReader:
 class RewardModel(RewardReader):
     """A `ValueModel` and its tokenizer: scores of many sequences in one forward."""
 
-    def __init__(self, model: ValueModel, tokenizer: Any, *, max_length: int, name: str) -> None:
-        """`model`: in eval mode; stays the caller's."""
+    def __init__(
+        self,
+        model: ValueModel,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        name: str,
+        device: torch.device | None = None,
+        offload: bool = False,
+    ) -> None:
+        """`model`: in eval mode; stays the caller's. `device`: where it computes, by default where it is. `offload`: it
+        is there only then."""
         embeddings = model.model.get_input_embeddings()
         super().__init__(tokenizer, vocab_size=embeddings.num_embeddings, max_length=max_length, name=name)
         self._model = model
-        self._device = embeddings.weight.device
+        self._device = device or embeddings.weight.device
+        self._offload = offload
 
     @torch.no_grad()
     def score(self, batch: Sequence[Item]) -> list[float]:
@@ -94,7 +106,8 @@ class RewardModel(RewardReader):
         tokens = PackedTokens.from_sequences(sequences, [torch.zeros_like(s, dtype=torch.bool) for s in sequences])
         tokens = dataclasses.replace(tokens, shared_prefixes=(0, *(item.shared for item in batch[1:])))
         tokens = tokens.to(self._device)
-        return self._model(tokens, positions=sequence_ends(tokens)).tolist()
+        with visiting(self._model, self._device, offload=self._offload):
+            return self._model(tokens, positions=sequence_ends(tokens)).tolist()
 
 
 class RewardModelSource:

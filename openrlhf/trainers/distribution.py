@@ -94,14 +94,15 @@ class Distribution:
 
         return DeepSpeedBackend(module, settings, self._zero, ema_beta=ema_beta)
 
-    def freeze(self, module: nn.Module) -> nn.Module:
-        """A module that is only run forward."""
+    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
+        """A module that is only run forward. `offload`: it waits in CPU memory. A whole one is fetched by whoever runs
+        it (`backends.parking.visiting`), one that is shared out comes by itself."""
         module.requires_grad_(False)
         if not self.shares_out_weights:
-            return module
+            return module.to("cpu") if offload else module
         from openrlhf.backends.deepspeed import shard_frozen
 
-        return shard_frozen(module, self._zero)
+        return shard_frozen(module, self._zero, offload=offload)
 
     @property
     def shares_out_weights(self) -> bool:

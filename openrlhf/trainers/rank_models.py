@@ -98,7 +98,8 @@ class _Rank:
                 self._config,
                 self._device,
                 trust_remote_code=self._config.actor.trust_remote_code,
-                prepare=self._distribution.freeze,
+                distribution=self._distribution,
+                offload=self._config.reward.offload,
             )
         nothing = [Item(filler().tokens.token_ids, 0)] if self._distribution.shares_out_weights else []
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.parking import visiting
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.types import PackedTokens
 
@@ -31,19 +31,8 @@ class Reference:
 
     @torch.no_grad()
     def answer_logprobs(self, tokens: PackedTokens) -> Tensor:
-        with self._on_device():
+        with visiting(self._module, self._device, offload=self._offload):
             return answer_logprobs(self._module, tokens.to(self._device))
-
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        if not self._offload:
-            yield
-            return
-        self._module.to(self._device)
-        try:
-            yield
-        finally:
-            self._module.to("cpu")
 
 
 class ReferenceLogprobs:

@@ -18,6 +18,7 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rewards.function_file import FunctionFileReward
 from openrlhf.rewards.model import RewardModel, RewardModelSource, RewardReader
+from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
 from openrlhf.trainers.local_models import model_dtype
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
 
@@ -66,7 +67,9 @@ def reward_model_here(config: RLConfig, policy_tokenizer: Any, device: torch.dev
     """Reward models in this process."""
 
     def source(path: str, number: int) -> RewardSource:
-        model = load_reward_model(path, config, device, trust_remote_code=config.actor.trust_remote_code)
+        model = load_reward_model(
+            path, config, device, trust_remote_code=config.actor.trust_remote_code, offload=config.reward.offload
+        )
         return RewardModelSource(
             model, model.score, policy_tokenizer=policy_tokenizer, max_batch_tokens=config.scoring_tokens_per_gpu
         )
@@ -95,9 +98,10 @@ def load_reward_model(
     device: torch.device,
     *,
     trust_remote_code: bool,
-    prepare: Callable[[Any], Any] = lambda module: module.requires_grad_(False),
+    distribution: Distribution = ONE_PROCESS,
+    offload: bool = False,
 ) -> RewardModel:
-    """The reward model at `path` as the flags say, ready to score. `prepare`: as a module that is not trained."""
+    """The reward model at `path` as the flags say, ready to score. `offload`: it waits in CPU memory."""
     with reading_model(path, flag=FLAG):
         tokenizer = _tokenizer(path, config, trust_remote_code=trust_remote_code)
         model = load_value_model(
@@ -115,8 +119,10 @@ def load_reward_model(
         )
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     return RewardModel(
-        prepare(model.eval()),
+        distribution.freeze(model.eval(), offload=offload),
         tokenizer,
         max_length=config.data.max_len,
         name=path,
+        device=device,
+        offload=offload and not distribution.shares_out_weights,
     )

@@ -309,10 +309,9 @@ def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
     flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
     with reading_model(path, flag=flag), place.distribution.loading(loading["dtype"]):
         model = load_policy(path, **loading | {"gradient_checkpointing": False, "lora": None, "flag": flag})
+    frozen = place.distribution.freeze(model, offload=config.ref.offload)
     offload = config.ref.offload and not place.distribution.shares_out_weights
-    if offload:
-        model.to("cpu")
-    return Reference(place.distribution.freeze(model), device=place.device, offload=offload)
+    return Reference(frozen, device=place.device, offload=offload)
 
 
 def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:

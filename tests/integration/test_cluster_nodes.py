@@ -31,9 +31,7 @@ def cluster():
 def test_actor_and_engines_sit_on_different_nodes(cluster):
     """Three workers of an actor go to the large node, an engine of two to the small one, side by side."""
     assert sorted(node.devices for node in cluster.total) == [SMALL, LARGE]
-    request = PlacementRequest(
-        groups={Role.ACTOR: Size(1, 3)}, engines=1, tensor_parallel_size=2, cpus_per_device=cluster.kind.cpus
-    )
+    request = PlacementRequest(groups={Role.ACTOR: Size(1, 3)}, engines=1, parts=2, cpus_per_device=cluster.kind.cpus)
     with placed(plan(request), cluster) as whole:
         where = {}
         for role in (Role.ACTOR, Role.ENGINE):

@@ -51,8 +51,8 @@ def reward_model(demo, tmp_path_factory):
 
 SHARING = {
     "apart": ["--critic.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1", "--reward.num_gpus_per_node", "1"],
-    "in pairs": ["--train.colocate_actor_ref", "--train.colocate_critic_reward"],
-    "all together": ["--train.colocate_all", "--actor.num_gpus_per_node", "2"],
+    "in pairs": ["--train.colocate_actor_ref", "--train.colocate_critic_reward", "--ref.offload", "--reward.offload"],
+    "all together": ["--train.colocate_all", "--actor.num_gpus_per_node", "2", "--ds.zero_stage", "3", "--ref.offload"],
 }
 
 

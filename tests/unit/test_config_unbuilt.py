@@ -10,11 +10,8 @@ from openrlhf.config.unbuilt import RL, SUPERVISED, UNBUILT
 BUILT = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator {estimator}"
 BASE = BUILT.format(estimator="group_norm").split()
 
-# The flags that ask for each entry, added to a run that is built; None: covered by a test of its own.
+# The flags that ask for each entry, added to a run that is built.
 ASKS = {
-    "--reward.offload": None,
-    "--train.async_enable": "--async_train",
-    "--train.partial_rollout_enable": "--partial_rollout --async_train",
     "--ds.deepcompile": "--deepcompile",
     "--ds.grad_accum_dtype": "--grad_accum_dtype bf16",
     "--ds.tensor_parallel_size": "--ds_tensor_parallel_size 2",
@@ -82,18 +79,6 @@ def test_what_the_supervised_trainers_do_is_let_through(command, text):
     refuse_unbuilt(config)
 
 
-@pytest.mark.parametrize(
-    ("reward", "flags"),
-    [
-        ("--reward_pretrain r --reward_offload", "--reward.offload"),
-    ],
-)
-def test_rewards_from_elsewhere(reward, flags, capsys):
-    if flags in {entry.flags for entry in RL}:
-        argv = [word for word in BASE if word not in ("--remote_rm_url", "r.py")]
-        assert_refused([*argv, *reward.split()], flags, capsys)
-
-
 @pytest.mark.parametrize("entry", UNBUILT[ServeRMConfig], ids=lambda entry: entry.flags)
 def test_what_the_reward_server_lacks(entry, capsys):
     assert_refused(["--reward_pretrain", "r", *ASKS[entry.flags].split()], entry.flags, capsys, command="serve_rm")
@@ -132,6 +117,7 @@ def test_all_missing_features_are_listed_at_once():
         "--vllm_num_engines 1",
         "--actor_num_nodes 1 --actor_num_gpus_per_node 8",
         "--zero_stage 3 --adam_offload --gradient_checkpointing --packing_samples --flash_attn --param_dtype fp16",
+        "--ref_reward_offload --colocate_all_models --vllm_sync_backend gloo",
         "--use_dynamic_batch --train_max_tokens_per_gpu 512 --rollout_max_tokens_per_gpu 1024",
         "--eps_clip_low_high 0.2 0.3 --entropy_loss_coef 0 --reward_clip_range 5",
         "--init_kl_coef 0.1 --use_kl_loss --kl_estimator k2 --kl_target 0.1 --kl_horizon 1000",

@@ -235,7 +235,7 @@ sizes = st.builds(Size, st.integers(1, 3), st.sampled_from([1, 2, 4, 8]))
     nodes=st.lists(st.builds(Node, st.integers(0, 16), st.just(64)), min_size=1, max_size=6),
 )
 def test_every_worker_has_one_seat_and_no_node_is_overfull(groups, engines, parts, nodes):
-    request = PlacementRequest(groups=groups, engines=engines, tensor_parallel_size=parts)
+    request = PlacementRequest(groups=groups, engines=engines, parts=parts)
     whole = plan(request)
     for role, size in groups.items():
         assert [place.seat.rank for place in whole.places(role)] == list(range(size.total))

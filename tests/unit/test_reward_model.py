@@ -237,6 +237,25 @@ class TestReading:
             RewardRequest(queries=("a", "b"), prompts=("", ""), labels=("", ""), name="r", token_ids=(torch.arange(2),))
 
 
+class TestOffload:
+    def test_the_model_is_on_its_device_while_it_judges(self, model, monkeypatch):
+        """A CPU is both places here: what is seen is that it is sent there, and back when it has judged."""
+        sent = []
+
+        def forward(*arguments, **options):
+            sent.append("forward")
+            return ValueModel.forward(model, *arguments, **options)
+
+        monkeypatch.setattr(model, "to", lambda device: sent.append(str(device)))
+        monkeypatch.setattr(model, "forward", forward)
+        judge_ = RewardModel(
+            model, make_tokenizer(), max_length=64, name="rm", device=torch.device("cpu", 0), offload=True
+        )
+        source = RewardModelSource(judge_, judge_.score, policy_tokenizer=make_tokenizer(), max_batch_tokens=1000)
+        assert judge(source, make_request("1+2=3")) == [[pytest.approx(alone(model, "1+2=3"), abs=1e-6)]]
+        assert sent == ["cpu:0", "forward", "cpu"]
+
+
 class TestErrors:
     def test_a_failed_forward_fails_its_requests_and_no_other(self, model):
         model.fail = {1}

@@ -23,6 +23,7 @@ class VllmSettings:
     max_num_batched_tokens: int = 8192
     """Most tokens of one step. vLLM's own default for asynchronous engines is 2,048."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     """No CUDA graphs."""
@@ -39,6 +40,11 @@ class VllmSettings:
     transfer_backend: str = RPC_BACKEND
     """How weights arrive: as one of ours (`weight_sync.vllm_names`), or vLLM's `nccl`."""
 
+    @property
+    def parts(self) -> int:
+        """Devices, and worker processes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
 
 def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`, `weight_transfer_config` apart, which is an object of vLLM's."""
@@ -50,8 +56,9 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         # Every sequence must have room for its next token: vLLM refuses to start otherwise.
         "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
         # Inside a Ray actor vLLM would have Ray start its workers, on devices of which it knows nothing.
-        "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else None,
+        "distributed_executor_backend": "mp" if settings.parts > 1 else None,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "trust_remote_code": settings.trust_remote_code,
         "seed": settings.seed,
@@ -81,8 +88,8 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
         # Its kernels are compiled at every start: 210 s instead of 57.
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     else:
-        if settings.tensor_parallel_size > 1 and cores:
-            variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(core_shares(cores, settings.tensor_parallel_size))
+        if settings.parts > 1 and cores:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(core_shares(cores, settings.parts))
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # Counting ranks of log-probs would be compiled with the first request: 40 s instead of 1.
         variables["TORCHDYNAMO_DISABLE"] = "1"
