@@ -225,7 +225,14 @@ def handle_on(device: torch.device, block: DeviceBlock) -> tuple[str, list[Any]]
 
 
 class WorkerExtension:
-    """Named in vLLM's configuration, so that every worker imports this file. Adds nothing to the worker."""
+    """Named in vLLM's configuration, so that every worker imports this file. Part of the worker's class."""
+
+    model_runner: Any
+
+    def run_once(self) -> None:
+        """A stage of a pipeline makes room for what the stage before sends it in its first forward with nothing in it,
+        which on a CPU, without compilation, nobody runs."""
+        self.model_runner.profile_run()
 
 
 if RPC_BACKEND not in WeightTransferEngineFactory._registry:

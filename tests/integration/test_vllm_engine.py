@@ -98,9 +98,9 @@ def write_model(config: Any, tokenizer: Any, folder: Path) -> tuple[Any, Path]:
     return model, folder
 
 
-def start_engine(folder: Path, tokenizer: Any) -> VllmEngine:
-    settings = VllmSettings(model=str(folder), max_model_len=CONTEXT, dtype="float32", max_num_seqs=64, cpu_cache_gib=1)
-    return VllmEngine(settings, tokenizer)
+def start_engine(folder: Path, tokenizer: Any, **options: Any) -> VllmEngine:
+    places = {"max_model_len": CONTEXT, "max_num_seqs": 64, "cpu_cache_gib": 1}
+    return VllmEngine(VllmSettings(model=str(folder), dtype="float32", **places, **options), tokenizer)
 
 
 def move_adapter(model: Any) -> None:
@@ -268,12 +268,13 @@ def test_a_policy_with_an_adapter_arrives_merged(setup):
     setup.push(setup.sync(probe=setup.probed()))
 
 
-def test_experts_arrive_with_what_an_adapter_adds_to_each(tmp_path):
-    """Transformers has them stacked, its files one by one, and vLLM packed."""
+def test_experts_arrive_with_what_an_adapter_adds_to_each_in_every_stage_of_a_pipeline(tmp_path):
+    """Transformers has them stacked, its files one by one, and vLLM packed; each of two layers in a process of its
+    own."""
     tokenizer = small_tokenizer()
     config = Qwen3MoeConfig(**SMALL, head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
     model, folder = write_model(config, tokenizer, tmp_path)
-    with contextlib.closing(start_engine(folder, tokenizer)) as engine:
+    with contextlib.closing(start_engine(folder, tokenizer, pipeline_parallel_size=2)) as engine:
         setup = Setup(engine, model, tokenizer)
         add_adapter(model, LoraSettings(rank=4, alpha=8), dtype=torch.float32)
         move_adapter(model)

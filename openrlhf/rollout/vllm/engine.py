@@ -330,7 +330,10 @@ async def _start(settings: VllmSettings, *, gpu: bool) -> AsyncLLM:
     config = arguments.create_engine_config()
     if not gpu:
         _check_heads(config)
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+    llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+    if not gpu and settings.pipeline_parallel_size > 1:
+        await llm.collective_rpc("run_once")
+    return llm
 
 
 def _check_heads(config: VllmConfig) -> None:
