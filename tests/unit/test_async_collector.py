@@ -25,26 +25,33 @@ class Engine:
 
 
 class Runner:
-    """Prompt o ends when it is told to, with the scores of `script[o]` and the version that it began with."""
+    """Prompt o ends when it is told to, with the scores of `script[o]` and the version that it began with. Those that
+    are told together end one after the other."""
 
-    def __init__(self, script, engine):
+    def __init__(self, script, engine, loop):
         self.script = script
         self.engine = engine
+        self.loop = loop
         self.started = []
-        self.let_go = {ordinal: threading.Event() for ordinal in range(len(script))}
+        self.let_go = {ordinal: asyncio.Event() for ordinal in range(len(script))}
         self.breaks_on = None
 
     async def play(self, prompt, *, n, sampling_params):
         self.started.append(prompt.ordinal)
         version = self.engine.version
-        await asyncio.to_thread(self.let_go[prompt.ordinal].wait, 20)
+        await asyncio.wait_for(self.let_go[prompt.ordinal].wait(), 20)
         if prompt.ordinal == self.breaks_on:
             raise RolloutError("the engine is gone")
         return make_group(*self.script[prompt.ordinal], ordinal=prompt.ordinal, version=version)
 
     def finish(self, *ordinals):
+        self.loop.run(self._finish(ordinals))
+
+    async def _finish(self, ordinals):
         for ordinal in ordinals:
             self.let_go[ordinal].set()
+            for _ in range(5):  # turns of the loop: one that waits for it has ended by then
+                await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,7 @@ def make(loop, tmp_path):
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps({"input": f"q{i}"}) + "\n" for i in range(len(script))))
         engine = Engine()
-        runner = Runner(script, engine)
+        runner = Runner(script, engine, loop)
         made.append(runner)
         collector = AsyncCollector(
             prompts=PromptStream(PromptSet(load_records(str(path))), seed=0, num_episodes=1, shuffle=False),
@@ -101,7 +108,7 @@ def test_a_round_does_not_wait_for_the_slowest_until_it_must(make):
     timer = threading.Timer(0.2, runner.finish, [0])
     timer.start()
     third = collector.next_batch()
-    assert timer.finished.is_set()
+    assert runner.let_go[0].is_set()
     assert ordinals(third) == [0, 5]
     assert third.metrics.values()["rollout/staleness_max"] == 2
 
