@@ -51,6 +51,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         agreements.vision_has_no_critic,
         agreements.reward_weights_match,
         agreements.async_modes_agree,
+        agreements.stragglers_have_company,
         agreements.groups_have_workers,
         agreements.shared_devices_agree,
         agreements.a_local_run_has_one_engine,

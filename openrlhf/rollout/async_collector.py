@@ -1,8 +1,12 @@
-"""Where training batches come from when generation goes on while they are trained on.
+"""Where training batches come from when episodes outlive the round they began in.
 
 On a loop of its own: prompts start in the order of their ordinals as long as at most `capacity` groups are begun and
 not trained on, and at most `at_once` of these in play. A finished group is there for the next round at once. Which
 groups that is, and why none gets too old, is `staleness`' business.
+
+Two ways to start prompts:
+    ahead          all the time: generation goes on while rounds are trained on
+    not ahead      while a round is waited for; it ends when it has its groups, and the rest goes on in the next
 
 Two ways for new weights, as `trainers.pipelines` asks for:
     all at rest    nothing new starts, what is in play is waited for: every sample has one version
@@ -34,7 +38,7 @@ class _Finished(NamedTuple):
 
 
 class AsyncCollector:
-    """Plays prompts all the time, on a loop that never rests."""
+    """Plays prompts on a loop that never rests."""
 
     def __init__(
         self,
@@ -49,9 +53,12 @@ class AsyncCollector:
         logprobs_every: int = 1,
         queue_size: int = 1,
         at_once: int | None = None,
+        ahead: bool = True,
         score_filter: ScoreFilter | None = None,
     ) -> None:
-        """`queue_size`: rounds that generation may be ahead. `at_once`: most prompts in play; None: `batch_size`."""
+        """`queue_size`: rounds that generation may be ahead. `at_once`: most prompts in play; None: `batch_size`.
+        `ahead` False: prompts start only while a round is waited for.
+        """
         self._prompts = prompts
         self._runner = runner
         self._engine = engine
@@ -62,6 +69,7 @@ class AsyncCollector:
         self._logprobs_every = logprobs_every
         self._at_once = at_once or batch_size
         self._capacity = max(queue_size * batch_size, self._at_once)
+        self._ahead = ahead
         self._filter = score_filter
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ordinal, of prompts in play."""
@@ -69,7 +77,7 @@ class AsyncCollector:
         """With which those in play were begun."""
         self._finished: dict[int, _Finished] = {}
         self._changed = asyncio.Event()
-        self._resting = False
+        self._resting = not ahead
         self._failure: Exception | None = None
         self._verdicts = Verdicts(score_filter)
 
@@ -100,6 +108,7 @@ class AsyncCollector:
             self._finished[group.prompt.ordinal] = _Finished(group, saved["version"])
 
     async def _next_batch(self) -> Round:
+        self._resting = False
         while True:
             self._changed.clear()
             self._start_due()
@@ -120,6 +129,7 @@ class AsyncCollector:
         if not groups:
             raise PromptsExhausted(self._verdicts.exhausted())
         metrics = self._metrics(groups)
+        self._resting = not self._ahead
         self._start_due()  # there is room now, and nobody asks before the round is trained
         return Round(groups, metrics)
 

@@ -227,7 +227,7 @@ _S = TypeVar("_S", bound=_Service)
 
 def _loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
     """Where episodes are played: between the other phases of a round, or all the time."""
-    return BackgroundRunner() if config.train.async_enable else asyncio.Runner()
+    return BackgroundRunner() if config.plays_across_rounds else asyncio.Runner()
 
 
 @contextlib.contextmanager

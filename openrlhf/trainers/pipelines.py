@@ -1,8 +1,9 @@
 """The pipeline of a run: rounds one after the other, or generation that goes on while they are trained on.
 
-    sync             SyncCollector
-    async            AsyncCollector; new weights come when nothing is in play
-    async, partial   AsyncCollector; new weights come in the middle of responses
+    sync               SyncCollector
+    sync, stragglers   AsyncCollector that is not ahead; engines stop from the end of a round until the push after it
+    async              AsyncCollector; new weights come when nothing is in play
+    async, partial     AsyncCollector; new weights come in the middle of responses
 
 Engines with weights of their own take them at a push. The embedded engine samples with the very weights that are
 trained: it has to stop from the beginning of an update until the push after it.
@@ -55,30 +56,37 @@ def pipeline(
         "logprobs_every": config.logprobs_every,
         "score_filter": _score_filter(config),
     }
-    if not config.train.async_enable:
+    if not config.plays_across_rounds:
         collector = SyncCollector(**shared, loop=loop, generate_batch_size=config.generate_batch_size)
         return Pipeline(collector, bound.workers, bound.weights)
-    assert isinstance(loop, BackgroundRunner), "asynchronous generation needs a loop that never rests"
-    ahead = AsyncCollector(
+    assert isinstance(loop, BackgroundRunner), "episodes that outlive their round need a loop that never rests"
+    ahead = config.train.async_enable
+    lasting = AsyncCollector(
         **shared,
         engine=bound.engine,
         loop=loop,
-        queue_size=config.train.async_queue_size,
+        queue_size=config.train.async_queue_size if ahead else 1,
         at_once=config.generate_batch_size,
+        ahead=ahead,
     )
-    return _asynchronous(ahead, bound, loop, partial=config.train.partial_rollout_enable)
+    in_the_middle = config.train.partial_rollout_enable or not ahead
+    return _lasting(lasting, bound, loop, ahead=ahead, in_the_middle=in_the_middle)
 
 
-def _asynchronous(collector: AsyncCollector, bound: Bound, loop: BackgroundRunner, *, partial: bool) -> Pipeline:
-    engine = bound.engine
+def _lasting(
+    collector: AsyncCollector, bound: Bound, loop: BackgroundRunner, *, ahead: bool, in_the_middle: bool
+) -> Pipeline:
+    """`ahead`: engines with weights of their own sample while the policy is trained. `in_the_middle` of responses new
+    weights may come."""
+    engine, at_rest = bound.engine, Rest(collector.rest, collector.go_on)
     if isinstance(engine, EmbeddedEngine):
-        rest = Rest(lambda: loop.run(engine.hold()), lambda: loop.run(engine.go_on()))
-        if not partial:
-            rest = Rest(collector.rest, collector.go_on)
-        return Pipeline(collector, RestingWorkers(bound.workers, rest), RestingWeightSync(bound.weights, rest))
-    if partial:
-        return Pipeline(collector, bound.workers, bound.weights)
-    return Pipeline(collector, bound.workers, RestingWeightSync(bound.weights, Rest(collector.rest, collector.go_on)))
+        held = Rest(lambda: loop.run(engine.hold()), lambda: loop.run(engine.go_on()))
+        rest = held if in_the_middle else at_rest
+        return Pipeline(collector, RestingWorkers(bound.workers, rest.begin), RestingWeightSync(bound.weights, rest))
+    if not ahead:  # the push lets them go on
+        return Pipeline(collector, RestingWorkers(bound.workers, engine.hold), bound.weights)
+    weights = bound.weights if in_the_middle else RestingWeightSync(bound.weights, at_rest)
+    return Pipeline(collector, bound.workers, weights)
 
 
 class Rest:
@@ -103,12 +111,12 @@ class Rest:
 class RestingWorkers(WorkersBehind):
     """Generation rests when a round is placed."""
 
-    def __init__(self, workers: Workers, rest: Rest) -> None:
+    def __init__(self, workers: Workers, begin_rest: Callable[[], None]) -> None:
         super().__init__(workers)
-        self._rest = rest
+        self._begin_rest = begin_rest
 
     def place(self, groups: Sequence[Group]) -> Any:
-        self._rest.begin()
+        self._begin_rest()
         return super().place(groups)
 
 

@@ -52,6 +52,8 @@ CASES = [
     ("filtering_is_possible", "train_ppo_ray", "--dynamic_filtering", ["--algo.dynamic_filtering_enable", "--rollout.n_samples_per_prompt"], "--dynamic_filtering --n_samples_per_prompt 2"),
     ("filtering_is_possible", "train_ppo_ray", "--dynamic_filtering --n_samples_per_prompt 2 --dynamic_filtering_reward_range 1 0", ["--algo.dynamic_filtering_range"], "--dynamic_filtering_reward_range 1 0"),
     ("surplus_prompts_have_a_use", "train_ppo_ray", "--vllm_generate_batch_size 2048", ["--rollout.vllm_generate_batch_size 2048", "--rollout.batch_size 1024", "--train.async_enable"], "--vllm_generate_batch_size 2048 --async_train"),
+    ("stragglers_have_company", "train_ppo_ray", "--rollout.abort_stragglers", ["--rollout.abort_stragglers", "--rollout.vllm_generate_batch_size", "--rollout.batch_size 1024"], "--rollout.abort_stragglers --vllm_generate_batch_size 1025"),
+    ("stragglers_have_company", "train_ppo_ray", "--rollout.abort_stragglers --async_train", ["--rollout.abort_stragglers", "--train.async_enable"], "--async_train"),
     ("surplus_prompts_have_a_use", "train_ppo_ray", "--vllm_generate_batch_size 1025", ["--algo.dynamic_filtering_enable"], "--vllm_generate_batch_size 2048 --dynamic_filtering --n_samples_per_prompt 2"),
     ("responses_leave_room_for_prompts", "train_ppo_ray", "--max_new_tokens 2048", ["--rollout.max_new_tokens 2048", "--data.max_len 2048"], "--max_new_tokens 2047"),
     ("overlong_buffer_fits", "train_ppo_ray", "--overlong_buffer_len 65 --max_new_tokens 64", ["--reward.overlong_buffer_len 65", "--rollout.max_new_tokens 64"], "--overlong_buffer_len 64 --max_new_tokens 64"),
