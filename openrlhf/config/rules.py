@@ -98,6 +98,7 @@ NOTES: dict[type, tuple[Rule, ...]] = {
         notes.engine_settings_are_not_used,
         notes.local_weights_have_one_way,
         notes.async_engines_have_own_devices,
+        notes.evaluations_beside_training_are_saved,
         notes.critic_is_not_used,
         notes.local_launcher_is_one_process,
     ),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.timing import BusyClock
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.collector import PromptsExhausted, Round, params_of
 from openrlhf.rollout.filtering import ScoreFilter
@@ -77,6 +78,7 @@ class AsyncCollector:
         """With which those in play were begun."""
         self._finished: dict[int, _Finished] = {}
         self._changed = asyncio.Event()
+        self._in_play = BusyClock()
         self._resting = not ahead
         self._failure: Exception | None = None
         self._verdicts = Verdicts(score_filter)
@@ -84,6 +86,11 @@ class AsyncCollector:
     @property
     def staleness_bound(self) -> int:
         return bound_of(self._capacity, batch_size=self._batch_size)
+
+    @property
+    def seconds_in_play(self) -> float:
+        """So far, in which any prompt was in play."""
+        return self._in_play.seconds
 
     def next_batch(self) -> Round:
         """The next round, as soon as its groups are there. PromptsExhausted when there are none any more."""
@@ -156,6 +163,7 @@ class AsyncCollector:
             return
         room = self._capacity - len(self._tasks) - len(self._finished)
         for prompt in self._prompts.take(max(0, min(room, self._at_once - len(self._tasks)))):
+            self._in_play.begin()
             self._versions[prompt.ordinal] = self._engine.version
             self._tasks[prompt.ordinal] = asyncio.create_task(self._play(prompt), name=f"prompt {prompt.ordinal}")
 
@@ -169,6 +177,7 @@ class AsyncCollector:
             self._failure = self._failure or error
         finally:
             del self._tasks[prompt.ordinal], self._versions[prompt.ordinal]
+            self._in_play.end()
             self._changed.set()
         self._start_due()
 

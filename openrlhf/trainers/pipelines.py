@@ -11,6 +11,7 @@ trained: it has to stop from the beginning of an update until the push after it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
+from openrlhf.trainers.evaluation import EvaluationBeside, PromptEvaluation
 from openrlhf.trainers.launching import Bound
-from openrlhf.trainers.rl import Collector
+from openrlhf.trainers.rl import Collector, Evaluation
 from openrlhf.types import Group, SamplingParams
 from openrlhf.utils.background import BackgroundRunner, LoopRunner
 from openrlhf.weight_sync.base import WeightSync
@@ -36,6 +38,7 @@ class Pipeline(NamedTuple):
     collector: Collector
     workers: Workers
     weights: WeightSync
+    evaluation: Evaluation | None
 
 
 def pipeline(
@@ -46,6 +49,7 @@ def pipeline(
     runner: EpisodeRunner,
     loop: LoopRunner,
     sampling_params: SamplingParams,
+    evaluation: PromptEvaluation | None = None,
 ) -> Pipeline:
     shared: dict[str, Any] = {
         "prompts": prompts,
@@ -58,7 +62,7 @@ def pipeline(
     }
     if not config.plays_across_rounds:
         collector = SyncCollector(**shared, loop=loop, generate_batch_size=config.generate_batch_size)
-        return Pipeline(collector, bound.workers, bound.weights)
+        return Pipeline(collector, bound.workers, bound.weights, evaluation)
     assert isinstance(loop, BackgroundRunner), "episodes that outlive their round need a loop that never rests"
     ahead = config.train.async_enable
     lasting = AsyncCollector(
@@ -69,24 +73,44 @@ def pipeline(
         at_once=config.generate_batch_size,
         ahead=ahead,
     )
-    in_the_middle = config.train.partial_rollout_enable or not ahead
-    return _lasting(lasting, bound, loop, ahead=ahead, in_the_middle=in_the_middle)
+    if not ahead:
+        workers, weights = _in_turns(bound, loop)
+        return Pipeline(lasting, workers, weights, evaluation)
+    beside = evaluation and EvaluationBeside(evaluation, loop)
+    settle = beside.settle if beside else lambda: None
+    partial = config.train.partial_rollout_enable
+    workers, weights = _asynchronous(lasting, bound, loop, partial=partial, settle=settle)
+    return Pipeline(lasting, workers, weights, beside)
 
 
-def _lasting(
-    collector: AsyncCollector, bound: Bound, loop: BackgroundRunner, *, ahead: bool, in_the_middle: bool
-) -> Pipeline:
-    """`ahead`: engines with weights of their own sample while the policy is trained. `in_the_middle` of responses new
-    weights may come."""
-    engine, at_rest = bound.engine, Rest(collector.rest, collector.go_on)
+def _in_turns(bound: Bound, loop: BackgroundRunner) -> tuple[Workers, WeightSync]:
+    """Engines stop when a round has its groups, with what is in play, and go on after the push."""
+    engine = bound.engine
     if isinstance(engine, EmbeddedEngine):
-        held = Rest(lambda: loop.run(engine.hold()), lambda: loop.run(engine.go_on()))
-        rest = held if in_the_middle else at_rest
-        return Pipeline(collector, RestingWorkers(bound.workers, rest.begin), RestingWeightSync(bound.weights, rest))
-    if not ahead:  # the push lets them go on
-        return Pipeline(collector, RestingWorkers(bound.workers, engine.hold), bound.weights)
-    weights = bound.weights if in_the_middle else RestingWeightSync(bound.weights, at_rest)
-    return Pipeline(collector, bound.workers, weights)
+        held = _held(engine, loop)
+        return RestingWorkers(bound.workers, held.begin), RestingWeightSync(bound.weights, held)
+    return RestingWorkers(bound.workers, engine.hold), bound.weights  # the push itself lets them go on
+
+
+def _asynchronous(
+    collector: AsyncCollector, bound: Bound, loop: BackgroundRunner, *, partial: bool, settle: Callable[[], None]
+) -> tuple[Workers, WeightSync]:
+    """`settle` comes before weights that an engine samples with change."""
+    engine, rest = bound.engine, Rest(collector.rest, collector.go_on)
+    if isinstance(engine, EmbeddedEngine):
+        rest = _held(engine, loop) if partial else rest
+
+        def begin() -> None:
+            settle()
+            rest.begin()
+
+        return RestingWorkers(bound.workers, begin), RestingWeightSync(bound.weights, rest)
+    weights = bound.weights if partial else RestingWeightSync(bound.weights, rest)
+    return OverlappedWorkers(bound.workers, collector), SettlingWeightSync(weights, settle)
+
+
+def _held(engine: EmbeddedEngine, loop: BackgroundRunner) -> Rest:
+    return Rest(lambda: loop.run(engine.hold()), lambda: loop.run(engine.go_on()))
 
 
 class Rest:
@@ -131,6 +155,45 @@ class RestingWeightSync:
         self._rest.begin()
         metrics = self._weights.push(version=version)
         self._rest.end()
+        return metrics
+
+
+class OverlappedWorkers(WorkersBehind):
+    """Tells with an update for which share of a round's time, from update to update, generation went on beside it:
+    `perf/overlap`."""
+
+    def __init__(self, workers: Workers, collector: AsyncCollector) -> None:
+        super().__init__(workers)
+        self._collector = collector
+        self._in_play_before = 0.0
+        self._last_update: float | None = None
+
+    def place(self, groups: Sequence[Group]) -> Any:
+        self._in_play_before = self._collector.seconds_in_play
+        return super().place(groups)
+
+    def update(self, batch: Any) -> Metrics:
+        metrics = super().update(batch)
+        now, beside = time.perf_counter(), self._collector.seconds_in_play - self._in_play_before
+        if self._last_update is not None:
+            metrics.last("perf/overlap", beside / (now - self._last_update))
+        self._last_update = now
+        return metrics
+
+
+class SettlingWeightSync:
+    """A push waits for an evaluation of the weights it would replace. Implements `WeightSync` with the one given."""
+
+    def __init__(self, weights: WeightSync, settle: Callable[[], None]) -> None:
+        self._weights = weights
+        self._settle = settle
+
+    def push(self, *, version: int) -> Metrics:
+        start = time.perf_counter()
+        self._settle()
+        waited = time.perf_counter() - start
+        metrics = self._weights.push(version=version)
+        metrics.last("timing/evaluation_wait", waited)
         return metrics
 
 

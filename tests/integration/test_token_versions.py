@@ -1,4 +1,5 @@
-"""Weights that change in the middle of responses: every sampled token has the log-prob of the very weights it names."""
+"""Weights that change in the middle of responses: every sampled token has the log-prob of the very weights it names,
+and an evaluation beside training is one of the weights of its step."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_vllm_run import REWARD, _write_model
 
 from openrlhf.config import parse
 from openrlhf.learners.base import WorkersBehind
 from openrlhf.models.policy import Policy
+from openrlhf.observability.loggers import read_metrics
 from openrlhf.trainers.assembly import train
 from openrlhf.trainers.launching import Bound, launched
 from openrlhf.trainers.local_models import ACTOR
@@ -100,10 +103,15 @@ def test_a_token_has_the_logprob_of_the_weights_it_names(inputs, tmp_path, monke
         algo__advantage__is_correction_enable=True,
         actor__adam__lr=1e-3,
         actor__lr_scheduler="constant",
+        eval__dataset=inputs.data,
+        eval__steps=3,
+        ckpt__path=tmp_path / "ckpt",
+        ckpt__save_steps=8,
     )
     witness = Witness()
     train(parse("train_ppo_ray", [*flags, *PIPELINES[pipeline]]), launched=witness.launched)
 
+    assert_the_best_checkpoint_has_the_weights_that_were_measured(tmp_path, witness)
     assert sorted(group.prompt.ordinal for group in witness.groups) == list(range(32))
     assert sorted(witness.policies) == list(range(9))
     segments = [segment for group in witness.groups for t in group.scored for segment in t.segments]
@@ -117,3 +125,15 @@ def test_a_token_has_the_logprob_of_the_weights_it_names(inputs, tmp_path, monke
     for round_, start in enumerate(range(0, 32, 4)):
         trained = [s for group in witness.groups[start : start + 4] for t in group.scored for s in t.segments]
         assert all(round_ - segment.oldest_version <= 3 for segment in trained)
+
+
+def assert_the_best_checkpoint_has_the_weights_that_were_measured(folder, witness: Witness) -> None:
+    """Evaluations after rounds 3 and 6; the period of checkpoints is neither's."""
+    evaluations = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if line["kind"] == "eval"]
+    assert [line["step"] for line in evaluations] == [3, 6]
+    first, second = (line["eval_sorting_pass1"] for line in evaluations)
+    best = 6 if second > first else 3
+    (kept,) = (folder / "ckpt").glob("best_global_step*")
+    assert kept.name == f"best_global_step{best}"
+    weights, measured = load_file(kept / "actor" / "model.safetensors"), witness.policies[best].model.state_dict()
+    assert all(torch.equal(tensor, measured[name]) for name, tensor in weights.items())

@@ -182,6 +182,7 @@ NOTED = [
     ("engine_settings_are_not_used", "train_ppo_ray", ["--vllm_num_engines", "0", "--enforce_eager"], "--vllm.enforce_eager is not used"),
     ("local_weights_have_one_way", "train_ppo_ray", ["--vllm_num_engines", "1", "--vllm_sync_backend", "gloo"], "--vllm.sync_backend gloo is not used"),
     ("local_weights_have_one_way", "train_ppo_ray", ["--vllm_num_engines", "1", "--vllm_sync_with_ray"], "--vllm.sync_with_ray is not used"),
+    ("evaluations_beside_training_are_saved", "train_ppo_ray", ["--async_train", "--eval_dataset", "d", "--eval_steps", "3", "--save_steps", "2"], "--eval.steps 3"),
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
     ("server_is_open", "serve_rm", ["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
