@@ -137,3 +137,58 @@ def assert_the_best_checkpoint_has_the_weights_that_were_measured(folder, witnes
     assert kept.name == f"best_global_step{best}"
     weights, measured = load_file(kept / "actor" / "model.safetensors"), witness.policies[best].model.state_dict()
     assert all(torch.equal(tensor, measured[name]) for name, tensor in weights.items())
+
+
+SLOW_ONCE = """
+import asyncio
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+waits = [2.0]
+
+
+class Twice(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.turns = 0
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        await asyncio.sleep(waits.pop() if waits else 0)
+        return {"rewards": float(self.turns), "environment_feedback": ">", "done": self.turns == 2}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Twice)
+"""
+"""The first step of all takes two seconds, in which others play rounds of theirs."""
+
+
+def test_an_environment_lives_on_when_its_round_ends_without_it(inputs, tmp_path, monkeypatch):
+    """Four rounds of 2 of 8 prompts, 3 in play. The slow one's first turn is of version 0; its environment remembers that
+    turn when it goes on in a later round, with the weights of then, and at most 2 versions after it began."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(SLOW_ONCE)
+    flags = inputs.flags(
+        tmp_path / "run",
+        train__agent_func_path=tmp_path / "agent.py",
+        rollout__batch_size=2,
+        rollout__vllm_generate_batch_size=3,
+        rollout__n_samples_per_prompt=1,
+        rollout__agent_hosts=1,
+        train__batch_size=2,
+        algo__advantage__estimator="reinforce",
+    )
+    without = flags.index("--reward.remote_url")
+    witness = Witness()
+    words = [*flags[:without], *flags[without + 2 :], *PIPELINES["stragglers"]]
+    train(parse("train_ppo_ray", words), launched=witness.launched)
+
+    assert sorted(group.prompt.ordinal for group in witness.groups) == list(range(8))
+    assert [t.reward for group in witness.groups for t in group.trajectories] == [3.0] * 8
+    turns = [
+        segment.versions[segment.action_mask].unique().tolist()
+        for g in witness.groups
+        for segment in g.scored[0].segments
+    ]
+    (mixed,) = (versions for versions in turns if len(versions) > 1)
+    assert mixed in ([0, 1], [0, 2])
