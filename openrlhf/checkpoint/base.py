@@ -12,6 +12,10 @@ class Checkpointer(Protocol):
         """`best`: no evaluation was better; kept until one is."""
         ...
 
+    def keep_best(self, step: int) -> None:
+        """The one that was saved last, after `step`, has turned out to be the best: it is kept until another is."""
+        ...
+
     def load(self) -> dict[str, Any] | None:
         """What is trained is as it was at the latest checkpoint; the loop's own state of then. None: start anew."""
         ...
@@ -21,6 +25,9 @@ class NoCheckpoints:
     """Keeps nothing. Implements `Checkpointer`."""
 
     def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
+        pass
+
+    def keep_best(self, step: int) -> None:
         pass
 
     def load(self) -> None:

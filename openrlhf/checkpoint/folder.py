@@ -161,7 +161,7 @@ class CheckpointFolder:
         self._disk.write_text(pointer, f"global_step{step}\n")
         self._disk.rename(pointer, self.path / "latest")
         if best:
-            self._keep_as_best(step)
+            self.keep_best(step)
         self._thin_out(step)
 
     def discard(self, step: int) -> None:
@@ -173,7 +173,8 @@ class CheckpointFolder:
         """Where a checkpoint is written."""
         return self._hidden(step, "partial")
 
-    def _keep_as_best(self, step: int) -> None:
+    def keep_best(self, step: int) -> None:
+        """A checkpoint that is there stays, under a name of its own, until another is the best."""
         linked, place = self._hidden(step, "best.partial"), self.path / f"best_global_step{step}"
         self._disk.link_tree(self._tag(step), linked)
         self._replace(linked, place, step)

@@ -154,6 +154,10 @@ class CheckpointManager:
             self._on_main(lambda: self._folder.discard(step))
             raise
 
+    def keep_best(self, step: int) -> None:
+        """Collective. Raises CheckpointError."""
+        self._on_main(lambda: self._folder.keep_best(step))
+
     def load(self) -> State | None:
         """Models and generators are as they were; returns the loop's state. None: nothing to continue from."""
         if self._found is None:

@@ -76,10 +76,23 @@ def filtering_is_possible(config: RLConfig) -> Iterator[str]:
 
 def surplus_prompts_have_a_use(config: RLConfig) -> Iterator[str]:
     size, wanted = config.rollout.batch_size, config.generate_batch_size
-    if wanted > size and not config.algo.dynamic_filtering_enable and not config.train.async_enable:
+    if wanted > size and not config.algo.dynamic_filtering_enable and not config.plays_across_rounds:
         yield (
             f"--rollout.vllm_generate_batch_size {wanted} is more than --rollout.batch_size {size}: nothing would "
-            "use the rest without --algo.dynamic_filtering_enable or --train.async_enable; add one, or make it smaller"
+            "use the rest without --algo.dynamic_filtering_enable, --train.async_enable or --rollout.abort_stragglers; "
+            "add one, or make it smaller"
+        )
+
+
+def stragglers_have_company(config: RLConfig) -> Iterator[str]:
+    if not config.rollout.abort_stragglers:
+        return
+    if config.train.async_enable:
+        yield "--rollout.abort_stragglers is for rounds one after the other: with --train.async_enable drop it"
+    elif config.generate_batch_size <= config.rollout.batch_size:
+        yield (
+            "--rollout.abort_stragglers needs more prompts in play than a round trains on: make "
+            f"--rollout.vllm_generate_batch_size more than --rollout.batch_size {config.rollout.batch_size}"
         )
 
 

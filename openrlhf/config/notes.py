@@ -105,6 +105,16 @@ def local_weights_have_one_way(config: RLConfig) -> Iterator[str]:
             yield f"{flag} is not used: engine and trainer are on one machine, and weights take the shortest way"
 
 
+def evaluations_beside_training_are_saved(config: RLConfig) -> Iterator[str]:
+    measured, saved = config.eval.period, config.ckpt.period
+    follows = config.eval.dataset and config.ckpt.best_metric_key != "none"
+    if config.train.async_enable and follows and measured and saved and measured % saved:
+        yield (
+            f"--eval.steps {measured}: evaluations go on beside training, so a checkpoint is written at each as well, "
+            "in case it is the best (--ckpt.best_metric_key none leaves these out)"
+        )
+
+
 def async_engines_have_own_devices(config: RLConfig) -> Iterator[str]:
     if config.train.async_enable and config.train.colocate_all and not config.train.async_share_device:
         yield (

@@ -80,10 +80,15 @@ class RolloutSection:
     vllm_generate_batch_size: Annotated[
         int | None,
         Flag(
-            "prompts in play at a time; more than batch_size (over-sampling) needs dynamic filtering or async",
+            "prompts in play at a time; more than batch_size (over-sampling) needs dynamic filtering, async or "
+            "abort_stragglers",
             flat="vllm_generate_batch_size",
         ),
     ] = None
+    abort_stragglers: Annotated[
+        bool,
+        Flag("sync: a round ends with its batch_size-th group; what is in play stops, and goes on in the next round"),
+    ] = False
     micro_batch_size: Annotated[
         int, Flag("samples per forward when scoring", flat="micro_rollout_batch_size micro_forward_batch_size")
     ] = 1

@@ -109,6 +109,11 @@ class RLConfig(TrainerSection):
         return self.rollout.vllm_generate_batch_size or self.rollout.batch_size
 
     @property
+    def plays_across_rounds(self) -> bool:
+        """Episodes may outlive the round in which they began."""
+        return self.train.async_enable or self.rollout.abort_stragglers
+
+    @property
     def scoring_tokens_per_gpu(self) -> int:
         """Token budget of scoring forwards with dynamic batches."""
         return self.rollout.max_tokens_per_gpu or self.train.max_tokens_per_gpu

@@ -7,6 +7,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+class BusyClock:
+    """Seconds in which anything was under way. One thread says what begins and ends; any may look."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._count = 0
+        self._until_then: tuple[float, float | None] = (0.0, None)
+        """Seconds in all before the present stretch, and when that began."""
+
+    def begin(self) -> None:
+        if self._count == 0:
+            self._until_then = (self._until_then[0], self._now())
+        self._count += 1
+
+    def end(self) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._until_then = (self.seconds, None)
+
+    @property
+    def seconds(self) -> float:
+        before, since = self._until_then
+        return before if since is None else before + self._now() - since
+
+
 class PhaseClock:
     """Seconds per named phase since the last `take()`.
 

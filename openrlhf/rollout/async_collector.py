@@ -1,8 +1,12 @@
-"""Where training batches come from when generation goes on while they are trained on.
+"""Where training batches come from when episodes outlive the round they began in.
 
 On a loop of its own: prompts start in the order of their ordinals as long as at most `capacity` groups are begun and
 not trained on, and at most `at_once` of these in play. A finished group is there for the next round at once. Which
 groups that is, and why none gets too old, is `staleness`' business.
+
+Two ways to start prompts:
+    ahead          all the time: generation goes on while rounds are trained on
+    not ahead      while a round is waited for; it ends when it has its groups, and the rest goes on in the next
 
 Two ways for new weights, as `trainers.pipelines` asks for:
     all at rest    nothing new starts, what is in play is waited for: every sample has one version
@@ -16,6 +20,7 @@ from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.timing import BusyClock
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.collector import PromptsExhausted, Round, params_of
 from openrlhf.rollout.filtering import ScoreFilter
@@ -34,7 +39,7 @@ class _Finished(NamedTuple):
 
 
 class AsyncCollector:
-    """Plays prompts all the time, on a loop that never rests."""
+    """Plays prompts on a loop that never rests."""
 
     def __init__(
         self,
@@ -49,9 +54,12 @@ class AsyncCollector:
         logprobs_every: int = 1,
         queue_size: int = 1,
         at_once: int | None = None,
+        ahead: bool = True,
         score_filter: ScoreFilter | None = None,
     ) -> None:
-        """`queue_size`: rounds that generation may be ahead. `at_once`: most prompts in play; None: `batch_size`."""
+        """`queue_size`: rounds that generation may be ahead. `at_once`: most prompts in play; None: `batch_size`.
+        `ahead` False: prompts start only while a round is waited for.
+        """
         self._prompts = prompts
         self._runner = runner
         self._engine = engine
@@ -62,6 +70,7 @@ class AsyncCollector:
         self._logprobs_every = logprobs_every
         self._at_once = at_once or batch_size
         self._capacity = max(queue_size * batch_size, self._at_once)
+        self._ahead = ahead
         self._filter = score_filter
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ordinal, of prompts in play."""
@@ -69,13 +78,19 @@ class AsyncCollector:
         """With which those in play were begun."""
         self._finished: dict[int, _Finished] = {}
         self._changed = asyncio.Event()
-        self._resting = False
+        self._in_play = BusyClock()
+        self._resting = not ahead
         self._failure: Exception | None = None
         self._verdicts = Verdicts(score_filter)
 
     @property
     def staleness_bound(self) -> int:
         return bound_of(self._capacity, batch_size=self._batch_size)
+
+    @property
+    def seconds_in_play(self) -> float:
+        """So far, in which any prompt was in play."""
+        return self._in_play.seconds
 
     def next_batch(self) -> Round:
         """The next round, as soon as its groups are there. PromptsExhausted when there are none any more."""
@@ -100,6 +115,7 @@ class AsyncCollector:
             self._finished[group.prompt.ordinal] = _Finished(group, saved["version"])
 
     async def _next_batch(self) -> Round:
+        self._resting = False
         while True:
             self._changed.clear()
             self._start_due()
@@ -120,6 +136,7 @@ class AsyncCollector:
         if not groups:
             raise PromptsExhausted(self._verdicts.exhausted())
         metrics = self._metrics(groups)
+        self._resting = not self._ahead
         self._start_due()  # there is room now, and nobody asks before the round is trained
         return Round(groups, metrics)
 
@@ -146,6 +163,7 @@ class AsyncCollector:
             return
         room = self._capacity - len(self._tasks) - len(self._finished)
         for prompt in self._prompts.take(max(0, min(room, self._at_once - len(self._tasks)))):
+            self._in_play.begin()
             self._versions[prompt.ordinal] = self._engine.version
             self._tasks[prompt.ordinal] = asyncio.create_task(self._play(prompt), name=f"prompt {prompt.ordinal}")
 
@@ -159,6 +177,7 @@ class AsyncCollector:
             self._failure = self._failure or error
         finally:
             del self._tasks[prompt.ordinal], self._versions[prompt.ordinal]
+            self._in_play.end()
             self._changed.set()
         self._start_due()
 

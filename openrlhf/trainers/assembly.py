@@ -88,6 +88,13 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
+        evaluation = held_out and PromptEvaluation(
+            prompts=held_out,
+            runner=runner,
+            loop=loop,
+            samples_per_prompt=config.eval.n_samples_per_prompt,
+            sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
+        )
         parts = pipeline(
             config,
             bound,
@@ -95,6 +102,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
             runner=runner,
             loop=loop,
             sampling_params=_sampling(config, temperature=config.rollout.temperature),
+            evaluation=evaluation,
         )
         run_dir = create_run_directory(config, checkpoints.found)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
@@ -106,14 +114,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
                 collector=parts.collector,
                 workers=parts.workers,
                 weights=parts.weights,
-                evaluation=held_out
-                and PromptEvaluation(
-                    prompts=held_out,
-                    runner=runner,
-                    loop=loop,
-                    samples_per_prompt=config.eval.n_samples_per_prompt,
-                    sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
-                ),
+                evaluation=parts.evaluation,
                 best=BestMetric(config.ckpt.best_metric_key),
                 schedule=schedule,
                 logger=seen.logger,
@@ -124,12 +125,12 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
             if checkpoints.found:
                 seen.progress.note(f"continues from {checkpoints.found.path}")
             with settled_heap():
-                evaluation = trainer.fit()
+                measured = trainer.fit()
             seen.progress.phase("export")
             written = _export(config, bound.kept, model_dir)
             link_model(run_dir, model_dir)
             seen.progress.note(f"model in {', critic in '.join(map(str, written))}")
-    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=evaluation)
+    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=measured)
 
 
 def _export(config: RLConfig, kept: Mapping[str, Kept], model_dir: Path) -> list[Path]:
@@ -227,7 +228,7 @@ _S = TypeVar("_S", bound=_Service)
 
 def _loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
     """Where episodes are played: between the other phases of a round, or all the time."""
-    return BackgroundRunner() if config.train.async_enable else asyncio.Runner()
+    return BackgroundRunner() if config.plays_across_rounds else asyncio.Runner()
 
 
 @contextlib.contextmanager

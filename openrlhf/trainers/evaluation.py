@@ -1,10 +1,11 @@
-"""Evaluation on prompts that are not trained on, per data source; and which evaluation was the best."""
+"""Evaluation on prompts that are not trained on, at once or beside training; and which evaluation was the best."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from openrlhf.algorithms.evaluation import pass_at_k
@@ -12,7 +13,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.types import Group, Outcome, Prompt, SamplingParams
-from openrlhf.utils.background import LoopRunner
+from openrlhf.utils.background import BackgroundRunner, LoopRunner
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +35,50 @@ class PromptEvaluation:
         self._loop = loop
         self._samples_per_prompt = samples_per_prompt
         self._sampling_params = sampling_params
+        self._found: dict[str, float] | None = None
 
-    def run(self) -> dict[str, float]:
-        groups = self._loop.run(
-            self._runner.play_all(
-                self._prompts,
-                n=self._samples_per_prompt,
-                sampling_params=self._sampling_params,
-                purpose="eval",
-            )
+    def start(self) -> None:
+        self._found = self._loop.run(self.play())
+
+    def result(self, *, wait: bool = False) -> dict[str, float] | None:
+        found, self._found = self._found, None
+        return found
+
+    async def play(self) -> dict[str, float]:
+        groups = await self._runner.play_all(
+            self._prompts,
+            n=self._samples_per_prompt,
+            sampling_params=self._sampling_params,
+            purpose="eval",
         )
         if not any(group.scored for group in groups):
             reason = next(t.error for group in groups for t in group.trajectories if t.failed)
             raise RolloutError(f"all {len(groups)} evaluation groups failed; first reason: {reason}")
         return evaluation_metrics(groups, k=self._samples_per_prompt).values()
+
+
+class EvaluationBeside:
+    """One that goes on while the policy is trained. Whoever is about to change the engine's weights calls `settle`."""
+
+    def __init__(self, evaluation: PromptEvaluation, loop: BackgroundRunner) -> None:
+        self._evaluation = evaluation
+        self._loop = loop
+        self._found: Future[dict[str, float]] | None = None
+
+    def start(self) -> None:
+        self._found = self._loop.submit(self._evaluation.play())
+
+    def result(self, *, wait: bool = False) -> dict[str, float] | None:
+        found = self._found
+        if found is None or not (wait or found.done()):
+            return None
+        self._found = None
+        return found.result()
+
+    def settle(self) -> None:
+        """Wait until what was started is over: it measures the weights that it began with."""
+        if self._found is not None:
+            self._found.exception()  # `result` raises it
 
 
 def evaluation_metrics(groups: Sequence[Group], *, k: int) -> Metrics:
@@ -86,6 +117,11 @@ class BestMetric:
         """What is followed; known from the first evaluation on."""
         self.value: float | None = None
         self.step: int | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether there is anything to follow."""
+        return self._wanted != "none"
 
     def update(self, step: int, evaluation: Mapping[str, float]) -> bool:
         """Take in the evaluation after `step`; whether it is the best so far. Of equals the first is.

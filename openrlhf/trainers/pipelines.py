@@ -1,8 +1,9 @@
 """The pipeline of a run: rounds one after the other, or generation that goes on while they are trained on.
 
-    sync             SyncCollector
-    async            AsyncCollector; new weights come when nothing is in play
-    async, partial   AsyncCollector; new weights come in the middle of responses
+    sync               SyncCollector
+    sync, stragglers   AsyncCollector that is not ahead; engines stop from the end of a round until the push after it
+    async              AsyncCollector; new weights come when nothing is in play
+    async, partial     AsyncCollector; new weights come in the middle of responses
 
 Engines with weights of their own take them at a push. The embedded engine samples with the very weights that are
 trained: it has to stop from the beginning of an update until the push after it.
@@ -10,6 +11,7 @@ trained: it has to stop from the beginning of an update until the push after it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +24,9 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
+from openrlhf.trainers.evaluation import EvaluationBeside, PromptEvaluation
 from openrlhf.trainers.launching import Bound
-from openrlhf.trainers.rl import Collector
+from openrlhf.trainers.rl import Collector, Evaluation
 from openrlhf.types import Group, SamplingParams
 from openrlhf.utils.background import BackgroundRunner, LoopRunner
 from openrlhf.weight_sync.base import WeightSync
@@ -35,6 +38,7 @@ class Pipeline(NamedTuple):
     collector: Collector
     workers: Workers
     weights: WeightSync
+    evaluation: Evaluation | None
 
 
 def pipeline(
@@ -45,6 +49,7 @@ def pipeline(
     runner: EpisodeRunner,
     loop: LoopRunner,
     sampling_params: SamplingParams,
+    evaluation: PromptEvaluation | None = None,
 ) -> Pipeline:
     shared: dict[str, Any] = {
         "prompts": prompts,
@@ -55,30 +60,57 @@ def pipeline(
         "logprobs_every": config.logprobs_every,
         "score_filter": _score_filter(config),
     }
-    if not config.train.async_enable:
+    if not config.plays_across_rounds:
         collector = SyncCollector(**shared, loop=loop, generate_batch_size=config.generate_batch_size)
-        return Pipeline(collector, bound.workers, bound.weights)
-    assert isinstance(loop, BackgroundRunner), "asynchronous generation needs a loop that never rests"
-    ahead = AsyncCollector(
+        return Pipeline(collector, bound.workers, bound.weights, evaluation)
+    assert isinstance(loop, BackgroundRunner), "episodes that outlive their round need a loop that never rests"
+    ahead = config.train.async_enable
+    lasting = AsyncCollector(
         **shared,
         engine=bound.engine,
         loop=loop,
-        queue_size=config.train.async_queue_size,
+        queue_size=config.train.async_queue_size if ahead else 1,
         at_once=config.generate_batch_size,
+        ahead=ahead,
     )
-    return _asynchronous(ahead, bound, loop, partial=config.train.partial_rollout_enable)
+    if not ahead:
+        workers, weights = _in_turns(bound, loop)
+        return Pipeline(lasting, workers, weights, evaluation)
+    beside = evaluation and EvaluationBeside(evaluation, loop)
+    settle = beside.settle if beside else lambda: None
+    partial = config.train.partial_rollout_enable
+    workers, weights = _asynchronous(lasting, bound, loop, partial=partial, settle=settle)
+    return Pipeline(lasting, workers, weights, beside)
 
 
-def _asynchronous(collector: AsyncCollector, bound: Bound, loop: BackgroundRunner, *, partial: bool) -> Pipeline:
+def _in_turns(bound: Bound, loop: BackgroundRunner) -> tuple[Workers, WeightSync]:
+    """Engines stop when a round has its groups, with what is in play, and go on after the push."""
     engine = bound.engine
     if isinstance(engine, EmbeddedEngine):
-        rest = Rest(lambda: loop.run(engine.hold()), lambda: loop.run(engine.go_on()))
-        if not partial:
-            rest = Rest(collector.rest, collector.go_on)
-        return Pipeline(collector, RestingWorkers(bound.workers, rest), RestingWeightSync(bound.weights, rest))
-    if partial:
-        return Pipeline(collector, bound.workers, bound.weights)
-    return Pipeline(collector, bound.workers, RestingWeightSync(bound.weights, Rest(collector.rest, collector.go_on)))
+        held = _held(engine, loop)
+        return RestingWorkers(bound.workers, held.begin), RestingWeightSync(bound.weights, held)
+    return RestingWorkers(bound.workers, engine.hold), bound.weights  # the push itself lets them go on
+
+
+def _asynchronous(
+    collector: AsyncCollector, bound: Bound, loop: BackgroundRunner, *, partial: bool, settle: Callable[[], None]
+) -> tuple[Workers, WeightSync]:
+    """`settle` comes before weights that an engine samples with change."""
+    engine, rest = bound.engine, Rest(collector.rest, collector.go_on)
+    if isinstance(engine, EmbeddedEngine):
+        rest = _held(engine, loop) if partial else rest
+
+        def begin() -> None:
+            settle()
+            rest.begin()
+
+        return RestingWorkers(bound.workers, begin), RestingWeightSync(bound.weights, rest)
+    weights = bound.weights if partial else RestingWeightSync(bound.weights, rest)
+    return OverlappedWorkers(bound.workers, collector), SettlingWeightSync(weights, settle)
+
+
+def _held(engine: EmbeddedEngine, loop: BackgroundRunner) -> Rest:
+    return Rest(lambda: loop.run(engine.hold()), lambda: loop.run(engine.go_on()))
 
 
 class Rest:
@@ -103,12 +135,12 @@ class Rest:
 class RestingWorkers(WorkersBehind):
     """Generation rests when a round is placed."""
 
-    def __init__(self, workers: Workers, rest: Rest) -> None:
+    def __init__(self, workers: Workers, begin_rest: Callable[[], None]) -> None:
         super().__init__(workers)
-        self._rest = rest
+        self._begin_rest = begin_rest
 
     def place(self, groups: Sequence[Group]) -> Any:
-        self._rest.begin()
+        self._begin_rest()
         return super().place(groups)
 
 
@@ -123,6 +155,45 @@ class RestingWeightSync:
         self._rest.begin()
         metrics = self._weights.push(version=version)
         self._rest.end()
+        return metrics
+
+
+class OverlappedWorkers(WorkersBehind):
+    """Tells with an update for which share of a round's time, from update to update, generation went on beside it:
+    `perf/overlap`."""
+
+    def __init__(self, workers: Workers, collector: AsyncCollector) -> None:
+        super().__init__(workers)
+        self._collector = collector
+        self._in_play_before = 0.0
+        self._last_update: float | None = None
+
+    def place(self, groups: Sequence[Group]) -> Any:
+        self._in_play_before = self._collector.seconds_in_play
+        return super().place(groups)
+
+    def update(self, batch: Any) -> Metrics:
+        metrics = super().update(batch)
+        now, beside = time.perf_counter(), self._collector.seconds_in_play - self._in_play_before
+        if self._last_update is not None:
+            metrics.last("perf/overlap", beside / (now - self._last_update))
+        self._last_update = now
+        return metrics
+
+
+class SettlingWeightSync:
+    """A push waits for an evaluation of the weights it would replace. Implements `WeightSync` with the one given."""
+
+    def __init__(self, weights: WeightSync, settle: Callable[[], None]) -> None:
+        self._weights = weights
+        self._settle = settle
+
+    def push(self, *, version: int) -> Metrics:
+        start = time.perf_counter()
+        self._settle()
+        waited = time.perf_counter() - start
+        metrics = self._weights.push(version=version)
+        metrics.last("timing/evaluation_wait", waited)
         return metrics
 
 

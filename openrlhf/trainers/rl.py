@@ -35,7 +35,13 @@ class Collector(Protocol):
 class Evaluation(Protocol):
     """Measures the policy on prompts it does not train on."""
 
-    def run(self) -> dict[str, float]: ...
+    def start(self) -> None:
+        """Measure the weights that the engine has now, to the end or beside the next round."""
+        ...
+
+    def result(self, *, wait: bool = False) -> dict[str, float] | None:
+        """What was found, once it is over; None before that, and when it has been told. `wait`: until it is over."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +100,9 @@ class RLTrainer:
         self.version = 0
         self.last_evaluation: dict[str, float] = {}
         self.evaluated_after: int | None = None
+        """The step whose weights were measured last, or are being measured."""
+        self.evaluating = False
+        self.saved_after: int | None = None
 
     def fit(self) -> dict[str, float]:
         """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none."""
@@ -101,20 +110,24 @@ class RLTrainer:
             self.load_state_dict(state)
         # An engine begins with whatever its files hold, or with nothing.
         self.weights.push(version=self.version)
-        if state is None and self.schedule.eval_at_ends:
+        # A checkpoint has the very weights whose evaluation it interrupted.
+        if self.schedule.eval_at_ends if state is None else state.get("evaluating"):
             self.evaluate()
         try:
             while self.rounds_done < self.schedule.rounds:
                 metrics = self.step()
                 self.rounds_done += 1
                 self.report(metrics)
+                self.take_evaluation()
                 best = self.schedule.evaluates_after(self.rounds_done) and self.evaluate()
-                if self.schedule.saves_after(self.rounds_done, best=best):
+                if self.schedule.saves_after(self.rounds_done, best=best or self.may_be_best):
                     self.save(best=best)
         except PromptsExhausted as end:
             self.progress.end_early(str(end))
+        self.take_evaluation(wait=True)
         if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
             self.evaluate()
+            self.take_evaluation(wait=True)
         if self.best.value is not None:
             self.progress.note(f"best {self.best.key} {self.best.value:.3f}, after step {self.best.step}")
         return self.last_evaluation
@@ -153,22 +166,39 @@ class RLTrainer:
             self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="train")
 
     def evaluate(self) -> bool:
-        """Whether it is the best so far."""
+        """Measure the present weights. Whether they are known to be the best so far: not if it takes its time."""
         if self.evaluation is None:
             return False
         with self.clock.phase("evaluation"):
-            values = self.evaluation.run()
+            self.evaluation.start()
+            self.evaluating, self.evaluated_after = True, self.rounds_done
+            best = self.take_evaluation()
         self.clock.take()  # evaluation is no part of the next round's time
-        self.last_evaluation, self.evaluated_after = values, self.rounds_done
-        self.progress.evaluation(self.rounds_done, values)
-        is_best = self.best.update(self.rounds_done, values)
+        return best
+
+    def take_evaluation(self, *, wait: bool = False) -> bool:
+        """Tell what an evaluation has found, under the step it measured. Whether that is the best so far."""
+        values = self.evaluation.result(wait=wait) if self.evaluation and self.evaluating else None
+        if values is None:
+            return False
+        step, self.last_evaluation, self.evaluating = self.evaluated_after, values, False
+        self.progress.evaluation(step, values)
+        is_best = self.best.update(step, values)
         best = {} if self.best.value is None else {"eval_best": self.best.value}
-        self.logger.log(self.rounds_done, {**values, **best, "global_step": self.rounds_done}, kind="eval")
+        self.logger.log(step, {**values, **best, "global_step": step}, kind="eval")
+        if is_best and self.saved_after == step:
+            self.checkpointer.keep_best(step)
         return is_best
+
+    @property
+    def may_be_best(self) -> bool:
+        """Nobody knows yet, and when somebody does the weights will have changed."""
+        return self.evaluating and self.best.follows
 
     def save(self, *, best: bool) -> None:
         with self.clock.phase("checkpoint"):
             self.checkpointer.save(self.rounds_done, self.state_dict(), best=best)
+        self.saved_after = self.rounds_done
         self.clock.take()  # nor are checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,6 +211,7 @@ class RLTrainer:
             "best": self.best.state_dict(),
             "last_evaluation": dict(self.last_evaluation),
             "evaluated_after": self.evaluated_after,
+            "evaluating": self.evaluating,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,4 +219,5 @@ class RLTrainer:
         self.workers.load_state_dict(state["workers"])
         self.best.load_state_dict(state["best"])
         self.rounds_done, self.version = state["rounds"], state["version"]
+        self.saved_after = self.rounds_done
         self.last_evaluation, self.evaluated_after = dict(state["last_evaluation"]), state["evaluated_after"]

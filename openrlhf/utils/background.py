@@ -38,6 +38,10 @@ class BackgroundRunner:
         except concurrent.futures.CancelledError:
             raise asyncio.CancelledError from None
 
+    def submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Begin it, and come back at once."""
+        return self._thread.submit(work)
+
     def __enter__(self) -> BackgroundRunner:
         return self
 

@@ -26,15 +26,6 @@ def test_the_demo_learns(demo, tmp_path, pipeline, estimator):
     assert column(run_dir, "rollout/failed") == [0] * 8
 
 
-def test_an_agent_plays_while_its_policy_is_trained(agent_demo, tmp_path):
-    """Two rounds ahead and more prompts in play than a round has."""
-    words = [*PARTIAL, *CORRECTED, "--train.async_queue_size", "2", "--rollout.vllm_generate_batch_size", "160"]
-    run_dir = run(agent_demo, tmp_path / "run", *words, steps=4)
-    assert column(run_dir, "rollout/failed") == [0] * 4
-    assert 1 <= max(column(run_dir, "rollout/staleness_max")) <= 2
-    assert len(scores(run_dir)) == 2
-
-
 def test_every_prompt_is_trained_on_once(inputs, tmp_path, cli):
     """Eight prompts, two samples each, in rounds of two, generation three rounds ahead."""
     ran = cli(

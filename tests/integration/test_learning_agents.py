@@ -1,4 +1,4 @@
-"""The real loop learns the multi-turn demo's task from its agent file, with more than one estimator."""
+"""The real loop learns the multi-turn demo's task from its agent file, with more than one estimator, sync and async."""
 
 import pytest
 from demo_runs import column, run, scores
@@ -23,3 +23,18 @@ def test_an_agent_learns(agent_demo, tmp_path, estimator):
     assert sum(found[-3:]) > 1.08 * sum(found[:3])
     assert column(run_dir, "rollout/failed") == [0] * 10
     assert max(column(run_dir, "logprobs_diff")) < 1e-4
+
+
+@pytest.mark.slow
+def test_an_agent_learns_while_it_plays(agent_demo, tmp_path):
+    """Two rounds ahead and more prompts in play than a round has. Seen to rise by 0.04 after 8 steps already, and letters
+    found before the first wrong one by a fifth."""
+    words = ["--train.async_enable", "--train.partial_rollout_enable", "--algo.advantage.is_correction_enable"]
+    words += ["--train.async_queue_size", "2", "--rollout.vllm_generate_batch_size", "160"]
+    run_dir = run(agent_demo, tmp_path / "run", *words, *GENTLE, "--algo.advantage.estimator", "rloo", steps=10)
+    before, after = scores(run_dir)
+    assert after > before
+    found = column(run_dir, "found")
+    assert sum(found[-3:]) > 1.08 * sum(found[:3])
+    assert column(run_dir, "rollout/failed") == [0] * 10
+    assert 1 <= max(column(run_dir, "rollout/staleness_max")) <= 2

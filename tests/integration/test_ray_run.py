@@ -122,13 +122,29 @@ def test_a_multi_turn_agent_and_a_checkpoint_that_one_process_goes_on_from(demo,
     assert max(column(on, "logprobs_diff")) < 1e-4
 
 
-@pytest.mark.parametrize("partial", [False, True], ids=["async", "partial"])
-def test_generation_goes_on_while_ranks_train(demo, cluster, tmp_path, partial):
-    words = ["--train.async_enable", *(["--train.partial_rollout_enable"] if partial else []), "--vllm.sync_verify"]
-    words += ["--algo.advantage.is_correction_enable"]
-    run_dir = run(demo, tmp_path / "run", *words, *RANKS, steps=4, launched=cluster.launched)
-    before, after = scores(run_dir)
+PIPELINES = {
+    "async": ["--train.async_enable"],
+    "partial": ["--train.async_enable", "--train.partial_rollout_enable", "--algo.advantage.estimator", "rloo"],
+    "agent": ["--train.async_enable", "--train.partial_rollout_enable"],
+    "stragglers": ["--rollout.abort_stragglers", "--rollout.vllm_generate_batch_size", "192"],
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_it_learns_when_episodes_outlive_their_round(demo, cluster, tmp_path, name):
+    """Rounds of 128 prompts, with 192 in play where stragglers are left behind. Evaluations beside training are told under
+    the step they measured."""
+    (tmp_path / "agent.py").write_text(TWO_TURNS)
+    words = [*PIPELINES[name], "--algo.advantage.is_correction_enable", "--vllm.sync_verify", "--eval.steps", "2"]
+    words += ["--train.agent_func_path", str(tmp_path / "agent.py")] if name == "agent" else []
+    run_dir = run(demo, tmp_path / "run", *words, *RANKS, steps=4, without=["eval.steps"], launched=cluster.launched)
+    before, _, after = scores(run_dir)
     assert after > before
-    assert max(column(run_dir, "rollout/staleness_max")) == 1
-    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
     assert column(run_dir, "rollout/failed") == [0] * 4
+    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
+    assert 1 <= max(column(run_dir, "rollout/staleness_max")) <= (2 if name == "stragglers" else 1)
+    overlap = column(run_dir, "perf/overlap")
+    if name == "stragglers":
+        assert overlap == []
+    else:
+        assert 0 < max(overlap) <= 1

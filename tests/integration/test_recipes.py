@@ -27,6 +27,7 @@ TINY = {
     "ENGINES": 2,
     "TP": 1,
     "BATCH": 4,
+    "IN_PLAY": 6,
     "SAMPLES": 2,
     "TRAIN_BATCH": 4,
     "EPISODES": 1,
@@ -43,6 +44,26 @@ def reward_func(queries, prompts, labels):
 """
 
 
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class Twice(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.turns = 0
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        reward = len(states["action_text"]) / 10
+        return {"rewards": reward, "scores": reward, "environment_feedback": ">", "done": self.turns == 2}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Twice)
+"""
+
+
 @pytest.fixture(scope="module")
 def brought(inputs, tmp_path_factory) -> dict[str, str | int]:
     """What a user brings, by the variables of the scripts."""
@@ -54,6 +75,7 @@ def brought(inputs, tmp_path_factory) -> dict[str, str | int]:
     judge = load_value_model(model, dtype=torch.float32, device="cpu", seed=1)
     export_value_model(judge, tokenizer, folder / "judge", statistics=Normalisation(0.0, 0.5))
     (folder / "reward.py").write_text(REWARD)
+    (folder / "agent.py").write_text(AGENT)
     chats = [(r["label"], [{"role": "user", "content": r["input"]}]) for r in inputs.records]
     lines = [json.dumps({"label": label, "prompt": chat, "context_messages": chat}) for label, chat in chats]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
@@ -61,6 +83,7 @@ def brought(inputs, tmp_path_factory) -> dict[str, str | int]:
         "MODEL": str(model),
         "REWARD_MODEL": str(folder / "judge"),
         "REWARD": str(folder / "reward.py"),
+        "AGENT": str(folder / "agent.py"),
         "DATA": str(folder / "prompts.jsonl"),
         "EVAL_DATA": str(folder / "prompts.jsonl"),
     }
@@ -89,6 +112,7 @@ def test_a_recipe_trains(cluster, brought, script, tmp_path, monkeypatch):
             "dynamic_filtering_pass_rate": config.algo.dynamic_filtering_enable,
             "is_weight": config.algo.advantage.is_correction_enable,
             "policy_loss": config.critic.freezing_steps < 0,
+            "rollout/staleness": config.train.async_enable,
         }
         assert {name: name in line for name in parts} == parts
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))

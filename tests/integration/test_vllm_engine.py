@@ -358,8 +358,10 @@ def test_a_damaged_bucket_is_refused():
         RpcUpdateInfo(**message | {"payload": bytes(payload)}).bucket()
 
 
-def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its_version(setup):
-    """A greedy token is the likeliest of the version it names: old weights up to the push, new ones from there."""
+@pytest.mark.parametrize("stops", [(), ("hold",), ("hold", "sleep")], ids=["at once", "held before", "asleep before"])
+def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its_version(setup, stops):
+    """A greedy token is the likeliest of the version it names: old weights up to the push, new ones from there. So it is
+    for requests that stop long before the push, as at the end of a round, and whose engine gives its memory away."""
     setup.push(setup.sync())
     old_model, old = copy.deepcopy(setup.model), setup.version
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)
@@ -374,6 +376,11 @@ def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its
                 seen += len(part.token_ids)
                 if seen > 30:
                     break
+        for stop in stops:
+            await asyncio.to_thread(getattr(setup.engine, stop))
+        if stops:
+            done, _ = await asyncio.wait(calls, timeout=1.0)
+            assert not done
         await asyncio.to_thread(setup.push, setup.sync())
         return await asyncio.gather(*calls)
 

@@ -25,26 +25,33 @@ class Engine:
 
 
 class Runner:
-    """Prompt o ends when it is told to, with the scores of `script[o]` and the version that it began with."""
+    """Prompt o ends when it is told to, with the scores of `script[o]` and the version that it began with. Those that
+    are told together end one after the other."""
 
-    def __init__(self, script, engine):
+    def __init__(self, script, engine, loop):
         self.script = script
         self.engine = engine
+        self.loop = loop
         self.started = []
-        self.let_go = {ordinal: threading.Event() for ordinal in range(len(script))}
+        self.let_go = {ordinal: asyncio.Event() for ordinal in range(len(script))}
         self.breaks_on = None
 
     async def play(self, prompt, *, n, sampling_params):
         self.started.append(prompt.ordinal)
         version = self.engine.version
-        await asyncio.to_thread(self.let_go[prompt.ordinal].wait, 20)
+        await asyncio.wait_for(self.let_go[prompt.ordinal].wait(), 20)
         if prompt.ordinal == self.breaks_on:
             raise RolloutError("the engine is gone")
         return make_group(*self.script[prompt.ordinal], ordinal=prompt.ordinal, version=version)
 
     def finish(self, *ordinals):
+        self.loop.run(self._finish(ordinals))
+
+    async def _finish(self, ordinals):
         for ordinal in ordinals:
             self.let_go[ordinal].set()
+            for _ in range(5):  # turns of the loop: one that waits for it has ended by then
+                await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +64,11 @@ def loop():
 def make(loop, tmp_path):
     made = []
 
-    def make(script, *, batch=2, queue=1, at_once=None, filtered=False):
+    def make(script, *, batch=2, queue=1, at_once=None, ahead=True, filtered=False):
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps({"input": f"q{i}"}) + "\n" for i in range(len(script))))
         engine = Engine()
-        runner = Runner(script, engine)
+        runner = Runner(script, engine, loop)
         made.append(runner)
         collector = AsyncCollector(
             prompts=PromptStream(PromptSet(load_records(str(path))), seed=0, num_episodes=1, shuffle=False),
@@ -73,6 +80,7 @@ def make(loop, tmp_path):
             sampling_params=SamplingParams(),
             queue_size=queue,
             at_once=at_once,
+            ahead=ahead,
             score_filter=ScoreFilter(0.1, 0.9, warn_after=100) if filtered else None,
         )
         return collector, runner, engine
@@ -101,7 +109,7 @@ def test_a_round_does_not_wait_for_the_slowest_until_it_must(make):
     timer = threading.Timer(0.2, runner.finish, [0])
     timer.start()
     third = collector.next_batch()
-    assert timer.finished.is_set()
+    assert runner.let_go[0].is_set()
     assert ordinals(third) == [0, 5]
     assert third.metrics.values()["rollout/staleness_max"] == 2
 
@@ -128,6 +136,49 @@ def test_at_rest_nothing_is_in_play_and_nothing_starts(make, loop):
     assert runner.started == before
     collector.go_on()
     assert ordinals(collector.next_batch()) == [2, 3]
+
+
+def test_stragglers_go_on_in_the_next_round_and_are_waited_for_when_they_must(make):
+    """Rounds of 2 with 3 in play, not ahead: at most ⌈3 / 2⌉ = 2 versions old. 0 and then 3 are the slowest.
+
+    Round of version 0: 0, 1, 2 begin, and it ends with 1 and 2; nothing begins before the next is asked for.
+    Round of version 1: 3 and 4 begin beside 0; 4 alone is not enough, 5 has not begun: 3 or 0 must end. 3 does.
+    Round of version 2: 5 and 6 begin. Both end first, but 0 was begun two versions ago: it is waited for.
+    """
+    collector, runner, engine = make([GOOD] * 8, at_once=3, ahead=False)
+    assert collector.staleness_bound == 2
+    runner.finish(1, 2)
+    first = collector.next_batch()
+    assert ordinals(first) == [1, 2]
+    assert first.metrics.values()["rollout/in_play"] == 1
+    assert runner.started == [0, 1, 2]
+    engine.version = 1
+    runner.finish(4, 3)
+    assert runner.started == [0, 1, 2]
+    second = collector.next_batch()
+    assert ordinals(second) == [3, 4]
+    assert second.metrics.values()["rollout/staleness_max"] == 0
+    engine.version = 2
+    runner.finish(5, 6)
+    timer = threading.Timer(0.2, runner.finish, [0])
+    timer.start()
+    third = collector.next_batch()
+    assert runner.let_go[0].is_set()
+    assert ordinals(third) == [0, 5]
+    assert third.metrics.values()["rollout/staleness_max"] == 2
+    assert runner.started == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_straggler_is_asked_again_by_a_resumed_run(make):
+    collector, runner, _ = make([GOOD] * 4, at_once=3, ahead=False)
+    runner.finish(1, 2)
+    collector.next_batch()
+    state = collector.state_dict()
+    assert (state["unserved"], state["waiting"]) == ([0], [])
+    resumed, other, _ = make([GOOD] * 4, at_once=3, ahead=False)
+    resumed.load_state_dict(state)
+    other.finish(0, 3)
+    assert ordinals(resumed.next_batch()) == [0, 3]
 
 
 def test_filtering_replaces_what_is_turned_away(make):

@@ -39,6 +39,7 @@ ADDED = {
     ("train.async_share_device", "switch", False): ("train_ppo_ray",),
     ("max_steps", "int", None): ("train_ppo_ray",),
     ("rollout.top_k", "int", -1): ("train_ppo_ray",),
+    ("rollout.abort_stragglers", "switch", False): ("train_ppo_ray",),
     ("rollout.agent_hosts", "int", None): ("train_ppo_ray",),
     ("rollout.step_timeout", "float", 600.0): ("train_ppo_ray",),
     ("vllm.sync_verify", "switch", False): ("train_ppo_ray",),

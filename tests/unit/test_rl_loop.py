@@ -206,9 +206,13 @@ class EventLog:
     def load_state_dict(self, state):
         self.events.append("loaded")
 
-    def run(self):
+    def start(self):
         self.events.append("evaluate")
-        return {"eval_default_pass1": next(self.evaluations)}
+        self.found = {"eval_default_pass1": next(self.evaluations)}
+
+    def result(self, *, wait=False):
+        found, self.found = self.found, None
+        return found
 
 
 class Silent:
@@ -297,9 +301,13 @@ class Shelf:
 
     def __init__(self, state=None):
         self.saved, self._state = {}, state
+        self.best = []
 
     def save(self, step, state, *, best=False):
         self.saved[step] = (state, best)
+
+    def keep_best(self, step):
+        self.best.append(step)
 
     def load(self):
         return self._state
@@ -337,6 +345,73 @@ def test_a_continued_run_tells_the_engine_its_version_and_evaluates_nothing_twic
     one_round = ["collect", "place", "score", "advantages", "update"]
     assert log.events == ["loaded", "loaded", ("push", 1), *one_round, ("push", 2), "evaluate"]
     assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
+
+
+class LateLog(EventLog):
+    """Evaluations that are over when the next weights are pushed, as those beside training are."""
+
+    ended = False
+
+    def start(self):
+        super().start()
+        self.ended = False
+
+    def push(self, *, version):
+        self.ended = True
+        return super().push(version=version)
+
+    def result(self, *, wait=False):
+        return super().result() if wait or self.ended else None
+
+
+def test_an_evaluation_beside_training_is_told_under_the_step_it_measured(loop):
+    """Begun before round 1, after it and after round 2, the last; each is told after the next push, or at the end."""
+    log, logger = LateLog(loop, [0.25, 0.75, 0.5]), RememberingLogger()
+    result = make_trainer(log, Schedule(rounds=2, eval_every=1, eval_at_ends=True), logger).fit()
+    told = [(step, kind, record.get("eval_default_pass1")) for step, kind, record in logger.records]
+    assert told == [
+        (1, "train", None), (0, "eval", 0.25), (2, "train", None), (1, "eval", 0.75), (2, "eval", 0.5)
+    ]  # fmt: skip
+    assert result == {"eval_default_pass1": 0.5}
+    one_round = ["collect", "place", "score", "advantages", "update"]
+    assert log.events == [
+        ("push", 0),
+        "evaluate",
+        *one_round,
+        ("push", 1),
+        "evaluate",
+        *one_round,
+        ("push", 2),
+        "evaluate",
+    ]
+
+
+@pytest.mark.parametrize(("metric", "saved", "best"), [("", [1, 2], [1]), ("none", [2], [])])
+def test_weights_whose_evaluation_is_not_over_are_saved_in_case_they_are_the_best(loop, metric, saved, best):
+    """A period of 2, an evaluation after each of two rounds: 0.75 is the best, and 0.5 is not. Without a metric to follow
+    there is nothing to save them for."""
+    log, shelf = LateLog(loop, [0.75, 0.5]), Shelf()
+    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1, save_every=2), NullLogger())
+    trainer.checkpointer, trainer.best = shelf, BestMetric(metric)
+    trainer.fit()
+    assert (list(shelf.saved), shelf.best) == (saved, best)
+    assert all(not was_best for _, was_best in shelf.saved.values())
+
+
+def test_a_continued_run_makes_the_evaluation_that_was_interrupted(loop):
+    """With the weights of then, which the checkpoint has; if they are the best it is this checkpoint that is kept."""
+    first, shelf = LateLog(loop, [0.5, 0.5]), Shelf()
+    trainer = make_trainer(first, Schedule(rounds=2, eval_every=1, save_every=1), NullLogger())
+    trainer.checkpointer = shelf
+    trainer.fit()
+
+    log, logger, resumed_shelf = LateLog(loop, [0.75]), RememberingLogger(), Shelf(shelf.saved[1][0])
+    resumed = make_trainer(log, Schedule(rounds=2, save_every=5), logger)
+    resumed.checkpointer = resumed_shelf
+    resumed.fit()
+    assert log.events[:4] == ["loaded", "loaded", ("push", 1), "evaluate"]
+    assert [(step, kind) for step, kind, _ in logger.records] == [(2, "train"), (1, "eval")]
+    assert resumed_shelf.best == [1]
 
 
 def test_evaluation_metrics_by_hand(loop):
