@@ -273,8 +273,8 @@ def table(results: dict[tuple[str, str], dict[str, Any]], alone: dict[str, float
 
     def growth(run: tuple[str, str]) -> str:
         found = {phase: results[run][f"{phase}_gb"] for phase in ("generation", "training")}
-        grown = ", ".join(f"{phase} {seen[-1] - seen[1]:+.2f} GiB" for phase, seen in found.items())
-        return f"Memory from step 2 to step {len(results[run]['total'])}, {described(run)}: {grown}."
+        grown = ", ".join(f"{phase} {seen[-1] - seen[2]:+.2f} GiB" for phase, seen in found.items())
+        return f"Memory from step 3 to step {len(results[run]['total'])}, {described(run)}: {grown}."
 
     return "\n".join(
         [
