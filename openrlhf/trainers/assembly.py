@@ -19,6 +19,7 @@ from openrlhf.checkpoint.manager import CheckpointManager, Kept
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
+from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
@@ -101,6 +102,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
         with (
             observed(config, run_dir, steps=schedule.rounds, title=title) as seen,
             contextlib.closing(RolloutLog(run_dir.rollouts)) as rollout_log,
+            contextlib.closing(TrainedLedger(run_dir.trained)) as ledger,
         ):
             trainer = RLTrainer(
                 collector=parts.collector,
@@ -118,6 +120,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
                 schedule=schedule,
                 logger=seen.logger,
                 rollout_log=rollout_log,
+                ledger=ledger,
                 progress=seen.progress,
                 checkpointer=_checkpointer(config, checkpoints, bound.kept, run_dir),
             )

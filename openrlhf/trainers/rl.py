@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.learners.base import Workers
+from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
@@ -76,6 +77,7 @@ class RLTrainer:
         schedule: Schedule,
         logger: Logger,
         rollout_log: RolloutLog,
+        ledger: TrainedLedger,
         progress: Progress,
         checkpointer: Checkpointer | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class RLTrainer:
         self.schedule = schedule
         self.logger = logger
         self.rollout_log = rollout_log
+        self.ledger = ledger
         self.progress = progress
         self.checkpointer = checkpointer or NoCheckpoints()
         self.clock = PhaseClock(on_phase=progress.phase)
@@ -113,6 +116,8 @@ class RLTrainer:
                     self.save(best=best)
         except PromptsExhausted as end:
             self.progress.end_early(str(end))
+            if end.turned_away:
+                self.ledger.write(self.version + 1, [], turned_away=end.turned_away)
         if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
             self.evaluate()
         if self.best.value is not None:
@@ -122,7 +127,7 @@ class RLTrainer:
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""
         with self.clock.phase("generation"):
-            groups, metrics = self.collector.next_batch()
+            groups, metrics, turned_away = self.collector.next_batch()
         with self.clock.phase("make_experience"):
             batch = self.workers.place(groups)
             self.workers.score(batch)
@@ -133,6 +138,7 @@ class RLTrainer:
             self.version += 1
             metrics.merge(self.weights.push(version=self.version))
         self.rollout_log.write(self.version, groups)
+        self.ledger.write(self.version, groups, turned_away=turned_away)
         metrics.merge(self.measure(groups))
         return metrics
 

@@ -10,7 +10,7 @@ from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.observability.loggers import NullLogger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rewards.base import Reward, RewardError
-from openrlhf.rollout.collector import SyncCollector
+from openrlhf.rollout.collector import PromptsExhausted, SyncCollector
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
@@ -220,7 +220,7 @@ class Silent:
     def phase(self, name): ...
     def step(self, step, metrics): ...
     def evaluation(self, step, metrics): ...
-    def write(self, step, groups): ...
+    def write(self, step, groups, *, turned_away=()): ...
 
     def note(self, text):
         self.notes.append(text)
@@ -247,6 +247,7 @@ def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | N
         schedule=schedule,
         logger=logger,
         rollout_log=Silent(),
+        ledger=Silent(),
         progress=progress or Silent(),
     )
 
@@ -277,6 +278,28 @@ def test_prompts_that_run_out_end_the_run_with_a_last_evaluation(loop):
     assert [(step, kind) for step, kind, _ in logger.records] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
     assert result == {"eval_default_pass1": 0.75}
     assert progress.notes == ["early: the prompts ran out", "best eval_default_pass1 0.750, after step 2"]
+
+
+def test_the_ledger_gets_every_round_and_what_the_end_turned_away(loop):
+    """One round, and an end that says what became of the rest."""
+
+    class Ledger:
+        def __init__(self):
+            self.lines = []
+
+        def write(self, step, groups, *, turned_away=()):
+            self.lines.append((step, [group.prompt.ordinal for group in groups], list(turned_away)))
+
+    class Picky(EventLog):
+        def next_batch(self):
+            if "collect" in self.events:
+                raise PromptsExhausted("the prompts ran out", turned_away=[4, 5, 6, 7])
+            return super().next_batch()._replace(turned_away=[1, 2])
+
+    trainer = make_trainer(Picky(loop), Schedule(rounds=4), NullLogger())
+    trainer.ledger = Ledger()
+    trainer.fit()
+    assert trainer.ledger.lines == [(1, [0, 1], [1, 2]), (2, [], [4, 5, 6, 7])]
 
 
 def test_an_evaluation_just_made_is_not_made_again_at_the_end(loop):
