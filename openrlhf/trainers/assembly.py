@@ -39,6 +39,7 @@ from openrlhf.trainers.running import (
     prepare_process,
     user_errors_end_the_run,
 )
+from openrlhf.trainers.stopping import stoppable
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts
 from openrlhf.utils.background import BackgroundRunner, LoopRunner
@@ -103,6 +104,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
             observed(config, run_dir, steps=schedule.rounds, title=title) as seen,
             contextlib.closing(RolloutLog(run_dir.rollouts)) as rollout_log,
             contextlib.closing(TrainedLedger(run_dir.trained)) as ledger,
+            stoppable(config.ckpt, checkpoints) as stop,
         ):
             trainer = RLTrainer(
                 collector=parts.collector,
@@ -123,6 +125,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
                 ledger=ledger,
                 progress=seen.progress,
                 checkpointer=_checkpointer(config, checkpoints, bound.kept, run_dir),
+                stop=stop,
             )
             if checkpoints.found:
                 seen.progress.note(f"continues from {checkpoints.found.path}")

@@ -18,6 +18,7 @@ from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
+from openrlhf.utils.interrupts import Stopped, StopRequest
 from openrlhf.weight_sync.base import WeightSync
 
 
@@ -80,7 +81,9 @@ class RLTrainer:
         ledger: TrainedLedger,
         progress: Progress,
         checkpointer: Checkpointer | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
+        """`stop`: who may ask for the end of the run, after a checkpoint; None: nobody."""
         self.collector = collector
         self.workers = workers
         self.weights = weights
@@ -92,6 +95,7 @@ class RLTrainer:
         self.ledger = ledger
         self.progress = progress
         self.checkpointer = checkpointer or NoCheckpoints()
+        self.stop = stop or StopRequest()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.rounds_done = 0
         self.version = 0
@@ -99,21 +103,24 @@ class RLTrainer:
         self.evaluated_after: int | None = None
 
     def fit(self) -> dict[str, float]:
-        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none."""
+        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
+
+        Raises Stopped when it was asked to stop and has saved.
+        """
         if (state := self.checkpointer.load()) is not None:
             self.load_state_dict(state)
         # An engine begins with whatever its files hold, or with nothing.
         self.weights.push(version=self.version)
         if state is None and self.schedule.eval_at_ends:
             self.evaluate()
+        elif state is not None and self._evaluation_is_due():
+            self.conclude()  # left to this run by the one that was stopped
         try:
             while self.rounds_done < self.schedule.rounds:
                 metrics = self.step()
                 self.rounds_done += 1
                 self.report(metrics)
-                best = self.schedule.evaluates_after(self.rounds_done) and self.evaluate()
-                if self.schedule.saves_after(self.rounds_done, best=best):
-                    self.save(best=best)
+                self.conclude()
         except PromptsExhausted as end:
             self.progress.end_early(str(end))
             if end.turned_away:
@@ -123,6 +130,18 @@ class RLTrainer:
         if self.best.value is not None:
             self.progress.note(f"best {self.best.key} {self.best.value:.3f}, after step {self.best.step}")
         return self.last_evaluation
+
+    def conclude(self) -> None:
+        """After a round: evaluate, save, and stop, as far as each is due. Who is to stop does not evaluate first."""
+        best = self.stop.asked is None and self._evaluation_is_due() and self.evaluate()
+        if self.stop.accept() is not None or self.schedule.saves_after(self.rounds_done, best=best):
+            self.save(best=best)
+            if (by := self.stop.accept()) is not None:
+                raise Stopped(by)
+
+    def _evaluation_is_due(self) -> bool:
+        due = self.evaluation is not None and self.schedule.evaluates_after(self.rounds_done)
+        return due and self.evaluated_after != self.rounds_done
 
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""

@@ -1,6 +1,7 @@
 """The loop, the collector and the runner, against small fakes that behave."""
 
 import asyncio
+import signal
 from collections.abc import Iterable
 
 import pytest
@@ -16,6 +17,7 @@ from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
+from openrlhf.utils.interrupts import Stopped, StopRequest
 
 
 class CharTokenizer:
@@ -360,6 +362,46 @@ def test_a_continued_run_tells_the_engine_its_version_and_evaluates_nothing_twic
     one_round = ["collect", "place", "score", "advantages", "update"]
     assert log.events == ["loaded", "loaded", ("push", 1), *one_round, ("push", 2), "evaluate"]
     assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
+
+
+class AskedDuring(EventLog):
+    """A signal asks for the end when this is called for the first time."""
+
+    def __init__(self, loop, event, evaluations=(0.5, 0.75)):
+        super().__init__(loop, evaluations)
+        self.event, self.stop = event, StopRequest()
+
+    def update(self, batch):
+        if self.event == "update":
+            self.stop.asked = signal.SIGTERM
+        return super().update(batch)
+
+    def run(self):
+        if self.event == "evaluate":
+            self.stop.asked = signal.SIGTERM
+        return super().run()
+
+
+@pytest.mark.parametrize(("event", "evaluated"), [("update", False), ("evaluate", True)])
+def test_asked_to_stop_it_ends_the_round_saves_and_stops(loop, event, evaluated):
+    """In the first of two rounds, off any period. An evaluation that has not begun is left to whoever goes on."""
+    log, shelf = AskedDuring(loop, event), Shelf()
+    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1, save_every=5), NullLogger())
+    trainer.checkpointer, trainer.stop = shelf, log.stop
+    with pytest.raises(Stopped) as end:
+        trainer.fit()
+    assert end.value.by == signal.SIGTERM
+    assert list(shelf.saved) == [1]
+    assert log.events.count("evaluate") == evaluated
+
+    goes_on, logger = EventLog(loop, [0.5, 0.75][evaluated:]), RememberingLogger()
+    resumed = make_trainer(goes_on, Schedule(rounds=2, eval_every=1, save_every=5), logger)
+    resumed.checkpointer = Shelf(shelf.saved[1][0])
+    resumed.fit()
+    expected = [(2, "train"), (2, "eval")] if evaluated else [(1, "eval"), (2, "train"), (2, "eval")]
+    assert [(step, kind) for step, kind, _ in logger.records] == expected
+    best = {step: best for step, (_, best) in resumed.checkpointer.saved.items()}
+    assert best == ({2: True} if evaluated else {1: True, 2: True})
 
 
 def test_evaluation_metrics_by_hand(loop):
