@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -356,6 +356,76 @@ class Rl(Run):
             fates.update({prompt for prompt, _ in step.trained + step.failed})
             fates.update(step.turned_away)
         return fates
+
+
+@dataclass(frozen=True)
+class Try:
+    """One run that is killed once, somewhere, and started again."""
+
+    pipeline: str
+    at: float | str
+    """A share of the wall time of a run that nothing happens to, or the method of `Disk` in which it dies."""
+    filtered: bool = False
+
+    def __str__(self) -> str:
+        where = f"{self.at:.0%}" if isinstance(self.at, float) else f"in {self.at}"
+        return f"{self.kind}, {where}"
+
+    @property
+    def kind(self) -> str:
+        return self.pipeline + (", filtered" if self.filtered else "")
+
+    @property
+    def flags(self) -> dict:
+        return PIPELINES[self.pipeline] | (FILTERED if self.filtered else {})
+
+
+class Attempted(NamedTuple):
+    """What happened to a run."""
+
+    run: Rl
+    killed: Killed
+    before: int
+    """Rounds that were trained when it was killed."""
+    went_on_from: str
+
+    def row(self, outcome: str) -> dict[str, str]:
+        when = f"{self.killed.seconds:.1f} s" if self.killed.in_time else "after its end"
+        return {"killed": when, "rounds": str(self.before), "went_on_from": self.went_on_from, "outcome": outcome}
+
+
+class Straights:
+    """Runs that nothing happens to, each kind once."""
+
+    def __init__(self, inputs: Path, folder: Path) -> None:
+        self.inputs = inputs
+        self._folder = folder
+        self._runs: dict[str, tuple[Rl, float]] = {}
+
+    def of(self, attempt: Try) -> tuple[Rl, float]:
+        """… and how long it took."""
+        if attempt.kind not in self._runs:
+            run = Rl(self.inputs, self._folder / attempt.kind.replace(", ", "_"), attempt.flags)
+            self._runs[attempt.kind] = run, run.run()
+        return self._runs[attempt.kind]
+
+
+def attempt(one: Try, straights: Straights, folder: Path) -> Attempted:
+    """Kill it, start it again, and assert that nobody could tell."""
+    straight, seconds = straights.of(one)
+    run = Rl(straights.inputs, folder, one.flags)
+    killed = run.dies_at(one.at) if isinstance(one.at, str) else run.kill_after(one.at * seconds)
+    assert killed.in_time or isinstance(one.at, float), run.said
+    happened = Attempted(run, killed, len(run.ledger), run.latest)
+    run.run()
+    if one.filtered and one.pipeline != "sync":
+        assert_every_prompt_had_its_turn(run)
+    else:
+        assert_nothing_lost_or_repeated(run, straight)
+    if one.pipeline == "sync":
+        assert_same_weights(run, straight)
+        assert run.history == straight.history
+    return happened
 
 
 def assert_nothing_lost_or_repeated(resumed: Rl, straight: Rl) -> None:
