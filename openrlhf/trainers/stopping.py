@@ -27,7 +27,7 @@ def stoppable(section: CheckpointSection, checkpoints: Checkpoints) -> Iterator[
             by = end.by if isinstance(end, Stopped) else request.asked
             if by is None and folder is None:
                 raise
-            saved = isinstance(end, Stopped)
+            saved = isinstance(end, Stopped) and folder is not None
             text = _what_happened(by, section, saved=saved, overdue=request.overdue)
             if folder is not None:
                 text = f"{text}; {_what_next(section, folder.latest)}"

@@ -53,10 +53,10 @@ def reward_func(queries, prompts, labels):
     if prompts[0].startswith("7"):
         raise ValueError("not this one")
     luck = [zlib.crc32(query.encode()) for query in queries]
-    time.sleep(0.01 * (luck[0] % 4))
+    time.sleep(0.1 * (luck[0] % 4))
     return {"rewards": [n % 2 for n in luck], "scores": [n % 2 for n in luck]}
 """
-"""Some calls take longer than others, and prompts that begin with a 7 fail."""
+"""Some calls take longer than others, so that there is always something in play. Prompts that begin with a 7 fail."""
 
 
 def write_records(path: Path, records) -> Path:
