@@ -81,7 +81,9 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
         rounds = math.ceil(len(prompts) / config.rollout.batch_size)
         bound = held.enter_context(launcher.bound(rounds=rounds))
         episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop))
-        runner = EpisodeRunner(episodes=episodes, reward=reward, seed=config.train.seed)
+        runner = EpisodeRunner(
+            episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None
+        )
         schedule = Schedule(
             rounds=rounds,
             eval_every=config.eval.period,

@@ -85,9 +85,9 @@ def loop():
         yield runner
 
 
-def make_runner(engine, reward, *, max_length: int = 64) -> EpisodeRunner:
+def make_runner(engine, reward, *, max_length: int = 64, has_worked: bool = False) -> EpisodeRunner:
     episodes = OwnEpisodes(SingleTurnAgentExecutor(), engine=engine, tokenizer=CharTokenizer(), max_length=max_length)
-    return EpisodeRunner(episodes=episodes, reward=reward, seed=0)
+    return EpisodeRunner(episodes=episodes, reward=reward, seed=0, has_worked=has_worked)
 
 
 def make_collector(loop, texts, reward, *, batch_size=2, engine=None) -> SyncCollector:
@@ -160,6 +160,14 @@ def test_a_reward_that_never_worked_ends_the_run_with_its_reason(loop):
     texts = ["x"] * (HOPELESS_AFTER + 2)
     with pytest.raises(RolloutError, match=r"reward calls all failed: rewards.py:3"):
         make_collector(loop, texts, LengthReward(broken="x"), batch_size=len(texts)).next_batch()
+
+
+def test_in_a_continued_run_the_first_failures_are_data(loop):
+    """The reward has worked before: that the next prompts are ones it cannot judge is bad luck."""
+    runner = make_runner(EchoEngine(), LengthReward(broken="x"), has_worked=True)
+    prompts = [Prompt(ordinal=i, text="x") for i in range(HOPELESS_AFTER + 2)]
+    groups = loop.run(runner.play_all(prompts, n=1, sampling_params=SamplingParams(max_tokens=2)))
+    assert all(t.failed for group in groups for t in group.trajectories)
 
 
 def test_a_round_in_which_all_failed_ends_the_run(loop):
