@@ -2,7 +2,7 @@
 
 import time
 
-from killed_runs import DEADLINE, Killed, Rl
+from killed_runs import Killed, Rl
 
 
 class RayRl(Rl):
@@ -22,8 +22,7 @@ class RayRl(Rl):
         while process.is_alive() and not self.run_dir.exists():
             time.sleep(0.01)
         begun = time.monotonic()
-        process.join(DEADLINE)
-        assert process.exitcode == 0, self.said
+        self.end(process)
         return time.monotonic() - begun
 
     def kill_after(self, seconds: float) -> Killed:
@@ -35,4 +34,4 @@ class RayRl(Rl):
             return bool(begun) and time.monotonic() >= begun[0] + seconds
 
         killed = self.kill_when(reached)
-        return Killed(time.monotonic() - begun[0], killed.status)
+        return Killed(time.monotonic() - begun[0], killed.status) if begun else killed

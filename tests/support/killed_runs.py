@@ -3,6 +3,7 @@
 Each is a fork of a process that has imported everything: it starts in a fraction of a second, and dies like any other.
 """
 
+import functools
 import json
 import multiprocessing
 import os
@@ -158,7 +159,8 @@ class Run:
 
     def start(self, *, dies_at: str | None = None) -> "multiprocessing.process.BaseProcess":
         """`dies_at`: what of `checkpoint.disk` kills it when it comes to its second checkpoint."""
-        self.folder.mkdir(exist_ok=True)
+        _warm_up()
+        self.folder.mkdir(exist_ok=True, parents=True)
         process = _forks.Process(
             target=_process,
             args=(self.command, self.words(), self.folder, self.inputs / "cache", self.environment, dies_at),
@@ -169,10 +171,15 @@ class Run:
     def run(self) -> float:
         """To its end; how long that took."""
         started = time.monotonic()
-        process = self.start()
-        process.join(DEADLINE)
-        assert process.exitcode == 0, self.said
+        self.end(self.start())
         return time.monotonic() - started
+
+    def end(self, process: "multiprocessing.process.BaseProcess") -> None:
+        """Wait for it; it must end well, and in time."""
+        process.join(DEADLINE)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, self.said
 
     def kill_when(self, reached: Callable[[], bool], *, number: int = signal.SIGKILL) -> Killed:
         """Start it, and send the signal as soon as that is so. It must be in time."""
@@ -225,6 +232,18 @@ class Run:
     def history(self) -> list[dict]:
         """Everything that was measured, times aside."""
         return [without_times(record) for record in read_metrics(self.run_dir / "metrics.jsonl")]
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Importing everything takes longer than a run: nobody's time should have it in it."""
+    first = _forks.Process(target=_nothing)
+    first.start()
+    first.join()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _process(
@@ -421,8 +440,12 @@ class Attempted(NamedTuple):
     went_on_from: str
 
     def row(self, outcome: str) -> dict[str, str]:
-        when = f"{self.killed.seconds:.1f} s" if self.killed.in_time else "after its end"
-        return {"killed": when, "rounds": str(self.before), "went_on_from": self.went_on_from, "outcome": outcome}
+        return {
+            "killed": f"{self.killed.seconds:.1f} s",
+            "rounds": str(self.before),
+            "went_on_from": self.went_on_from,
+            "outcome": outcome,
+        }
 
 
 class Straights:
@@ -445,14 +468,19 @@ class Straights:
 def attempt(one: Try, straights: Straights, folder: Path, *, made: type[Rl] | None = None) -> Attempted:
     """Kill it, start it again, and assert that nobody could tell. `made`: what it is, if not what `straights` are."""
     straight, seconds = straights.of(one)
-    run = (made or straights.made)(straights.inputs, folder, one.flags)
-    if isinstance(one.at, str):
-        killed = run.dies_at(one.at)
-    elif isinstance(one.at, float):
-        killed = run.kill_after(one.at * seconds)
-    else:
-        killed = run.kill_when(lambda: len(run.ledger) >= one.at)
-    assert killed.in_time or isinstance(one.at, float), run.said
+    for number in range(1, 6):
+        run = (made or straights.made)(straights.inputs, folder / str(number), one.flags)
+        if isinstance(one.at, str):
+            killed = run.dies_at(one.at)
+        elif isinstance(one.at, float):
+            killed = run.kill_after(one.at * seconds)
+        else:
+            killed = run.kill_when(lambda run=run: len(run.ledger) >= one.at)
+        if killed.in_time:
+            break
+        assert killed.status == 0, run.said
+        seconds = killed.seconds  # it was over before: nothing happened to it either, and the machine is quicker now
+    assert killed.in_time, "never in time"
     assert wait_until(lambda: not run.left, GONE_WITHIN), run.left
     happened = Attempted(run, killed, len(run.ledger), run.latest)
     run.run()
