@@ -1,9 +1,9 @@
-# make demo    train a small language model with RL, from nothing, on this machine (ARGS="--seed 1" passes flags)
-# make test    unit tests, then integration tests, on CPU
-# make faults  runs that are killed and continued (minutes)
-# make check   lint, format and types
-# make docs    rewrite what the documentation takes from the code
-# make bench   speed measurements, side by side with their baselines (minutes)
+# make demo         train a small language model with RL, from nothing, on this machine (ARGS="--seed 1" passes flags)
+# make test         unit tests, then integration tests, on CPU
+# make test-faults  runs that are killed and continued (minutes); what became of them is in tests/faults/RESULTS.md
+# make check        lint, format and types
+# make docs         rewrite what the documentation takes from the code
+# make bench        speed measurements, side by side with their baselines (minutes)
 #
 # Each makes its own environment in .venv on first use; PYTHON names the interpreter it is made with.
 PYTHON ?= python3
@@ -13,9 +13,9 @@ BENCH  := .venv-bench
 ARGS   ?=
 
 # Tests use tiny models: more threads than one cost more in waiting for each other than they save.
-test unit faults: export OMP_NUM_THREADS := 1
+test unit test-faults: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test unit faults check format docs bench clean
+.PHONY: demo test unit test-faults faults check format docs bench clean
 
 demo: $(VENV)/base.stamp
 	$(BIN)/openrlhf demo $(ARGS)
@@ -26,8 +26,10 @@ test: unit $(VENV)/test.stamp
 unit: $(VENV)/test.stamp
 	$(BIN)/pytest -n logical --dist loadfile tests/unit
 
-faults: $(VENV)/test.stamp
+test-faults: $(VENV)/test.stamp
 	$(BIN)/pytest tests/faults $(ARGS)
+
+faults: test-faults
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

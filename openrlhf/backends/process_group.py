@@ -79,9 +79,15 @@ class ProcessRanks:
         self._group = dist.new_group(backend="gloo", timeout=DEADLINE)
 
     def gather(self, value: T) -> list[T]:
+        return self._everybodys(value)[self._one_each]
+
+    def agree(self, value: T | None) -> T | None:
+        return next((value for value in self._everybodys(value) if value is not None), None)
+
+    def _everybodys(self, value: T) -> list[T]:
         values: list[T] = [value] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._group)
-        return values[self._one_each]
+        return values
 
     def barrier(self, name: str) -> None:
         try:

@@ -29,6 +29,10 @@ class Ranks(Protocol):
         """Every share's value, by index, on every rank."""
         ...
 
+    def agree(self, value: T | None) -> T | None:
+        """The first value that is one, of all processes, on every one of them."""
+        ...
+
     def barrier(self, name: str) -> None:
         """Go on when all processes are here. `name` says what for, when one does not come."""
         ...
@@ -47,6 +51,9 @@ class Alone:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def agree(self, value: Any) -> Any:
+        return value
 
     def barrier(self, name: str) -> None:
         pass

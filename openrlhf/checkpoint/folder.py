@@ -95,7 +95,7 @@ class CheckpointFolder:
         Raises CheckpointError if all are damaged.
         """
         candidates = [self._tag(step) for step in reversed(self.steps)]
-        named = self._latest()
+        named = self.latest
         if named is not None and named in candidates:
             candidates.remove(named)
             candidates.insert(0, named)
@@ -116,7 +116,9 @@ class CheckpointFolder:
             )
         return None
 
-    def _latest(self) -> Path | None:
+    @property
+    def latest(self) -> Path | None:
+        """The one that was written last, or that somebody wants to go back to. It may be damaged."""
         try:
             return self.path / (self.path / "latest").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):

@@ -70,6 +70,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.max_images_per_prompt": (0, float("inf")),
     "model.label_smoothing": (0, 0.5),
     "model.nll_loss_coef": (0, float("inf")),
+    "ckpt.signal_deadline": (0, float("inf")),
     "port": (0, 65535),
 }
 

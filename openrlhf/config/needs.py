@@ -26,7 +26,7 @@ def four_bit_weights_have_an_adapter(config: SFTConfig | RMConfig | DPOConfig | 
 
 
 def universal_checkpoints_are_loaded(config: SFTConfig | RMConfig | DPOConfig) -> Iterator[str]:
-    if config.ds.use_universal_ckpt and not config.ckpt.load_enable:
+    if config.ds.use_universal_ckpt and not config.ckpt.resumes:
         yield "--ds.use_universal_ckpt: reads what a run continues from: add --ckpt.load_enable, or leave it out"
 
 

@@ -138,6 +138,11 @@ def local_launcher_is_one_process(config: RLConfig) -> Iterator[str]:
         )
 
 
+def nothing_to_go_on_from(config: Any) -> Iterator[str]:
+    if config.ckpt.auto_resume and config.ckpt.period is None:
+        yield "--ckpt.auto_resume without --ckpt.save_steps: a checkpoint is written only when a signal stops the run"
+
+
 def server_is_open(config: ServeRMConfig) -> Iterator[str]:
     if config.api_key is None and config.host not in ("127.0.0.1", "localhost", "::1"):
         yield f"--host {config.host} without --api_key: whoever reaches this machine may ask the reward model"

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from openrlhf.config.fields import Flag
 
+DEFAULT_OUTPUT = "./ckpt"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSection:
@@ -30,13 +32,33 @@ class RLEvalSection(EvalSection):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    output_dir: Annotated[str, Flag("folder of the final model", flat="save_path")] = "./ckpt"
-    path: Annotated[str, Flag("folder of resumable checkpoints", flat="ckpt_path")] = "./ckpt/checkpoints"
+    output_dir: Annotated[str, Flag("folder of the final model", flat="save_path")] = DEFAULT_OUTPUT
+    path: Annotated[str, Flag("folder of resumable checkpoints", flat="ckpt_path")] = f"{DEFAULT_OUTPUT}/checkpoints"
     save_steps: Annotated[int, Flag("steps between checkpoints; -1 = none", flat="save_steps")] = -1
     save_hf: Annotated[bool, Flag("each checkpoint also as <tag>_hf", flat="save_hf_ckpt")] = False
     disable_ds: Annotated[bool, Flag("checkpoints without training state", flat="disable_ds_ckpt")] = False
     max_num: Annotated[int, Flag("checkpoints kept, best ones apart", flat="max_ckpt_num")] = 3
     load_enable: Annotated[bool, Flag("continue from ckpt.path if something is there", flat="load_checkpoint")] = False
+    auto_resume: Annotated[
+        bool,
+        Flag("the same command again goes on: load_enable, and an unset ckpt.path is a folder in ckpt.output_dir"),
+    ] = False
+    signal_deadline: Annotated[
+        float, Flag("seconds that a step has to end, and be saved, after SIGTERM or SIGUSR1; 0 = end at once")
+    ] = 90.0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a run goes on from a checkpoint if there is one."""
+        return self.load_enable or self.auto_resume
+
+    @property
+    def folder(self) -> str:
+        """Of the checkpoints. Whoever asks for no more than `auto_resume` has them beside the model, so that the next
+        run, with another `output_dir`, does not continue this one."""
+        if self.auto_resume and self.path.startswith(f"{DEFAULT_OUTPUT}/checkpoints_"):
+            return self.output_dir + self.path.removeprefix(DEFAULT_OUTPUT)
+        return self.path
 
     @property
     def period(self) -> int | None:

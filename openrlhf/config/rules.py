@@ -80,9 +80,14 @@ NEEDS: dict[type, tuple[Rule, ...]] = {
     LoraCombinerConfig: (needs.merge_paths_are_named,),
 }
 NOTES: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (notes.template_is_not_used,),
-    RMConfig: (notes.template_is_not_used,),
-    DPOConfig: (notes.template_is_not_used, notes.smoothing_is_not_used, notes.reference_offload_is_not_used),
+    SFTConfig: (notes.template_is_not_used, notes.nothing_to_go_on_from),
+    RMConfig: (notes.template_is_not_used, notes.nothing_to_go_on_from),
+    DPOConfig: (
+        notes.template_is_not_used,
+        notes.smoothing_is_not_used,
+        notes.reference_offload_is_not_used,
+        notes.nothing_to_go_on_from,
+    ),
     RLConfig: (
         notes.template_is_not_used,
         notes.gamma_is_one,
@@ -101,6 +106,7 @@ NOTES: dict[type, tuple[Rule, ...]] = {
         notes.evaluations_beside_training_are_saved,
         notes.critic_is_not_used,
         notes.local_launcher_is_one_process,
+        notes.nothing_to_go_on_from,
     ),
     ServeRMConfig: (notes.server_is_open,),
 }

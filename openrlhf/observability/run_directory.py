@@ -18,6 +18,7 @@ class RunDirectory:
     config.yaml     the configuration, secrets already taken out
     metrics.jsonl   one line per training step and per evaluation
     rollouts.jsonl  a few trajectories of every step
+    trained.jsonl   which samples every step was trained on (RL)
     model/          the trained model
     report.html     all of it as one page
     """
@@ -57,6 +58,10 @@ class RunDirectory:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        return self.path / "trained.jsonl"
 
     @property
     def model(self) -> Path:

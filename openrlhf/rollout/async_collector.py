@@ -104,7 +104,10 @@ class AsyncCollector:
         self._loop.run(self._go_on())
 
     def state_dict(self) -> dict[str, Any]:
-        """Finished groups are kept whole; prompts in play as ordinals: a resumed run asks them again, first."""
+        """Finished groups are kept whole; prompts in play as ordinals: a resumed run asks them again, first.
+
+        So are those turned away since the last round: the next one's account of what became of prompts is whole.
+        """
         return self._loop.run(self._state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,6 +116,7 @@ class AsyncCollector:
         for saved in state["waiting"]:
             group = group_from(saved, self._prompts.prompt_at(saved["ordinal"]))
             self._finished[group.prompt.ordinal] = _Finished(group, saved["version"])
+        self._verdicts.turned_away += state["turned_away"]
 
     async def _next_batch(self) -> Round:
         self._resting = False
@@ -134,11 +138,12 @@ class AsyncCollector:
         groups = [self._finished.pop(ordinal).group for ordinal in sorted(ordinals)]
         self._verdicts.require_success(groups, batch_size=self._batch_size)
         if not groups:
-            raise PromptsExhausted(self._verdicts.exhausted())
-        metrics = self._metrics(groups)
+            raise PromptsExhausted(self._verdicts.exhausted(), turned_away=self._verdicts.turned_away)
+        verdicts, self._verdicts = self._verdicts, Verdicts(self._filter)
+        metrics = self._metrics(groups, verdicts)
         self._resting = not self._ahead
         self._start_due()  # there is room now, and nobody asks before the round is trained
-        return Round(groups, metrics)
+        return Round(groups, metrics, verdicts.turned_away)
 
     async def _rest(self) -> None:
         self._resting = True
@@ -156,6 +161,7 @@ class AsyncCollector:
             "prompts": self._prompts.state_dict(),
             "unserved": sorted(self._tasks),
             "waiting": [group_state(one.group) | {"version": one.version} for one in finished],
+            "turned_away": list(self._verdicts.turned_away),
         }
 
     def _start_due(self) -> None:
@@ -181,9 +187,8 @@ class AsyncCollector:
             self._changed.set()
         self._start_due()
 
-    def _metrics(self, groups: list[Group]) -> Metrics:
-        metrics, version = self._verdicts.metrics(buffered=len(self._finished)), self._engine.version
-        self._verdicts = Verdicts(self._filter)
+    def _metrics(self, groups: list[Group], verdicts: Verdicts) -> Metrics:
+        metrics, version = verdicts.metrics(buffered=len(self._finished)), self._engine.version
         for trajectory in (t for group in groups for t in group.scored):
             versions = [s.oldest_version for s in trajectory.segments if s.oldest_version is not None]
             if versions:

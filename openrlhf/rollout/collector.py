@@ -12,6 +12,7 @@ first. They were sampled by older weights, and every token of theirs says so (`S
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +29,11 @@ from openrlhf.utils.background import LoopRunner
 class PromptsExhausted(Exception):
     """There is nothing left to train on. The text says what became of the prompts."""
 
+    def __init__(self, text: str, *, turned_away: Sequence[int] = ()) -> None:
+        """`turned_away`: prompts that came to nothing since the last round."""
+        super().__init__(text)
+        self.turned_away = turned_away
+
 
 class Round(NamedTuple):
     """What one round trains on."""
@@ -36,6 +42,8 @@ class Round(NamedTuple):
     """In the order of their prompts."""
     metrics: Metrics
     """How it was to get them; what they are like is `statistics`' business."""
+    turned_away: Sequence[int] = ()
+    """Ordinals of the prompts that were played for it and not accepted."""
 
 
 @dataclass(slots=True)
@@ -55,7 +63,7 @@ class Draw:
         """Prompts that should be started now."""
         if self.lacking <= 0:
             return 0
-        return self.lacking + max(self.surplus, self.verdicts.turned_away) - self.started
+        return self.lacking + max(self.surplus, len(self.verdicts.turned_away)) - self.started
 
 
 class SyncCollector:
@@ -98,8 +106,8 @@ class SyncCollector:
         groups = [self._waiting.pop(ordinal) for ordinal in sorted(self._waiting)[: self._batch_size]]
         draw.verdicts.require_success(groups, batch_size=self._batch_size)
         if not groups:
-            raise PromptsExhausted(draw.verdicts.exhausted())
-        return Round(groups, draw.verdicts.metrics(buffered=len(self._waiting)))
+            raise PromptsExhausted(draw.verdicts.exhausted(), turned_away=draw.verdicts.turned_away)
+        return Round(groups, draw.verdicts.metrics(buffered=len(self._waiting)), draw.verdicts.turned_away)
 
     def state_dict(self) -> dict[str, Any]:
         """Groups that wait are kept whole; prompts in play as ordinals: a resumed run asks them again, first."""

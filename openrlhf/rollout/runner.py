@@ -30,14 +30,17 @@ class RolloutError(Exception):
 class EpisodeRunner:
     """Turns a prompt into a judged group. Failures become data; only a hopeless reward or agent ends the run."""
 
-    def __init__(self, *, episodes: Episodes, reward: RewardSource | None, seed: int) -> None:
-        """`reward` judges the episodes that bring no reward of their own; None: there are none."""
+    def __init__(self, *, episodes: Episodes, reward: RewardSource | None, seed: int, has_worked: bool = False) -> None:
+        """`reward` judges the episodes that bring no reward of their own; None: there are none.
+
+        `has_worked`: in the run that this one continues. Whatever fails first is then no worse than what fails later.
+        """
         self._episodes = episodes
         self._reward = reward
         self._seed = seed
         self._said: Counter[str] = Counter()
-        self._played = self._unplayed = 0
-        self._judged = self._unjudged = 0
+        self._played = self._judged = int(has_worked)
+        self._unplayed = self._unjudged = 0
 
     async def play_all(
         self, prompts: Sequence[Prompt], *, n: int, sampling_params: SamplingParams, purpose: str = "train"

@@ -19,8 +19,8 @@ class Verdicts:
 
     def __init__(self, score_filter: ScoreFilter | None) -> None:
         self._filter = score_filter
-        self.turned_away = 0
-        """Groups that ended without being accepted: rejected or failed."""
+        self.turned_away: list[int] = []
+        """Prompts whose groups ended without being accepted: rejected or failed."""
         self._judged = 0
         self._rejected = 0
         self._failed: list[Group] = []
@@ -38,7 +38,7 @@ class Verdicts:
             self._failed.append(group)
             accepted = self._filter is None
         if not accepted:
-            self.turned_away += 1
+            self.turned_away.append(group.prompt.ordinal)
             self._failed_samples += sum(t.failed for t in group.trajectories)
         return accepted
 

@@ -19,6 +19,7 @@ from openrlhf.checkpoint.manager import CheckpointManager, Kept
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
+from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
@@ -38,6 +39,7 @@ from openrlhf.trainers.running import (
     prepare_process,
     user_errors_end_the_run,
 )
+from openrlhf.trainers.stopping import stoppable
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts
 from openrlhf.utils.background import BackgroundRunner, LoopRunner
@@ -79,7 +81,9 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
         rounds = math.ceil(len(prompts) / config.rollout.batch_size)
         bound = held.enter_context(launcher.bound(rounds=rounds))
         episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop))
-        runner = EpisodeRunner(episodes=episodes, reward=reward, seed=config.train.seed)
+        runner = EpisodeRunner(
+            episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None
+        )
         schedule = Schedule(
             rounds=rounds,
             eval_every=config.eval.period,
@@ -109,6 +113,8 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
         with (
             observed(config, run_dir, steps=schedule.rounds, title=title) as seen,
             contextlib.closing(RolloutLog(run_dir.rollouts)) as rollout_log,
+            contextlib.closing(TrainedLedger(run_dir.trained)) as ledger,
+            stoppable(config.ckpt, checkpoints) as stop,
         ):
             trainer = RLTrainer(
                 collector=parts.collector,
@@ -119,8 +125,10 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
                 schedule=schedule,
                 logger=seen.logger,
                 rollout_log=rollout_log,
+                ledger=ledger,
                 progress=seen.progress,
                 checkpointer=_checkpointer(config, checkpoints, bound.kept, run_dir),
+                stop=stop,
             )
             if checkpoints.found:
                 seen.progress.note(f"continues from {checkpoints.found.path}")

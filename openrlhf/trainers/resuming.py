@@ -44,33 +44,34 @@ def opened_checkpoints(
 
     Raises CheckpointError, and ConfigError for a new run that would replace what another one left.
     """
-    if section.period is None and not section.load_enable:
+    if section.period is None and not section.resumes:
         yield Checkpoints(None, None)
         return
     folder = CheckpointFolder(
-        Path(section.path).expanduser().resolve(),
+        Path(section.folder).expanduser().resolve(),
         Retention(max_num=section.max_num, max_gib=section.max_mem),
         link_model=model if section.save_hf else None,
     )
     together(ranks, lambda: folder.open() if ranks.is_main else None)
     try:
         found, universal = None, None
-        if section.load_enable:
+        if section.resumes:
             found = find_checkpoint(folder, ranks=ranks)
             if found is None and use_universal:
                 universal = together(ranks, lambda: find_universal(folder.path))
             elif found is None and folder.has_deepspeeds:
                 raise CheckpointError(
-                    f"--ckpt.path {section.path} holds checkpoints in DeepSpeed's format: make a universal one of the "
-                    "last (python -m deepspeed.checkpoint.ds_to_universal) and add --ds.use_universal_ckpt, or name "
-                    "another folder"
+                    f"--ckpt.path {section.folder} holds checkpoints in DeepSpeed's format: make a universal one of "
+                    "the last (python -m deepspeed.checkpoint.ds_to_universal) and add --ds.use_universal_ckpt, or "
+                    "name another folder"
                 )
             elif found is None:
-                logger.info("--ckpt.load_enable: no checkpoint in %s, a new run begins", folder.path)
+                logger.info("no checkpoint in %s, a new run begins", folder.path)
         elif folder.steps:
             raise ConfigError(
-                f"--ckpt.path {section.path} holds checkpoints of an earlier run, up to global_step{folder.steps[-1]}: "
-                "continue it with --ckpt.load_enable, name another folder, or remove them"
+                f"--ckpt.path {section.folder} holds checkpoints of an earlier run, up to "
+                f"global_step{folder.steps[-1]}: continue it with --ckpt.load_enable or --ckpt.auto_resume, "
+                "name another folder, or remove them"
             )
         yield Checkpoints(folder, found, universal)
     finally:

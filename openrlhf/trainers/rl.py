@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.learners.base import Workers
+from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
@@ -17,6 +18,7 @@ from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
+from openrlhf.utils.interrupts import Stopped, StopRequest
 from openrlhf.weight_sync.base import WeightSync
 
 
@@ -82,9 +84,12 @@ class RLTrainer:
         schedule: Schedule,
         logger: Logger,
         rollout_log: RolloutLog,
+        ledger: TrainedLedger,
         progress: Progress,
         checkpointer: Checkpointer | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
+        """`stop`: who may ask for the end of the run, after a checkpoint; None: nobody."""
         self.collector = collector
         self.workers = workers
         self.weights = weights
@@ -93,8 +98,10 @@ class RLTrainer:
         self.schedule = schedule
         self.logger = logger
         self.rollout_log = rollout_log
+        self.ledger = ledger
         self.progress = progress
         self.checkpointer = checkpointer or NoCheckpoints()
+        self.stop = stop or StopRequest()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.rounds_done = 0
         self.version = 0
@@ -105,7 +112,10 @@ class RLTrainer:
         self.saved_after: int | None = None
 
     def fit(self) -> dict[str, float]:
-        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none."""
+        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
+
+        Raises Stopped when it was asked to stop and has saved.
+        """
         if (state := self.checkpointer.load()) is not None:
             self.load_state_dict(state)
         # An engine begins with whatever its files hold, or with nothing.
@@ -113,17 +123,18 @@ class RLTrainer:
         # A checkpoint has the very weights whose evaluation it interrupted.
         if self.schedule.eval_at_ends if state is None else state.get("evaluating"):
             self.evaluate()
+        elif state is not None and self._evaluation_is_due():
+            self.conclude()  # left to this run by the one that was stopped
         try:
             while self.rounds_done < self.schedule.rounds:
                 metrics = self.step()
                 self.rounds_done += 1
                 self.report(metrics)
-                self.take_evaluation()
-                best = self.schedule.evaluates_after(self.rounds_done) and self.evaluate()
-                if self.schedule.saves_after(self.rounds_done, best=best or self.may_be_best):
-                    self.save(best=best)
+                self.conclude()
         except PromptsExhausted as end:
             self.progress.end_early(str(end))
+            if end.turned_away:
+                self.ledger.write(self.version + 1, [], turned_away=end.turned_away)
         self.take_evaluation(wait=True)
         if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
             self.evaluate()
@@ -132,10 +143,23 @@ class RLTrainer:
             self.progress.note(f"best {self.best.key} {self.best.value:.3f}, after step {self.best.step}")
         return self.last_evaluation
 
+    def conclude(self) -> None:
+        """After a round: evaluate, save, and stop, as far as each is due. Who is to stop does not evaluate first."""
+        self.take_evaluation()
+        best = self.stop.asked is None and self._evaluation_is_due() and self.evaluate()
+        if self.stop.accept() is not None or self.schedule.saves_after(self.rounds_done, best=best or self.may_be_best):
+            self.save(best=best)
+            if (by := self.stop.accept()) is not None:
+                raise Stopped(by)
+
+    def _evaluation_is_due(self) -> bool:
+        due = self.evaluation is not None and self.schedule.evaluates_after(self.rounds_done)
+        return due and self.evaluated_after != self.rounds_done
+
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""
         with self.clock.phase("generation"):
-            groups, metrics = self.collector.next_batch()
+            groups, metrics, turned_away = self.collector.next_batch()
         with self.clock.phase("make_experience"):
             batch = self.workers.place(groups)
             self.workers.score(batch)
@@ -146,6 +170,7 @@ class RLTrainer:
             self.version += 1
             metrics.merge(self.weights.push(version=self.version))
         self.rollout_log.write(self.version, groups)
+        self.ledger.write(self.version, groups, turned_away=turned_away)
         metrics.merge(self.measure(groups))
         return metrics
 

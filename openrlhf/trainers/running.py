@@ -83,6 +83,9 @@ def user_errors_end_the_run() -> Iterator[Ending]:
             print(error.details, file=sys.stderr)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         ending.status = 1
+    except interrupts.Stopped as stop:
+        print(stop, file=sys.stderr)
+        ending.status = 128 + stop.by
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         ending.status = interrupts.exit_status()

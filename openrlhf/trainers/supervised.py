@@ -17,6 +17,7 @@ from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.timing import PhaseClock
+from openrlhf.utils.interrupts import Stopped, StopRequest
 
 
 class Batch(Protocol):
@@ -140,8 +141,10 @@ class SupervisedTrainer:
         progress: Progress,
         checkpointer: Checkpointer | None = None,
         ranks: Ranks = ALONE,
+        stop: StopRequest | None = None,
     ) -> None:
         """`evaluation`: the same objective on data that is measured only. `tokens_per_forward`: its token budget.
+        `stop`: who may ask for the end of the run, after a checkpoint; None: nobody.
 
         Every rank runs this loop; each has its share of every step.
         """
@@ -155,25 +158,36 @@ class SupervisedTrainer:
         self.progress = progress
         self.checkpointer = checkpointer or NoCheckpoints()
         self.ranks = ranks
+        self.stop = stop or StopRequest()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.steps_done = 0
         self.means = RunningMeans()
         self.last_evaluation: dict[str, float] = {}
+        self.evaluated_after: int | None = None
 
     def fit(self) -> dict[str, float]:
-        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none."""
+        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
+
+        Raises Stopped, on all ranks, when one was asked to stop and all have saved.
+        """
         if (state := self.checkpointer.load()) is not None:
             self.load_state_dict(state)
+            if self._evaluation_is_due():
+                self.evaluate()  # left to this run by the one that was stopped
         for batch in self.schedule:
             metrics = self.step(batch)
             self.steps_done += 1
             self.report(metrics)
-            if self._evaluation_is_due():
+            # A signal reaches some ranks, and not all at the same time: after this they know the same.
+            stopped_by = self.ranks.agree(self.stop.accept())
+            if stopped_by is None and self._evaluation_is_due():
                 self.evaluate()
-            if self.periods.save_every and self.steps_done % self.periods.save_every == 0:
+            if stopped_by is not None or self._checkpoint_is_due():
                 with self.clock.phase("checkpoint"):
                     self.checkpointer.save(self.steps_done, self.state_dict())
                 self.clock.take()  # nor are checkpoints
+            if stopped_by is not None:
+                raise Stopped(stopped_by)
         return self.last_evaluation
 
     def step(self, batch: Batch) -> Metrics:
@@ -206,9 +220,14 @@ class SupervisedTrainer:
     def _evaluation_is_due(self) -> bool:
         every = self.periods.eval_every
         ends_epoch = self.steps_done % self.schedule.steps_per_epoch == 0
-        return ends_epoch or (every is not None and self.steps_done % every == 0)
+        due = ends_epoch or (every is not None and self.steps_done % every == 0)
+        return due and self.evaluated_after != self.steps_done
+
+    def _checkpoint_is_due(self) -> bool:
+        return self.periods.save_every is not None and self.steps_done % self.periods.save_every == 0
 
     def evaluate(self) -> None:
+        self.evaluated_after = self.steps_done
         if self.evaluation is None:
             return
         with self.clock.phase("evaluation"):
@@ -227,6 +246,7 @@ class SupervisedTrainer:
             "objective": self.objective.state_dict(),
             "running_means": {"totals": dict(self.means.totals), "weights": dict(self.means.weights)},
             "last_evaluation": dict(self.last_evaluation),
+            "evaluated_after": self.evaluated_after,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,7 +254,7 @@ class SupervisedTrainer:
         self.steps_done = state["steps"]
         self.objective.load_state_dict(state["objective"])
         self.means = RunningMeans(**state["running_means"])
-        self.last_evaluation = dict(state["last_evaluation"])
+        self.last_evaluation, self.evaluated_after = dict(state["last_evaluation"]), state["evaluated_after"]
 
 
 def state_after(steps: int, *, schedule: dict[str, Any], objective: Objective) -> dict[str, Any]:
@@ -245,6 +265,7 @@ def state_after(steps: int, *, schedule: dict[str, Any], objective: Objective) -
         "objective": objective.state_dict(),
         "running_means": {},
         "last_evaluation": {},
+        "evaluated_after": steps,
     }
 
 

@@ -42,7 +42,9 @@ from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
+from openrlhf.trainers.stopping import stoppable
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer, state_after
+from openrlhf.utils.interrupts import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,13 @@ def train(config: SupervisedConfig) -> RunResult:
     with opened_checkpoints(
         config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
     ) as checkpoints:
-        result = _train(config, checkpoints, _Place(device, distribution), model_dir=model_dir)
+        try:
+            result = _train(config, checkpoints, _Place(device, distribution), model_dir=model_dir)
+        except Stopped as stop:
+            if stop.saved:
+                # Launchers end all processes when one has ended: nobody leaves before the report is written.
+                ranks.barrier("the end of a run that was stopped")
+            raise
     ranks.close()
     return result
 
@@ -97,7 +105,10 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *,
     checkpointer = _checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks)
     if checkpoints.universal and checkpointer:
         checkpointer = _universal_start(checkpoints.universal, checkpointer, backend, parts, schedule, objective)
-    with observed(config, run_dir, steps=len(schedule), title=title) as seen:
+    with (
+        observed(config, run_dir, steps=len(schedule), title=title) as seen,
+        stoppable(config.ckpt, checkpoints) as stop,
+    ):
         trainer = SupervisedTrainer(
             backend=backend,
             objective=objective,
@@ -111,6 +122,7 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *,
             progress=seen.progress,
             ranks=ranks,
             checkpointer=checkpointer,
+            stop=stop,
         )
         if begun := checkpoints.found or checkpoints.universal:
             seen.progress.note(f"continues from {begun.path}")

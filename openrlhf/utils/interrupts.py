@@ -1,7 +1,10 @@
-"""Signals that end a run. SIGTERM and SIGHUP act like Ctrl-C, each with its own exit status.
+"""Signals that end a run: Ctrl-C, SIGTERM and SIGHUP at once, SIGTERM and SIGUSR1 after the running step.
 
-The first one unwinds the run: logs are closed, the report is written, users' code is ended. Another one during that
-ends the process where it stands. Imports the standard library only.
+At once: the run is unwound. Logs are closed, the report is written, users' code is ended. Another signal during that
+ends the process where it stands. Each signal has its own exit status.
+
+After the step: while a run trains (`deferred`), SIGTERM and SIGUSR1 ask it to save and stop. Before and after that
+SIGUSR1 has nothing to say. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
+SAVE_AND_STOP = (signal.SIGTERM, signal.SIGUSR1)
 SHOW_CURSOR = b"\x1b[?25h"
 
 _latest = signal.SIGINT
@@ -23,7 +27,8 @@ _before_the_end: Callable[[], None] | None = None
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does. Handlers are put back afterwards.
+    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, and SIGUSR1 is ignored. Handlers are put back
+    afterwards.
 
     Signals that are ignored (`nohup`), or that somebody else handles already, are left alone.
     """
@@ -31,7 +36,7 @@ def handled() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers, and only there do signals arrive
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *LIKE_CTRL_C)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *LIKE_CTRL_C, signal.SIGUSR1)}
     _latest = signal.SIGINT
     deaf = before[signal.SIGINT] is signal.SIG_IGN
     if deaf:
@@ -42,6 +47,10 @@ def handled() -> Iterator[None]:
     for number in LIKE_CTRL_C:
         if before[number] is signal.SIG_DFL:
             signal.signal(number, _like_ctrl_c)
+    if before[signal.SIGUSR1] is signal.SIG_DFL:
+        # Processes that are started from now on ignore it as well: SLURM sends it to them too, and a run whose engine
+        # is gone has nothing to save.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
@@ -50,6 +59,78 @@ def handled() -> Iterator[None]:
                 signal.signal(number, handler)
         if deaf:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the run. The text, if there is one, says what is left of it and how it goes on."""
+
+    def __init__(self, by: signal.Signals, text: str = "", *, saved: bool = True) -> None:
+        """`saved`: at the end of a step, as the signal had asked for."""
+        super().__init__(text)
+        self.by = by
+        self.saved = saved
+
+
+class StopRequest:
+    """Whether a signal has asked for the end, and how long it waits. Never, unless `deferred` made it."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self.overdue = False
+        """The deadline has passed before anybody accepted."""
+
+    def accept(self) -> signal.Signals | None:
+        """Who has asked, if anybody: the caller saves and stops now, however long that takes."""
+        if self.asked is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return self.asked
+
+
+@contextlib.contextmanager
+def deferred(deadline: float) -> Iterator[StopRequest]:
+    """Inside, SIGTERM and SIGUSR1 ask for the end of the run, and are Ctrl-C after so many seconds; 0: at once.
+
+    Only the first counts: launchers pass on what their processes have been sent already. Ctrl-C itself does not wait.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if request.asked is not None:
+            return
+        request.asked = signal.Signals(number)
+        if deadline <= 0:
+            _like_ctrl_c(number, frame)
+            return
+        signal.setitimer(signal.ITIMER_REAL, deadline)
+        with contextlib.suppress(OSError, ValueError):  # not `print`: it may be what was interrupted
+            os.write(sys.stderr.fileno(), f"{request.asked.name}: the run stops after this step\n".encode())
+
+    def too_late(number: int, frame: FrameType | None) -> None:
+        assert request.asked is not None
+        request.overdue = True
+        _like_ctrl_c(request.asked, frame)
+
+    before = {number: signal.getsignal(number) for number in (*SAVE_AND_STOP, signal.SIGALRM)}
+    if before[signal.SIGTERM] is _like_ctrl_c:
+        signal.signal(signal.SIGTERM, ask)
+    if before[signal.SIGUSR1] in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGUSR1, ask)
+    signal.signal(signal.SIGALRM, too_late)
+    try:
+        yield request
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            if handler is not None:  # None: set by C code
+                signal.signal(number, handler)
+
+
+def latest() -> signal.Signals:
+    """That ended a run at once; Ctrl-C until another one does."""
+    return _latest
 
 
 def exit_status() -> int:

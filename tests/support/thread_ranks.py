@@ -23,6 +23,9 @@ class ThreadRanks:
         self._barrier.wait(timeout=60)
         return values
 
+    def agree(self, value):
+        return next((value for value in self.gather(value) if value is not None), None)
+
     def barrier(self, name: str) -> None:
         self._barrier.wait(timeout=60)
 

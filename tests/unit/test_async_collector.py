@@ -231,6 +231,23 @@ def test_a_resumed_run_trains_on_what_was_finished_and_asks_again_for_what_was_i
     assert other.started[:3] == [2, 4, 5]
 
 
+def test_a_prompt_turned_away_after_the_last_round_is_accounted_for_after_a_resume(make):
+    """Rounds of two; 2 is turned away while the round of 0 and 1 is trained on."""
+    script = [GOOD, GOOD, BAD, GOOD, GOOD]
+    collector, runner, _ = make(script, filtered=True)
+    runner.finish(0, 1)
+    assert collector.next_batch().turned_away == []
+    runner.finish(2)
+    while not (state := collector.state_dict())["turned_away"]:
+        pass
+    resumed, other, _ = make(script, filtered=True)
+    resumed.load_state_dict(state)
+    other.finish(*range(5))
+    last = resumed.next_batch()
+    assert (ordinals(last), last.turned_away) == ([3, 4], [2])
+    assert 2 not in other.started
+
+
 @pytest.mark.parametrize(
     ("finished", "unfinished", "expected"),
     [

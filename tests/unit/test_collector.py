@@ -186,7 +186,7 @@ def test_a_group_with_an_unscored_member_is_not_filtered():
 def test_a_replacement_starts_while_others_are_in_play(make):
     """0 is rejected after a turn and 1 takes 50: 2 is started, judged and accepted long before 1 ends."""
     runner = ScriptedRunner([BAD, GOOD, GOOD, GOOD], turns={0: 1, 1: 50})
-    groups, _ = make(runner).next_batch()
+    groups = make(runner).next_batch().groups
     assert ordinals(groups) == [1, 2]
     assert runner.events == [("start", 0), ("start", 1), ("end", 0), ("start", 2), ("end", 2), ("end", 1)]
 
@@ -194,7 +194,7 @@ def test_a_replacement_starts_while_others_are_in_play(make):
 def test_failed_groups_are_replaced_and_counted_but_not_judged(make):
     """0 fails (2 samples), 1 is rejected, 2 has one failed and one judged sample of score 0.5, 3 is good: 3 judged."""
     collector = make(ScriptedRunner([FAILS, BAD, (0.5, None), GOOD]))
-    groups, metrics = collector.next_batch()
+    groups, metrics, _ = collector.next_batch()
     assert ordinals(groups) == [2, 3]
     assert metrics.values()["rollout/judged_groups"] == 3
     metrics.merge(rollout_metrics(groups, max_length=8))
@@ -204,7 +204,7 @@ def test_failed_groups_are_replaced_and_counted_but_not_judged(make):
 
 def test_without_a_filter_failed_groups_stay_and_nothing_is_replaced(make):
     runner = ScriptedRunner([FAILS, BAD, GOOD])
-    groups, metrics = make(runner, filtered=False).next_batch()
+    groups, metrics, _ = make(runner, filtered=False).next_batch()
     assert ordinals(groups) == [0, 1]
     assert runner.started == [0, 1]
     assert metrics.values() == {}
@@ -259,7 +259,7 @@ def test_surplus_covers_rejections_and_waits_for_the_next_round(make):
 def test_more_rejections_than_surplus_are_replaced_at_once(make):
     """3 in play for a batch of 2: 0 is covered by the surplus, 1 is replaced by 3 while 2 is still in play."""
     runner = ScriptedRunner([BAD, BAD, GOOD, GOOD], turns={2: 50})
-    groups, _ = make(runner, at_once=3).next_batch()
+    groups = make(runner, at_once=3).next_batch().groups
     assert ordinals(groups) == [2, 3]
     assert runner.events.index(("start", 3)) < runner.events.index(("end", 2))
 
@@ -268,7 +268,7 @@ def test_a_full_buffer_serves_a_round_alone(make):
     runner = ScriptedRunner([GOOD] * 12)
     collector = make(runner, at_once=6)
     assert ordinals(collector.next_batch().groups) == [0, 1]
-    groups, metrics = collector.next_batch()
+    groups, metrics, _ = collector.next_batch()
     assert ordinals(groups) == [2, 3]
     assert runner.started == [0, 1, 2, 3, 4, 5]
     assert metrics.values()["rollout/judged_groups"] == 0
@@ -312,7 +312,9 @@ def test_rounds_do_not_depend_on_who_ends_first(make, script, turns, batch, at_o
 def test_a_short_round_and_then_the_end(make):
     """5 prompts, batches of 2: 0 and 2, then 3 alone, because 4 is rejected and nothing is left to replace it."""
     collector = make(ScriptedRunner([GOOD, BAD, GOOD, GOOD, BAD]))
-    assert [ordinals(collector.next_batch().groups) for _ in range(2)] == [[0, 2], [3]]
+    first, second = collector.next_batch(), collector.next_batch()
+    assert [ordinals(first.groups), ordinals(second.groups)] == [[0, 2], [3]]
+    assert [first.turned_away, second.turned_away] == [[1], [4]]
     with pytest.raises(PromptsExhausted) as end:
         collector.next_batch()
     assert str(end.value) == (

@@ -53,6 +53,8 @@ ADDED = {
     ("actor.trust_remote_code", "switch", False): ("train_ppo_ray",),
     ("model.trust_remote_code", "switch", False): ("train_sft", "train_rm", "train_dpo", "serve_rm", "lora_combiner"),
     ("logger.run_dir", "str", None): TRAINERS,
+    ("ckpt.auto_resume", "switch", False): TRAINERS,
+    ("ckpt.signal_deadline", "float", 90.0): TRAINERS,
     ("model.loss_type", "str dpo/kto", "dpo"): ("train_dpo",),
     ("data.response_key", "str", "response"): ("train_dpo",),
     ("data.label_key", "str", "label"): ("train_dpo",),

@@ -186,6 +186,7 @@ NOTED = [
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
     ("server_is_open", "serve_rm", ["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
+    ("nothing_to_go_on_from", "train_sft", ["--ckpt.auto_resume"], "--ckpt.auto_resume without --ckpt.save_steps"),
     ("local_launcher_is_one_process", "train_ppo_ray", ["--actor_num_gpus_per_node", "8", "--train.launcher", "local"], "the actor's 8 workers"),
 ]  # fmt: skip
 
@@ -355,6 +356,18 @@ def test_periods_paths_and_names():
     assert config.logger.directory == "./runs/a_bc"
     assert parse("train_dpo", ["--logger.run_dir", "x"]).logger.directory == "x"
     assert parse("train_dpo", ["--pretrain", "m", "--ref_pretrain", "r"]).reference_path == "r"
+
+
+def test_checkpoints_that_nobody_placed_are_beside_the_model():
+    """With --ckpt.auto_resume, so that a run with another model does not find them."""
+    words = ["--ckpt.output_dir", "a/b", "--save_steps", "5"]
+    assert parse("train_rm", words).ckpt.folder == "./ckpt/checkpoints_rm"
+    assert parse("train_rm", [*words, "--ckpt.auto_resume"]).ckpt.folder == "a/b/checkpoints_rm"
+    placed = parse("train_rm", [*words, "--ckpt.auto_resume", "--ckpt.path", "./ckpt/mine"]).ckpt
+    assert placed.folder == "./ckpt/mine"
+    assert placed.resumes
+    assert parse("train_rm", [*words, "--load_checkpoint"]).ckpt.resumes
+    assert not parse("train_rm", words).ckpt.resumes
 
 
 def test_a_configuration_cannot_be_changed():

@@ -1,6 +1,7 @@
 """The loop, the collector and the runner, against small fakes that behave."""
 
 import asyncio
+import signal
 from collections.abc import Iterable
 
 import pytest
@@ -10,12 +11,13 @@ from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.observability.loggers import NullLogger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rewards.base import Reward, RewardError
-from openrlhf.rollout.collector import SyncCollector
+from openrlhf.rollout.collector import PromptsExhausted, SyncCollector
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
+from openrlhf.utils.interrupts import Stopped, StopRequest
 
 
 class CharTokenizer:
@@ -83,9 +85,9 @@ def loop():
         yield runner
 
 
-def make_runner(engine, reward, *, max_length: int = 64) -> EpisodeRunner:
+def make_runner(engine, reward, *, max_length: int = 64, has_worked: bool = False) -> EpisodeRunner:
     episodes = OwnEpisodes(SingleTurnAgentExecutor(), engine=engine, tokenizer=CharTokenizer(), max_length=max_length)
-    return EpisodeRunner(episodes=episodes, reward=reward, seed=0)
+    return EpisodeRunner(episodes=episodes, reward=reward, seed=0, has_worked=has_worked)
 
 
 def make_collector(loop, texts, reward, *, batch_size=2, engine=None) -> SyncCollector:
@@ -160,6 +162,14 @@ def test_a_reward_that_never_worked_ends_the_run_with_its_reason(loop):
         make_collector(loop, texts, LengthReward(broken="x"), batch_size=len(texts)).next_batch()
 
 
+def test_in_a_continued_run_the_first_failures_are_data(loop):
+    """The reward has worked before: that the next prompts are ones it cannot judge is bad luck."""
+    runner = make_runner(EchoEngine(), LengthReward(broken="x"), has_worked=True)
+    prompts = [Prompt(ordinal=i, text="x") for i in range(HOPELESS_AFTER + 2)]
+    groups = loop.run(runner.play_all(prompts, n=1, sampling_params=SamplingParams(max_tokens=2)))
+    assert all(t.failed for group in groups for t in group.trajectories)
+
+
 def test_a_round_in_which_all_failed_ends_the_run(loop):
     collector = make_collector(loop, ["ab", "cd", "xy", "xz"], LengthReward(broken="x"))
     collector.next_batch()
@@ -224,7 +234,7 @@ class Silent:
     def phase(self, name): ...
     def step(self, step, metrics): ...
     def evaluation(self, step, metrics): ...
-    def write(self, step, groups): ...
+    def write(self, step, groups, *, turned_away=()): ...
 
     def note(self, text):
         self.notes.append(text)
@@ -251,6 +261,7 @@ def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | N
         schedule=schedule,
         logger=logger,
         rollout_log=Silent(),
+        ledger=Silent(),
         progress=progress or Silent(),
     )
 
@@ -281,6 +292,28 @@ def test_prompts_that_run_out_end_the_run_with_a_last_evaluation(loop):
     assert [(step, kind) for step, kind, _ in logger.records] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
     assert result == {"eval_default_pass1": 0.75}
     assert progress.notes == ["early: the prompts ran out", "best eval_default_pass1 0.750, after step 2"]
+
+
+def test_the_ledger_gets_every_round_and_what_the_end_turned_away(loop):
+    """One round, and an end that says what became of the rest."""
+
+    class Ledger:
+        def __init__(self):
+            self.lines = []
+
+        def write(self, step, groups, *, turned_away=()):
+            self.lines.append((step, [group.prompt.ordinal for group in groups], list(turned_away)))
+
+    class Picky(EventLog):
+        def next_batch(self):
+            if "collect" in self.events:
+                raise PromptsExhausted("the prompts ran out", turned_away=[4, 5, 6, 7])
+            return super().next_batch()._replace(turned_away=[1, 2])
+
+    trainer = make_trainer(Picky(loop), Schedule(rounds=4), NullLogger())
+    trainer.ledger = Ledger()
+    trainer.fit()
+    assert trainer.ledger.lines == [(1, [0, 1], [1, 2]), (2, [], [4, 5, 6, 7])]
 
 
 def test_an_evaluation_just_made_is_not_made_again_at_the_end(loop):
@@ -412,6 +445,46 @@ def test_a_continued_run_makes_the_evaluation_that_was_interrupted(loop):
     assert log.events[:4] == ["loaded", "loaded", ("push", 1), "evaluate"]
     assert [(step, kind) for step, kind, _ in logger.records] == [(2, "train"), (1, "eval")]
     assert resumed_shelf.best == [1]
+
+
+class AskedDuring(EventLog):
+    """A signal asks for the end when this is called for the first time."""
+
+    def __init__(self, loop, event, evaluations=(0.5, 0.75)):
+        super().__init__(loop, evaluations)
+        self.event, self.stop = event, StopRequest()
+
+    def update(self, batch):
+        if self.event == "update":
+            self.stop.asked = signal.SIGTERM
+        return super().update(batch)
+
+    def start(self):
+        if self.event == "evaluate":
+            self.stop.asked = signal.SIGTERM
+        super().start()
+
+
+@pytest.mark.parametrize(("event", "evaluated"), [("update", False), ("evaluate", True)])
+def test_asked_to_stop_it_ends_the_round_saves_and_stops(loop, event, evaluated):
+    """In the first of two rounds, off any period. An evaluation that has not begun is left to whoever goes on."""
+    log, shelf = AskedDuring(loop, event), Shelf()
+    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1, save_every=5), NullLogger())
+    trainer.checkpointer, trainer.stop = shelf, log.stop
+    with pytest.raises(Stopped) as end:
+        trainer.fit()
+    assert end.value.by == signal.SIGTERM
+    assert list(shelf.saved) == [1]
+    assert log.events.count("evaluate") == evaluated
+
+    goes_on, logger = EventLog(loop, [0.5, 0.75][evaluated:]), RememberingLogger()
+    resumed = make_trainer(goes_on, Schedule(rounds=2, eval_every=1, save_every=5), logger)
+    resumed.checkpointer = Shelf(shelf.saved[1][0])
+    resumed.fit()
+    expected = [(2, "train"), (2, "eval")] if evaluated else [(1, "eval"), (2, "train"), (2, "eval")]
+    assert [(step, kind) for step, kind, _ in logger.records] == expected
+    best = {step: best for step, (_, best) in resumed.checkpointer.saved.items()}
+    assert best == ({2: True} if evaluated else {1: True, 2: True})
 
 
 def test_evaluation_metrics_by_hand(loop):

@@ -1,16 +1,19 @@
 """The supervised loop: when it does what, what it logs, and that it continues where it stopped."""
 
 import copy
+import signal
 
 import pytest
 import torch
 from small_supervised import CPU, Samples, make_backend, make_policy, make_trainer, random_pairs
+from thread_ranks import together
 
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Batch, MetricNames, RunningMeans, Share, WholeSet
+from openrlhf.utils.interrupts import Stopped, StopRequest
 
 EXAMPLES = Samples(p.chosen for p in random_pairs(8))
 
@@ -165,6 +168,52 @@ def test_checkpoints_come_at_their_period_and_a_run_continues_from_one():
     timeless = [{k: v for k, v in r.items() if "/" not in k} for r in memory.records]
     again = [{k: v for k, v in r.items() if "/" not in k} for r in continued.records]
     assert again == [r for r in timeless if r["step"] > 3]
+
+
+class Asked(StopRequest):
+    """As many steps are over when the signal comes; None: it never does."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.left = after
+
+    def accept(self):
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                self.asked = signal.SIGUSR1
+        return super().accept()
+
+
+def test_asked_to_stop_it_saves_and_the_next_run_makes_up_for_the_evaluation():
+    """Four steps are an epoch, after which an evaluation is due: the run that goes on begins with it."""
+    whole, memory = fake_trainer(save_every=3)
+    whole.fit()
+    trainer, before = fake_trainer(save_every=3)
+    drawer, trainer.stop = Drawer(trainer), Asked(4)
+    with pytest.raises(Stopped) as end:
+        trainer.fit()
+    assert end.value.by == signal.SIGUSR1
+    assert list(drawer.saved) == [3, 4]
+
+    resumed, after = fake_trainer(save_every=3)
+    Drawer(resumed, drawer.saved[4])
+    resumed.fit()
+    records = [[{k: v for k, v in r.items() if "/" not in k} for r in m.records] for m in (before, after, memory)]
+    assert records[0] + records[1] == records[2]
+
+
+def test_one_rank_is_asked_and_all_stop_after_the_same_step():
+    def run(ranks):
+        trainer, _ = fake_trainer()
+        trainer.ranks, trainer.stop = ranks, Asked(2 if ranks.index == 1 else None)
+        drawer = Drawer(trainer)
+        try:
+            trainer.fit()
+        except Stopped as stop:
+            return stop.by, list(drawer.saved)
+
+    assert together(3, run) == [(signal.SIGUSR1, [2])] * 3
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])

@@ -1,0 +1,37 @@
+"""RL runs on a Ray of their own, with a vLLM engine, whose driver is killed with SIGKILL and started again."""
+
+import time
+
+from killed_runs import Killed, Rl
+
+
+class RayRl(Rl):
+    """A rank of the policy, an engine, and the driver. Times are from the first round on: starting takes longer."""
+
+    exact = False
+
+    def words(self) -> list[str]:
+        return [*super().words(), "--train.launcher", "ray", "--vllm.num_engines", "1"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return super().environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+    def run(self) -> float:
+        process = self.start()
+        while process.is_alive() and not self.run_dir.exists():
+            time.sleep(0.01)
+        begun = time.monotonic()
+        self.end(process)
+        return time.monotonic() - begun
+
+    def kill_after(self, seconds: float) -> Killed:
+        begun: list[float] = []
+
+        def reached() -> bool:
+            if not begun and self.run_dir.exists():
+                begun.append(time.monotonic())
+            return bool(begun) and time.monotonic() >= begun[0] + seconds
+
+        killed = self.kill_when(reached)
+        return Killed(time.monotonic() - begun[0], killed.status) if begun else killed
