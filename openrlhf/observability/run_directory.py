@@ -20,6 +20,7 @@ class RunDirectory:
     rollouts.jsonl  a few trajectories of every step
     model/          the trained model
     report.html     all of it as one page
+    stacks-1.txt    what everybody did when nothing happened any more; usually there is none
     """
 
     path: Path

@@ -17,6 +17,7 @@ from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
+from openrlhf.utils import waits
 from openrlhf.weight_sync.base import WeightSync
 
 
@@ -121,6 +122,10 @@ class RLTrainer:
 
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""
+        with waits.during(f"round {self.rounds_done + 1}"):
+            return self._step()
+
+    def _step(self) -> Metrics:
         with self.clock.phase("generation"):
             groups, metrics = self.collector.next_batch()
         with self.clock.phase("make_experience"):
@@ -156,7 +161,7 @@ class RLTrainer:
         """Whether it is the best so far."""
         if self.evaluation is None:
             return False
-        with self.clock.phase("evaluation"):
+        with waits.during(f"evaluation after step {self.rounds_done}"), self.clock.phase("evaluation"):
             values = self.evaluation.run()
         self.clock.take()  # evaluation is no part of the next round's time
         self.last_evaluation, self.evaluated_after = values, self.rounds_done
@@ -167,7 +172,7 @@ class RLTrainer:
         return is_best
 
     def save(self, *, best: bool) -> None:
-        with self.clock.phase("checkpoint"):
+        with waits.during(f"checkpoint of step {self.rounds_done}"), self.clock.phase("checkpoint"):
             self.checkpointer.save(self.rounds_done, self.state_dict(), best=best)
         self.clock.take()  # nor are checkpoints
 

@@ -31,6 +31,7 @@ from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.watchdog import Watchdog
 from openrlhf.trainers.balancing import BalancedObjective
 from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
@@ -39,7 +40,14 @@ from openrlhf.trainers.preflight import checked_model_dir, create_run_directory,
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
-from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
+from openrlhf.trainers.running import (
+    RunResult,
+    link_model,
+    observed,
+    prepare_process,
+    user_errors_end_the_run,
+    watchdog,
+)
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer, state_after
@@ -66,15 +74,20 @@ def train(config: SupervisedConfig) -> RunResult:
     device = prepare_process(config.train, ranks)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
-    with opened_checkpoints(
-        config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
-    ) as checkpoints:
-        result = _train(config, checkpoints, _Place(device, distribution), model_dir=model_dir)
+    with (
+        watchdog(config.train) as watching,
+        opened_checkpoints(
+            config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
+        ) as checkpoints,
+    ):
+        result = _train(config, checkpoints, _Place(device, distribution), watching, model_dir=model_dir)
     ranks.close()
     return result
 
 
-def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *, model_dir: Path) -> RunResult:
+def _train(
+    config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, watching: Watchdog, *, model_dir: Path
+) -> RunResult:
     distribution, ranks = place.distribution, place.distribution.ranks
     tokenizer = _tokenizer(config)
     kind = _KINDS[_kind(config)]
@@ -97,7 +110,7 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *,
     checkpointer = _checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks)
     if checkpoints.universal and checkpointer:
         checkpointer = _universal_start(checkpoints.universal, checkpointer, backend, parts, schedule, objective)
-    with observed(config, run_dir, steps=len(schedule), title=title) as seen:
+    with observed(config, run_dir, watching, steps=len(schedule), title=title) as seen:
         trainer = SupervisedTrainer(
             backend=backend,
             objective=objective,
