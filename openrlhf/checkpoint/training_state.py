@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from openrlhf.utils import waits
+
 SHARD_BYTES = 1 << 30
 NUMBERS, INDEX = "numbers.json", "index.json"
 TENSOR = "$tensor"
@@ -88,6 +90,7 @@ class _ShardWriter:
         if self._shard and self._held_bytes + size > self._shard_bytes:
             self._flush()
         self._shard[name] = _copy(tensor)
+        waits.beat()
         self._held_bytes += size
 
     def _flush(self) -> None:

@@ -18,6 +18,7 @@ from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
+from openrlhf.utils import waits
 from openrlhf.utils.interrupts import Stopped, StopRequest
 from openrlhf.weight_sync.base import WeightSync
 
@@ -127,7 +128,8 @@ class RLTrainer:
             self.conclude()  # left to this run by the one that was stopped
         try:
             while self.rounds_done < self.schedule.rounds:
-                metrics = self.step()
+                with waits.during(f"round {self.rounds_done + 1}"):
+                    metrics = self.step()
                 self.rounds_done += 1
                 self.report(metrics)
                 self.conclude()
@@ -194,7 +196,7 @@ class RLTrainer:
         """Measure the present weights. Whether they are known to be the best so far: not if it takes its time."""
         if self.evaluation is None:
             return False
-        with self.clock.phase("evaluation"):
+        with waits.during(f"evaluation after step {self.rounds_done}"), self.clock.phase("evaluation"):
             self.evaluation.start()
             self.evaluating, self.evaluated_after = True, self.rounds_done
             best = self.take_evaluation()
@@ -221,7 +223,7 @@ class RLTrainer:
         return self.evaluating and self.best.follows
 
     def save(self, *, best: bool) -> None:
-        with self.clock.phase("checkpoint"):
+        with waits.during(f"checkpoint of step {self.rounds_done}"), self.clock.phase("checkpoint"):
             self.checkpointer.save(self.rounds_done, self.state_dict(), best=best)
         self.saved_after = self.rounds_done
         self.clock.take()  # nor are checkpoints
