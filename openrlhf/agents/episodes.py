@@ -25,6 +25,7 @@ from openrlhf.agents.host import (
 from openrlhf.agents.local_host import LocalHost
 from openrlhf.rollout.base import Engine, EngineError
 from openrlhf.types import Generation, Prompt, SamplingParams
+from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +75,16 @@ class OwnEpisodes:
         pass
 
     async def play(self, prompt: Prompt, sampling_params: SamplingParams) -> Episode:
-        return await self._player.play(
-            prompt.text,
-            prompt.label,
-            sampling_params,
-            self._max_length,
-            self._tokenizer,
-            self._engine,
-            prompt.images or None,
-        )
+        with waits.doing("at the engine"):
+            return await self._player.play(
+                prompt.text,
+                prompt.label,
+                sampling_params,
+                self._max_length,
+                self._tokenizer,
+                self._engine,
+                prompt.images or None,
+            )
 
     async def close(self) -> None:
         pass
@@ -141,15 +143,16 @@ class AgentEpisodes:
         index = min(range(len(self._hosts)), key=self._playing.__getitem__)
         self._playing[index] += 1
         try:
-            reply = await self._hosts[index].call_timed(
-                "play",
-                prompt.text,
-                prompt.label,
-                sampling_params,
-                list(prompt.images) or None,
-                self._engine.version,
-                timeout=self._step_timeout,
-            )
+            with waits.doing(f"in the user's code ({self._file.name})"):
+                reply = await self._hosts[index].call_timed(
+                    "play",
+                    prompt.text,
+                    prompt.label,
+                    sampling_params,
+                    list(prompt.images) or None,
+                    self._engine.version,
+                    timeout=self._step_timeout,
+                )
         except HostStartError as error:
             raise self._not_loaded(error) from error
         except HostError as error:
@@ -166,21 +169,23 @@ class AgentEpisodes:
 
     async def _answer(self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
         assert name == "generate", name
-        with self._noting_failure():
+        with self._asking_the_engine():
             return await self._engine.generate(token_ids, sampling_params)
 
     async def _answer_stream(
         self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams
     ) -> AsyncGenerator[Generation, None]:
         assert name == "stream", name
-        with self._noting_failure():
+        with self._asking_the_engine():
             async for part in self._engine.stream(token_ids, sampling_params):
                 yield part
 
     @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def _asking_the_engine(self) -> Iterator[None]:
         try:
-            yield
+            with waits.doing("at the engine", turn=True):
+                yield
+            waits.beat()
         except EngineError as error:
             self._engine_failure = error
             raise

@@ -29,6 +29,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -59,6 +60,8 @@ from openrlhf.agents.host_messages import (
     Slowest,
     Unask,
 )
+from openrlhf.utils import waits
+from openrlhf.utils.beacon import Address, stacks
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +73,14 @@ PING_SECONDS = 1.0
 
 # Before anything is imported: the protocol's pipes move to private descriptors, so that users' code (and programs it
 # starts) can neither print into the replies nor read the requests; stdout becomes stderr. SIGINT gets a handler that
-# does nothing instead of SIG_IGN, which programs started from here would inherit.
+# does nothing instead of SIG_IGN, which programs started from here would inherit. And the process gets a beacon
+# (`utils/beacon.py`), in a file that it is given.
 BOOTSTRAP = """
-import os, pickle, signal, sys
+import faulthandler, os, pickle, signal, sys
 signal.signal(signal.SIGINT, lambda *_: None)
+beacon = int(sys.argv.pop())
+os.set_inheritable(beacon, False)
+faulthandler.register(signal.SIGUSR2, beacon)
 requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.dup2(2, 1)
@@ -181,6 +188,7 @@ class _Process:
     outbox: queue.SimpleQueue[bytes | None]
     deadline: float
     """By when it must be ready."""
+    beacon: Address
     ready: bool = False
     killed: bool = False
 
@@ -279,6 +287,7 @@ class HostProcess:
         """By when the host must have answered a Ping."""
         self._said: set[str] = set()
         _hosts.add(self)
+        waits.neighbours.add(self)
 
     # ------------------------------------------------------------------------------------ for callers
 
@@ -322,6 +331,19 @@ class HostProcess:
         process = self._process
         if process is not None and process.popen.returncode is None:
             self._kill(process)
+
+    def stacks(self) -> dict[str, str]:
+        """As `waits.Neighbour` gives them."""
+        process = self._process
+        if process is None:
+            return {}
+        asking = sum(bool(call.asks) for call in list(self._running.values()))
+        name = f"{self._name}, process {process.popen.pid}: {len(self._running)} calls, {asking} of them wait for us"
+        return {name: stacks(process.beacon)}
+
+    def idle_seconds(self) -> float:
+        """What users' code does is no sign of life: it has deadlines of its own."""
+        return float("inf")
 
     @property
     def pid(self) -> int | None:
@@ -614,18 +636,21 @@ class HostProcess:
 
     def _spawn(self) -> None:
         try:
-            popen = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # Its own session: Ctrl-C goes to us alone, and ending the group ends what users' code has started.
-                start_new_session=True,
-            )
+            with tempfile.TemporaryFile() as file:
+                beacon = file.fileno()
+                popen = subprocess.Popen(
+                    [sys.executable, "-c", BOOTSTRAP, str(beacon)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    # Its own session: Ctrl-C goes to us alone, and ending the group ends what users' code has started.
+                    start_new_session=True,
+                    pass_fds=[beacon],
+                )
         except OSError as error:
             self._fail_start(HostStartError(f"no process could be started: {error}"))
             return
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        process = _Process(popen, outbox, time.monotonic() + self._start_timeout)
+        process = _Process(popen, outbox, time.monotonic() + self._start_timeout, Address(popen.pid, beacon))
         assert popen.stdin is not None
         assert popen.stdout is not None
         outbox.put(self._import_path + pickle.dumps(self._hello))

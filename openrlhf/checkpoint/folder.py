@@ -21,6 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from openrlhf.checkpoint.disk import Disk
+from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
 
@@ -268,4 +269,5 @@ def _checksum(path: Path) -> int:
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
+    waits.beat()
     return value

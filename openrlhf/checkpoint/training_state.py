@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from openrlhf.utils import waits
+
 SHARD_BYTES = 1 << 30
 NUMBERS, INDEX = "numbers.json", "index.json"
 TENSOR = "$tensor"
@@ -148,6 +150,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         save_file(dict(tensors), path)
     except Exception as error:  # safetensors has an error of its own for a full disk
         raise OSError(f"{path.name}: {error}") from error
+    waits.beat()
 
 
 def _names_in(file: Path) -> dict[str, str]:

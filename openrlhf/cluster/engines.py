@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf.cluster.beacons import Beacon, Beacons, lit_here
 from openrlhf.cluster.launch import Placed
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.workers import Calls, WorkerError
@@ -47,6 +48,9 @@ class EngineShell(Seat):
         self._engine: Any = None
         self._client: Any = None
         self._meter: UsageMeter | None = None
+
+    async def beacon(self) -> Beacon:
+        return lit_here()
 
     async def start(self, build: Callable[[], tuple[Any, Any]], folder: str, seats: Sequence[list[str]]) -> None:
         """`build` makes the engine and the client of its weight transfers. `seats`: of all its devices."""
@@ -108,6 +112,7 @@ class RayEngines:
             devices[place.seat.rank].append(held)
         self._names = [f"vLLM engine {place.seat.rank} on {placed.address(place)}" for place in firsts]
         self._calls = Calls(self._names)
+        self._beacons = Beacons(self._names, [actor.beacon.remote() for actor in self.actors])
         folder = os.getcwd()
         self._starts = [
             actor.start.remote(build, folder, ray.get([held.devices.remote() for held in devices[place.seat.rank]]))

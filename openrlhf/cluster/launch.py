@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.cluster.placement import Fit, Node, Place, PlacementPlan, fit
-from openrlhf.utils import interrupts
+from openrlhf.utils import interrupts, waits
 
 WORKER = "openrlhf_worker"
 """Ray resource that counts workers where there are no GPUs: `ray start --resources '{"openrlhf_worker": 8}'`."""
@@ -275,13 +275,14 @@ def placed(plan: PlacementPlan, cluster: Cluster, *, deadline: float = 60.0) -> 
 
 def _free_places(plan: PlacementPlan, cluster: Cluster, *, deadline: float) -> Fit:
     end = time.monotonic() + deadline
-    while True:
-        found = fit(plan, cluster.free())
-        if not found.problem:
-            return found
-        if time.monotonic() > end:
-            raise ClusterError(f"waited {deadline:g} s for devices that others use; at the moment {found.problem}")
-        time.sleep(0.5)
+    with waits.waiting("for devices that others use", deadline=deadline):
+        while True:
+            found = fit(plan, cluster.free())
+            if not found.problem:
+                return found
+            if time.monotonic() > end:
+                raise ClusterError(f"waited {deadline:g} s for devices that others use; at the moment {found.problem}")
+            time.sleep(0.5)
 
 
 def _bundle_nodes(plan: PlacementPlan, found: Fit, cluster: Cluster) -> list[list[str]]:

@@ -10,10 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from openrlhf.cluster.beacons import Beacon, Beacons, lit_here
 from openrlhf.cluster.devices import local_device
 from openrlhf.cluster.launch import Placed
 from openrlhf.cluster.placement import Crew, Role
 from openrlhf.observability.usage import Usage, UsageMeter
+from openrlhf.utils import waits
+
+LOOK_SECONDS = 1.0
+"""How often somebody who waits looks up."""
 
 
 class WorkerError(RuntimeError):
@@ -41,13 +46,19 @@ class Calls:
         import ray
 
         end, pending = time.monotonic() + seconds, list(calls)
-        while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
-            if not done:
-                late = ", ".join(name for name, call in zip(self._names, calls, strict=True) if call in pending)
-                raise WorkerError(f"waited {seconds:g} s {what}: {late}")
-            for call in done:
-                self._look_at(call, list(calls).index(call))
+
+        def late() -> str:
+            return ", ".join(name for name, call in zip(self._names, calls, strict=True) if call in pending)
+
+        with waits.waiting(lambda: f"{what}: {late()}", deadline=seconds) as wait:
+            while pending:
+                wait.check()
+                done, pending = ray.wait(pending, timeout=min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
+                if not done and time.monotonic() >= end:
+                    raise WorkerError(waits.with_stacks(f"waited {seconds:g} s {what}: {late()}"))
+                for call in done:
+                    self._look_at(call, list(calls).index(call))
+                    waits.beat()
         return ray.get(list(calls))
 
     def _look_at(self, call: Any, index: int) -> None:
@@ -71,6 +82,10 @@ class Shell:
     def __init__(self) -> None:
         self._service: Any = None
         self._meter: UsageMeter | None = None
+
+    def beacon(self) -> Beacon:
+        """To look at this process by. Asked once, before anything can hang."""
+        return lit_here()
 
     def address(self, *, on_one_node: bool) -> tuple[str, int]:
         """Where ranks can meet: this node, and a port that nobody uses there."""
@@ -128,9 +143,9 @@ class WorkerGroup:
 
         shell = ray.remote(Shell)
         self._actors = [shell.options(**placed.options(place)).remote() for place in crew.places]
-        self._calls = Calls(
-            [f"{crew.name} rank {rank} on {placed.address(place)}" for rank, place in enumerate(crew.places)]
-        )
+        names = [f"{crew.name} rank {rank} on {placed.address(place)}" for rank, place in enumerate(crew.places)]
+        self._calls = Calls(names)
+        self._beacons = Beacons(names, [actor.beacon.remote() for actor in self._actors])
         nodes = {placed.node_id(place) for place in crew.places}
         meeting, folder = self._actors[0].address.remote(on_one_node=len(nodes) == 1), os.getcwd()
         self._starts = [

@@ -53,6 +53,20 @@ def dual_clip_has_a_ratio_to_bound(config: RLConfig) -> Iterator[str]:
         )
 
 
+def stalls_outlast_users_code(config: RLConfig) -> Iterator[str]:
+    """Nothing else may be going on while the last episode of a round is in a step."""
+    allowed = {
+        "--rollout.step_timeout": config.rollout.step_timeout if config.train.agent_func_path else 0.0,
+        "--reward.timeout": config.reward.timeout if config.reward.remote_url else 0.0,
+    }
+    for flag, seconds in allowed.items():
+        if 0 < config.train.stall_timeout <= seconds:
+            yield (
+                f"--train.stall_timeout {config.train.stall_timeout:g} would end a run in which users' code takes no "
+                f"longer than {flag} {seconds:g} allows: raise the first above the second, or lower the second"
+            )
+
+
 def kl_target_has_a_coefficient(config: RLConfig) -> Iterator[str]:
     if config.algo.kl.target is not None and not config.uses_reference:
         yield (

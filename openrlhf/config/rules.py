@@ -43,6 +43,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         limits.reward_addresses_are_usable,
         limits.correction_thresholds_are_ordered,
         agreements.dual_clip_has_a_ratio_to_bound,
+        agreements.stalls_outlast_users_code,
         agreements.kl_target_has_a_coefficient,
         agreements.filtering_is_possible,
         agreements.surplus_prompts_have_a_use,

@@ -23,6 +23,9 @@ class TrainSection:
     full_determinism_enable: Annotated[
         bool, Flag("slower kernels that give the same bits every time", flat="full_determinism")
     ] = False
+    stall_timeout: Annotated[
+        float, Flag("seconds in which nothing at all gets done before the run ends with everybody's stacks; 0 = never")
+    ] = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)

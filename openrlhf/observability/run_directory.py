@@ -21,6 +21,7 @@ class RunDirectory:
     trained.jsonl   which samples every step was trained on (RL)
     model/          the trained model
     report.html     all of it as one page
+    stacks-1.txt    what everybody did when nothing happened any more; usually there is none
     """
 
     path: Path

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from openrlhf.utils import waits
+
 
 class BusyClock:
     """Seconds in which anything was under way. One thread says what begins and ends; any may look."""
@@ -68,6 +70,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `name`, also when it raises."""
         self._charge()
+        waits.beat()
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
         self._on_phase(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from openrlhf.agents.host import HostCrashError, HostError, HostProcess, HostStartError, HostTimeoutError, RemoteError
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest
 from openrlhf.rewards.values import RewardValues
+from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class FunctionFileReward:
             raise self._not_loaded(error) from error
 
     async def score(self, request: RewardRequest) -> Sequence[Reward]:
-        values = await self._values(request)
+        with waits.doing(f"judged by reward_func ({self._path.name})"):
+            values = await self._values(request)
         if values.repeated and not self._said_repeated:
             self._said_repeated = True
             logger.warning(

@@ -16,19 +16,21 @@ Two ways for new weights, as `trainers.pipelines` asks for:
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import BusyClock
 from openrlhf.rollout.base import Engine
-from openrlhf.rollout.collector import PromptsExhausted, Round, params_of
+from openrlhf.rollout.collector import PromptsExhausted, Round, params_of, prompts_in_play
 from openrlhf.rollout.filtering import ScoreFilter
-from openrlhf.rollout.runner import EpisodeRunner
+from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.rollout.saved_groups import group_from, group_state
 from openrlhf.rollout.staleness import bound_of, chosen
 from openrlhf.rollout.verdicts import Verdicts
 from openrlhf.types import Group, Prompt, SamplingParams
+from openrlhf.utils import waits
 from openrlhf.utils.background import BackgroundRunner
 
 
@@ -72,7 +74,7 @@ class AsyncCollector:
         self._capacity = max(queue_size * batch_size, self._at_once)
         self._ahead = ahead
         self._filter = score_filter
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[_Finished | None]] = {}
         """By ordinal, of prompts in play."""
         self._versions: dict[int, int] = {}
         """With which those in play were begun."""
@@ -80,7 +82,7 @@ class AsyncCollector:
         self._changed = asyncio.Event()
         self._in_play = BusyClock()
         self._resting = not ahead
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._verdicts = Verdicts(score_filter)
 
     @property
@@ -134,7 +136,8 @@ class AsyncCollector:
             )
             if ordinals is not None:
                 break
-            await self._changed.wait()
+            with waits.waiting(self._for_whom):
+                await self._changed.wait()
         groups = [self._finished.pop(ordinal).group for ordinal in sorted(ordinals)]
         self._verdicts.require_success(groups, batch_size=self._batch_size)
         if not groups:
@@ -149,7 +152,11 @@ class AsyncCollector:
         self._resting = True
         while self._tasks and self._failure is None:
             self._changed.clear()
-            await self._changed.wait()
+            with waits.waiting(self._for_whom):
+                await self._changed.wait()
+
+    def _for_whom(self) -> str:
+        return f"for {prompts_in_play(self._tasks, started=len(self._tasks) + len(self._finished))}"
 
     async def _go_on(self) -> None:
         self._resting = False
@@ -171,20 +178,27 @@ class AsyncCollector:
         for prompt in self._prompts.take(max(0, min(room, self._at_once - len(self._tasks)))):
             self._in_play.begin()
             self._versions[prompt.ordinal] = self._engine.version
-            self._tasks[prompt.ordinal] = asyncio.create_task(self._play(prompt), name=f"prompt {prompt.ordinal}")
+            task = asyncio.create_task(self._play(prompt), name=f"prompt {prompt.ordinal}")
+            task.add_done_callback(functools.partial(self._ended, prompt.ordinal))
+            self._tasks[prompt.ordinal] = task
 
-    async def _play(self, prompt: Prompt) -> None:
+    async def _play(self, prompt: Prompt) -> _Finished | None:
+        """None: its group was turned away."""
         params = params_of(prompt, self._sampling_params, logprobs_every=self._logprobs_every)
-        try:
-            group = await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=params)
-            if self._verdicts.accepts(group):
-                self._finished[prompt.ordinal] = _Finished(group, self._versions[prompt.ordinal])
-        except Exception as error:
+        group = await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=params)
+        return _Finished(group, self._versions[prompt.ordinal]) if self._verdicts.accepts(group) else None
+
+    def _ended(self, ordinal: int, task: asyncio.Task[_Finished | None]) -> None:
+        """However: one that was cancelled before it began has run no line of its own, and its prompt is lost."""
+        del self._tasks[ordinal], self._versions[ordinal]
+        if task.cancelled():
+            self._failure = self._failure or RolloutError(f"prompt {ordinal} was given up while it was in play")
+        elif (error := task.exception()) is not None:
             self._failure = self._failure or error
-        finally:
-            del self._tasks[prompt.ordinal], self._versions[prompt.ordinal]
-            self._in_play.end()
-            self._changed.set()
+        elif (finished := task.result()) is not None:
+            self._finished[ordinal] = finished
+        self._in_play.end()
+        self._changed.set()
         self._start_due()
 
     def _metrics(self, groups: list[Group], verdicts: Verdicts) -> Metrics:

@@ -12,7 +12,7 @@ first. They were sampled by older weights, and every token of theirs says so (`S
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,11 @@ from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.rollout.saved_groups import group_from, group_state
 from openrlhf.rollout.verdicts import Verdicts
 from openrlhf.types import Group, Prompt, SamplingParams
+from openrlhf.utils import waits
 from openrlhf.utils.background import LoopRunner
+
+MOST_NAMED = 5
+"""Prompts in a line about a wait."""
 
 
 class PromptsExhausted(Exception):
@@ -130,8 +134,9 @@ class SyncCollector:
             verdicts=Verdicts(self._filter),
         )
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._start_due(draw, tasks)
+            with waits.waiting(lambda: f"for {prompts_in_play(self._playing, started=draw.started)}"):
+                async with asyncio.TaskGroup() as tasks:
+                    self._start_due(draw, tasks)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -154,6 +159,13 @@ class SyncCollector:
         if draw.verdicts.accepts(group):
             self._waiting[prompt.ordinal] = group
         self._start_due(draw, tasks)
+
+
+def prompts_in_play(ordinals: Collection[int], *, started: int) -> str:
+    """For whoever wonders what takes so long: `3 of 64 prompts (17, 23, 40): prompt 17 sample 0 at the engine`."""
+    named = [*map(str, sorted(ordinals)[:MOST_NAMED]), *(["…"] if len(ordinals) > MOST_NAMED else [])]
+    who = waits.oldest_activity()
+    return f"{len(ordinals)} of {started} prompts ({', '.join(named)})" + (f": {who}" if who else "")
 
 
 def params_of(prompt: Prompt, params: SamplingParams, *, logprobs_every: int) -> SamplingParams:

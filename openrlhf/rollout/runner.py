@@ -11,6 +11,7 @@ from openrlhf.agents.episodes import EpisodeError, Episodes
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.rewards.base import RewardError, RewardRequest, RewardSource
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Trajectory
+from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,14 @@ class EpisodeRunner:
         self, prompts: Sequence[Prompt], *, n: int, sampling_params: SamplingParams, purpose: str = "train"
     ) -> list[Group]:
         """Play all prompts at once; groups come back in their order. The first error ends the others."""
+        playing: list[asyncio.Task[Group]] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                playing = [
-                    tasks.create_task(self.play(prompt, n=n, sampling_params=sampling_params, purpose=purpose))
-                    for prompt in prompts
-                ]
+            with waits.waiting(lambda: _for_whom(playing)):
+                async with asyncio.TaskGroup() as tasks:
+                    playing += [
+                        tasks.create_task(self.play(prompt, n=n, sampling_params=sampling_params, purpose=purpose))
+                        for prompt in prompts
+                    ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in playing]
@@ -69,6 +72,12 @@ class EpisodeRunner:
         return await self._judge(Group(prompt=prompt, trajectories=tuple(trajectories)))
 
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
+        with waits.activity(f"prompt {prompt.ordinal} sample {sample}"):
+            trajectory = await self._play_episode(prompt, sample, sampling_params)
+        waits.beat()
+        return trajectory
+
+    async def _play_episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
         key = SampleKey(prompt.ordinal, sample)
         for attempt in range(ATTEMPTS):
             try:
@@ -109,7 +118,9 @@ class EpisodeRunner:
                     f"{group.prompt.where}: the agent gave this episode no reward, and nobody else judges it: return "
                     "one, or give --reward.remote_url"
                 )
-            rewards = await self._reward.score(RewardRequest.of(question))
+            with waits.activity(f"prompt {group.prompt.ordinal}"), waits.doing("being judged"):
+                rewards = await self._reward.score(RewardRequest.of(question))
+            waits.beat()
         except RewardError as error:
             self._note_unjudged(error)
             judged = {t.key: t.as_failed(str(error)) for t in open_}
@@ -138,3 +149,8 @@ class EpisodeRunner:
         count = self._said[kind]
         if count <= 3 or count in (10, 100, 1000, 10_000):
             logger.warning("%s: %s%s", what, why, f" (and {count - 1} before)" if count > 3 else "")
+
+
+def _for_whom(playing: Sequence[asyncio.Task[Group]]) -> str:
+    unfinished = sum(not task.done() for task in playing)
+    return f"for {unfinished} of {len(playing)} prompts: {waits.oldest_activity()}"

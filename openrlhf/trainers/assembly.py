@@ -23,6 +23,7 @@ from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
@@ -38,10 +39,11 @@ from openrlhf.trainers.running import (
     observed,
     prepare_process,
     user_errors_end_the_run,
+    watchdog,
 )
 from openrlhf.trainers.stopping import stoppable
 from openrlhf.types import SamplingParams
-from openrlhf.utils import interrupts
+from openrlhf.utils import interrupts, waits
 from openrlhf.utils.background import BackgroundRunner, LoopRunner
 from openrlhf.utils.heap import settled_heap
 
@@ -61,11 +63,13 @@ def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
     config = settled(config)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
-    with opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
-        return _train(config, launched, checkpoints, model_dir=model_dir)
+    with watchdog(config.train) as watching, opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
+        return _train(config, launched, checkpoints, watching, model_dir=model_dir)
 
 
-def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, model_dir: Path) -> RunResult:
+def _train(
+    config: RLConfig, launched: Launch, checkpoints: Checkpoints, watching: Watchdog, *, model_dir: Path
+) -> RunResult:
     tokenizer = policy_tokenizer(config)
     prompts = PromptStream(
         _prompts(config, tokenizer, evaluation=False),
@@ -77,10 +81,10 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
     with _loop(config) as loop, contextlib.ExitStack() as held:
         launcher = held.enter_context(launched(config, tokenizer))
         source = launcher.reward()
-        reward = source and held.enter_context(_started(source, loop))
+        reward = source and held.enter_context(_started(source, loop, "the reward"))
         rounds = math.ceil(len(prompts) / config.rollout.batch_size)
         bound = held.enter_context(launcher.bound(rounds=rounds))
-        episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop))
+        episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop, "episodes"))
         runner = EpisodeRunner(
             episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None
         )
@@ -111,7 +115,7 @@ def _train(config: RLConfig, launched: Launch, checkpoints: Checkpoints, *, mode
         run_dir = create_run_directory(config, checkpoints.found)
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
         with (
-            observed(config, run_dir, steps=schedule.rounds, title=title) as seen,
+            observed(config, run_dir, watching, steps=schedule.rounds, title=title) as seen,
             contextlib.closing(RolloutLog(run_dir.rollouts)) as rollout_log,
             contextlib.closing(TrainedLedger(run_dir.trained)) as ledger,
             stoppable(config.ckpt, checkpoints) as stop,
@@ -240,16 +244,21 @@ def _loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
 
 
 @contextlib.contextmanager
-def _started(service: _S, loop: LoopRunner) -> Iterator[_S]:
+def _started(service: _S, loop: LoopRunner, name: str) -> Iterator[_S]:
     loop.run(_begin_ticking())  # until everything is closed
     try:
-        loop.run(service.start())
+        loop.run(_start(service, name))
         yield service
     except KeyboardInterrupt:
         interrupts.end_at_once_on_the_next(last=kill_every_host)
         raise
     finally:
         loop.run(_close(service))
+
+
+async def _start(service: _Service, name: str) -> None:
+    with waits.waiting(f"to start: {name}"):
+        await service.start()
 
 
 async def _begin_ticking() -> asyncio.Task[None]:

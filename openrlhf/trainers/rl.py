@@ -18,6 +18,7 @@ from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
+from openrlhf.utils import waits
 from openrlhf.utils.interrupts import Stopped, StopRequest
 from openrlhf.weight_sync.base import WeightSync
 
@@ -158,6 +159,10 @@ class RLTrainer:
 
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""
+        with waits.during(f"round {self.rounds_done + 1}"):
+            return self._step()
+
+    def _step(self) -> Metrics:
         with self.clock.phase("generation"):
             groups, metrics, turned_away = self.collector.next_batch()
         with self.clock.phase("make_experience"):
@@ -194,7 +199,7 @@ class RLTrainer:
         """Measure the present weights. Whether they are known to be the best so far: not if it takes its time."""
         if self.evaluation is None:
             return False
-        with self.clock.phase("evaluation"):
+        with waits.during(f"evaluation after step {self.rounds_done}"), self.clock.phase("evaluation"):
             self.evaluation.start()
             self.evaluating, self.evaluated_after = True, self.rounds_done
             best = self.take_evaluation()
@@ -221,7 +226,7 @@ class RLTrainer:
         return self.evaluating and self.best.follows
 
     def save(self, *, best: bool) -> None:
-        with self.clock.phase("checkpoint"):
+        with waits.during(f"checkpoint of step {self.rounds_done}"), self.clock.phase("checkpoint"):
             self.checkpointer.save(self.rounds_done, self.state_dict(), best=best)
         self.saved_after = self.rounds_done
         self.clock.take()  # nor are checkpoints

@@ -28,10 +28,12 @@ from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, Logger,
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rewards.base import RewardError, RewardGoneError
 from openrlhf.rollout.base import EngineError
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.utils import interrupts
+from openrlhf.utils.waits import WaitError
 from openrlhf.weight_sync.base import WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ USER_ERRORS = (
     CheckpointError,
     ClusterError,
     WeightSyncError,
+    WaitError,
 )
 """Errors whose text is all a user needs: no traceback."""
 
@@ -102,6 +105,11 @@ def prepare_process(train: TrainSection, ranks: Ranks = ALONE) -> torch.device:
     return process_device()
 
 
+def watchdog(train: TrainSection) -> Watchdog:
+    """Looks at what a run waits for, from its beginning to its end."""
+    return Watchdog(stall_seconds=train.stall_timeout, at_the_end=kill_every_host)
+
+
 def process_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -115,8 +123,19 @@ class Observers:
 
 
 @contextlib.contextmanager
-def observed(config: Config, run_dir: RunDirectory | None, *, steps: int, title: str) -> Iterator[Observers]:
-    """Progress and logs of a run; the report is written however it ends. Without a directory nobody watches."""
+def observed(
+    config: Config, run_dir: RunDirectory | None, watchdog: Watchdog, *, steps: int, title: str
+) -> Iterator[Observers]:
+    """Progress and logs of a run, which has to go on; the report is written however it ends.
+
+    Without a directory nobody is told.
+    """
+    with watchdog.stalls_count(run_dir and run_dir.path), _told(config, run_dir, steps=steps, title=title) as observers:
+        yield observers
+
+
+@contextlib.contextmanager
+def _told(config: Config, run_dir: RunDirectory | None, *, steps: int, title: str) -> Iterator[Observers]:
     if run_dir is None:
         with open(os.devnull, "w") as nowhere, Progress(steps, title, stream=nowhere, live=False) as progress:
             yield Observers(logger=NullLogger(), progress=progress)

@@ -17,6 +17,7 @@ from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.timing import PhaseClock
+from openrlhf.utils import waits
 from openrlhf.utils.interrupts import Stopped, StopRequest
 
 
@@ -276,6 +277,7 @@ def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[Sh
     """
     share_of = objective.begin(module, batch)
     for micro in batch.micro_batches:
+        waits.beat()
         if micro:
             yield share_of(micro)
         else:

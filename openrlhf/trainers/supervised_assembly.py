@@ -31,6 +31,7 @@ from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.watchdog import Watchdog
 from openrlhf.trainers.balancing import BalancedObjective
 from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
@@ -39,7 +40,14 @@ from openrlhf.trainers.preflight import checked_model_dir, create_run_directory,
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
-from openrlhf.trainers.running import RunResult, link_model, observed, prepare_process, user_errors_end_the_run
+from openrlhf.trainers.running import (
+    RunResult,
+    link_model,
+    observed,
+    prepare_process,
+    user_errors_end_the_run,
+    watchdog,
+)
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.stopping import stoppable
@@ -68,11 +76,14 @@ def train(config: SupervisedConfig) -> RunResult:
     device = prepare_process(config.train, ranks)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
-    with opened_checkpoints(
-        config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
-    ) as checkpoints:
+    with (
+        watchdog(config.train) as watching,
+        opened_checkpoints(
+            config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
+        ) as checkpoints,
+    ):
         try:
-            result = _train(config, checkpoints, _Place(device, distribution), model_dir=model_dir)
+            result = _train(config, checkpoints, _Place(device, distribution), watching, model_dir=model_dir)
         except Stopped as stop:
             if stop.saved:
                 # Launchers end all processes when one has ended: nobody leaves before the report is written.
@@ -82,7 +93,9 @@ def train(config: SupervisedConfig) -> RunResult:
     return result
 
 
-def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *, model_dir: Path) -> RunResult:
+def _train(
+    config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, watching: Watchdog, *, model_dir: Path
+) -> RunResult:
     distribution, ranks = place.distribution, place.distribution.ranks
     tokenizer = _tokenizer(config)
     kind = _KINDS[_kind(config)]
@@ -106,7 +119,7 @@ def _train(config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, *,
     if checkpoints.universal and checkpointer:
         checkpointer = _universal_start(checkpoints.universal, checkpointer, backend, parts, schedule, objective)
     with (
-        observed(config, run_dir, steps=len(schedule), title=title) as seen,
+        observed(config, run_dir, watching, steps=len(schedule), title=title) as seen,
         stoppable(config.ckpt, checkpoints) as stop,
     ):
         trainer = SupervisedTrainer(

@@ -12,6 +12,7 @@ from openrlhf.utils.loop_thread import LoopThread
 
 _T = TypeVar("_T")
 _GIVE_UP_SECONDS = 5.0
+_DEAD = "the thread that plays episodes has ended; nobody will finish what is in play"
 
 
 class LoopRunner(Protocol):
@@ -28,8 +29,14 @@ class BackgroundRunner:
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Block until it is done. Who is interrupted meanwhile gives it up, as `asyncio.Runner` does."""
+        if not self._thread.alive:
+            work.close()
+            raise RuntimeError(_DEAD)
         future = self._thread.submit(work)
         try:
+            while not concurrent.futures.wait([future], timeout=1.0).done:
+                if not self._thread.alive:
+                    raise RuntimeError(_DEAD)
             return future.result()
         except KeyboardInterrupt:
             future.cancel()

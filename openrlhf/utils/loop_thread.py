@@ -6,8 +6,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from openrlhf.utils import waits
 
 _T = TypeVar("_T")
 _CLOSING_SECONDS = 20.0
@@ -19,8 +22,14 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        waits.loops.add(self._loop)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything on its loop goes on. It dies of what ends an interpreter: a task that calls `sys.exit`."""
+        return self._thread.is_alive()
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         """Cancelling the future cancels the work."""
@@ -28,20 +37,25 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, _T], what: str, *, deadline: float) -> _T:
         """Block until it is done. After `deadline` seconds it is cancelled, and a TimeoutError says what it was for."""
-        future = self.submit(work)
-        if not concurrent.futures.wait([future], timeout=deadline).done:
-            future.cancel()
-            raise TimeoutError(f"waited {deadline:g} s {what}")
+        future, end = self.submit(work), time.monotonic() + deadline
+        with waits.waiting(what, deadline=deadline) as wait:
+            while not concurrent.futures.wait([future], timeout=min(1.0, max(0.0, end - time.monotonic()))).done:
+                if time.monotonic() >= end or wait.failure is not None:
+                    future.cancel()
+                    wait.check()
+                    raise TimeoutError(f"waited {deadline:g} s {what}")
+        waits.beat()
         return future.result()
 
     def close(self) -> None:
         """Cancel what is left, and end the thread. Closing twice is fine."""
         if self._loop.is_closed():
             return
-        with contextlib.suppress(TimeoutError):
-            self.run(_cancel_others(), "for tasks to end", deadline=_CLOSING_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSING_SECONDS)
+        if self.alive:
+            with contextlib.suppress(TimeoutError):
+                self.run(_cancel_others(), "for tasks to end", deadline=_CLOSING_SECONDS)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSING_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import signal
 import sys
 import time
 
@@ -20,6 +21,7 @@ from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, requested
 from openrlhf.cluster.workers import WorkerError, worker_groups
 from openrlhf.config import parse
+from openrlhf.observability.watchdog import Watchdog
 from openrlhf.trainers.local_models import LocalTraining, load_models, sample_maker, step_settings
 from openrlhf.trainers.rank_models import rank_service
 
@@ -62,6 +64,9 @@ class Service:
     def who(self) -> list[int]:
         return self._ranks.gather(dist.get_rank())
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def double(self, number: int) -> int:
         return 2 * number
 
@@ -101,6 +106,29 @@ def test_a_rank_that_fails_is_named_though_the_others_wait(cluster, method, dead
         with pytest.raises(WorkerError, match=message):
             group.call(method, 1, deadline=deadline)
     assert time.monotonic() - began < 15
+
+
+def test_a_rank_that_stops_in_a_collective_is_named_and_the_stacks_of_all_are_kept(cluster, tmp_path):
+    """The other rank waits for it, as its stacks show; the one that is stopped cannot even be asked, and that is said.
+
+    As long as a rank gives signs of life nobody takes the run for dead.
+    """
+    with Watchdog() as dog, dog.stalls_count(tmp_path), group_of(2, Service, cluster) as group:
+        pids = group.call("pid", deadline=60)
+        assert group._beacons.idle_seconds() < 60
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            with pytest.raises(
+                WorkerError, match=r"waited 3 s for who: .*actor rank 1 on [\d.]+; stacks are in "
+            ) as caught:
+                group.call("who", deadline=3)
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+    path = tmp_path / "stacks-1.txt"
+    assert str(caught.value).endswith(str(path))
+    ranks = path.read_text().split("\n== actor rank ")[1:]
+    assert "in gather" in ranks[0]
+    assert "state T (stopped)" in ranks[1]
 
 
 def test_a_model_that_is_not_there_is_said_in_one_line(cluster, tmp_path):

@@ -45,6 +45,8 @@ CASES = [
     ("dual_clip_is_above_one", "train_ppo_ray", "--dual_clip 1", ["--actor.dual_clip 1"], "--dual_clip 3"),
     ("dual_clip_has_a_ratio_to_bound", "train_ppo_ray", "--dual_clip 3 --policy_loss_type gspo", ["--actor.dual_clip", "--actor.policy_loss_type ppo; gspo has none"], "--policy_loss_type gspo"),
     ("kl_target_has_a_coefficient", "train_ppo_ray", "--kl_target 0.1 --init_kl_coef 0", ["--algo.kl.target", "--algo.kl.init_coef"], "--kl_target 0.1 --init_kl_coef 0.01"),
+    ("stalls_outlast_users_code", "train_ppo_ray", "--agent_func_path a.py --train.stall_timeout 600", ["--train.stall_timeout 600", "--rollout.step_timeout 600"], "--agent_func_path a.py --train.stall_timeout 0"),
+    ("stalls_outlast_users_code", "train_ppo_ray", "--remote_rm_url r.py --train.stall_timeout 60", ["--reward.timeout 180"], "--remote_rm_url r.py --train.stall_timeout 60 --reward.timeout 30"),
     ("sampling_is_valid", "train_ppo_ray", "--top_p 0", ["--rollout.top_p"], "--top_p 0.5"),
     ("sampling_is_valid", "train_ppo_ray", "--top_k 0", ["--rollout.top_k 0", "-1"], "--top_k 20"),
     ("reward_clip_is_ordered", "train_ppo_ray", "--reward_clip_range 5 -5", ["--reward.clip_range"], "--reward_clip_range 0 1"),

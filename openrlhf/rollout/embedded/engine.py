@@ -32,6 +32,7 @@ from openrlhf.rollout.embedded.sampler import sample
 from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids, finished_text
 from openrlhf.rollout.embedded.streaming import StreamedParts
 from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.utils import waits
 
 
 @dataclass(slots=True)
@@ -103,6 +104,7 @@ class EmbeddedEngine:
         """By row: running, with keys and values of older weights: they are read again before they go on."""
         self._free_to_step = asyncio.Event()
         self._free_to_step.set()
+        waits.add_pulse(self._steps_taken)
         self._task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.packed = getattr(model.config.get_text_config(), "_attn_implementation", None) == ATTENTION
@@ -137,6 +139,9 @@ class EmbeddedEngine:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
+
+    def _steps_taken(self) -> int:
+        return self.stats.steps
 
     @property
     def num_running(self) -> int:

@@ -36,6 +36,7 @@ from openrlhf.rollout.vllm.sampling import sampling_arguments
 from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
 from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.utils import waits
 from openrlhf.utils.loop_thread import LoopThread
 
 _T = TypeVar("_T")
@@ -117,6 +118,7 @@ class VllmEngine:
         except Exception as error:
             self._thread.close()
             raise VllmError(f"vLLM did not start with {settings.model}: {error}") from error
+        waits.add_pulse(self._work_done)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -210,7 +212,7 @@ class VllmEngine:
         try:
             return self._thread.run(_or_dead(work), what, deadline=deadline)
         except TimeoutError as error:
-            raise VllmError(f"vLLM does not answer: {error}") from error
+            raise VllmError(waits.with_stacks(f"vLLM does not answer: {error}")) from error
 
     def close(self) -> None:
         """Give every request up and end vLLM's processes. Closing twice is fine."""
@@ -229,14 +231,18 @@ class VllmEngine:
         before = None
         try:
             while not (await asyncio.wait({answer}, timeout=STALL_SECONDS))[0]:
-                now = (self._answered, self._version, self._num_sampled())
+                now = self._work_done()
                 if now == before and not self._held:
                     waiting = f"waited {STALL_SECONDS:g} s for a token; requests under way: {self.num_running}"
-                    raise VllmError(f"vLLM does not answer: {waiting}")
+                    raise VllmError(waits.with_stacks(f"vLLM does not answer: {waiting}"))
                 before = now
             return answer.result()
         finally:
             answer.cancel()
+
+    def _work_done(self) -> tuple[int, int, int]:
+        """Changes with every token, for whomever."""
+        return self._answered, self._version, self._num_sampled() if self._llm is not None else 0
 
     def _num_sampled(self) -> int:
         """Tokens of the requests under way."""
