@@ -53,6 +53,17 @@ class Backend(Weights, Protocol):
         """
         ...
 
+    def drop_gradients(self) -> None:
+        """Forget what was added since the last step, also the part of a backward that failed."""
+        ...
+
+    def why_no_other_try(self) -> str | None:
+        """After a forward or backward that failed: why gradients cannot be dropped, and the step not begun again.
+
+        None: they can. Ranks that were not told may go on, and each has to do its part of their sums.
+        """
+        ...
+
     def sleep(self) -> None:
         """What only a step needs (master weights, moments) waits in CPU memory. Forwards go on as before."""
         ...

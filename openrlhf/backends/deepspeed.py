@@ -126,6 +126,7 @@ class DeepSpeedBackend:
         # Without ZeRO nobody measures the gradient, and it is whole only inside step(): we do it there, and clip too.
         self._unwrapped = zero.stage == 0
         config = deepspeed_config(zero, dtype=dtype, max_norm=0.0 if self._unwrapped else settings.max_norm)
+        self._zero = zero
         self._engine = _start(module, config, optimizer)
         self._tensor_group = tensor_group(zero)
         self._splits = _splits(module, self._tensor_group)
@@ -164,6 +165,27 @@ class DeepSpeedBackend:
         self._rates.steps += 1
         self._update_average()
         return math.nan if norm is None else float(norm)
+
+    def drop_gradients(self) -> None:
+        optimizer = self._engine.optimizer
+        optimizer.zero_grad()
+        for name in ("averaged_gradients", "all_grad_tensors"):  # sums of ZeRO 1 and 2, by group
+            sums = getattr(optimizer, name, {})
+            sums.update(dict.fromkeys(sums))
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # waiting to be added up with the other ranks'
+            bucket.clear()
+        getattr(optimizer, "extra_large_param_to_reduce", {}).clear()
+        if not self._unwrapped:
+            optimizer.exit_backward()
+
+    def why_no_other_try(self) -> str | None:
+        if self._zero.stage == 3 or self._zero.tensor_parallel_size > 1:
+            return "its ranks compute every layer together, and the others are waiting for this one"
+        if self._zero.offload:
+            return "--ds.adam_offload adds gradients up in CPU memory"
+        if any(getattr(self._engine.optimizer, "params_already_reduced", ())):
+            return "its ranks were already adding up the gradients of this micro-batch"
+        return None
 
     def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         own = [p for name, p in self._trained.items() if name not in self._splits]

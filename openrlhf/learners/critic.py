@@ -9,6 +9,7 @@ import torch
 from openrlhf.algorithms.values import value_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.learners.accumulating import accumulate
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.observability.metrics import Metrics
 
@@ -27,7 +28,8 @@ class CriticLearner:
         metrics = Metrics()
         self._backend.module.train()
         for step in steps:
-            loss = sum(self._accumulate(micro, Metrics() if micro.is_filler else metrics) for micro in step)
+            loss, seen = accumulate(step, self._accumulate, self._backend, ranks=self._ranks)
+            metrics.merge(seen)
             metrics.mean("critic_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
             metrics.last("critic_lr", self._backend.learning_rate)
             metrics.mean("critic_grad_norm", self._backend.step(), 1)

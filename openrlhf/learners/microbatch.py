@@ -1,12 +1,23 @@
-"""How a list of samples is cut into forwards, as the flags say."""
+"""How a list of samples is cut into forwards: as the flags say, until memory runs out, and smaller from then on."""
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from openrlhf.data.packing import by_count, by_tokens
-from openrlhf.types import TrainingBatch
+from openrlhf.types import PackedTokens, TrainingBatch
+
+logger = logging.getLogger(__name__)
+
+
+class DoesNotFitError(RuntimeError):
+    """Memory ran out, and smaller micro-batches are no help. The text says what is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +27,8 @@ class MicroBatching:
     samples: int = 1
     tokens: int | None = None
     """Token budget; set, it takes the place of `samples`."""
+    flag: str = "--train.max_tokens_per_gpu"
+    """Which flag sets that budget."""
 
     def cut(self, batch: TrainingBatch, indices: Sequence[int]) -> list[list[int]]:
         """Micro-batches of these samples. A prompt's samples stay together where they can: they share its forward.
@@ -27,3 +40,55 @@ class MicroBatching:
             return by_count(indices, size=self.samples)
         prompts = [sample.key.prompt for sample in batch.samples]
         return by_tokens(indices, batch.lengths, budget=self.tokens, families=prompts)
+
+
+class Overflow(NamedTuple):
+    """A micro-batch for which the memory of a rank's device was not enough."""
+
+    tokens: int
+    sequences: int
+    rank: int
+
+    @staticmethod
+    def of(tokens: PackedTokens, *, rank: int) -> Overflow:
+        return Overflow(tokens.num_tokens, tokens.num_sequences, rank)
+
+
+class Fitting:
+    """The cut of the moment. It is the same on all ranks."""
+
+    def __init__(self, batching: MicroBatching) -> None:
+        self.batching = batching
+        self.shrunk = False
+
+    def shrink(self, overflows: Sequence[Overflow]) -> None:
+        """Half the tokens of the smallest micro-batch that did not fit, for the rest of the run.
+
+        `overflows`: of all ranks. Raises DoesNotFitError where one of them was a single sequence.
+        """
+        smallest = min(overflows)
+        for tokens, sequences, rank in overflows:
+            if sequences == 1:
+                raise DoesNotFitError(
+                    f"memory ran out on a single sequence of {tokens} tokens (rank {rank}), which cannot be cut: lower "
+                    "--data.max_len, or make room with gradient checkpointing (--actor.gradient_checkpointing_enable), "
+                    "a smaller --vllm.gpu_memory_utilization, a higher --ds.zero_stage or --ds.adam_offload"
+                )
+        budget, self.shrunk = smallest.tokens // 2, True
+        self.batching = MicroBatching(tokens=budget, flag=self.batching.flag)
+        logger.warning(
+            "memory ran out in a micro-batch of %d tokens (rank %d): from now on they have at most %d; gradients and "
+            "metrics stay what they were. %s %d (with --train.dynamic_batch_enable) begins with that",
+            smallest.tokens,
+            smallest.rank,
+            budget,
+            self.batching.flag,
+            budget,
+        )
+
+
+def give_memory_back() -> None:
+    """What a forward that failed has left. Not inside the `except`: its error holds every frame and their tensors."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

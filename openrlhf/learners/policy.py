@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.learners.accumulating import accumulate
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.routing import RouterLog
 from openrlhf.observability.metrics import Metrics
@@ -75,13 +77,15 @@ class PolicyLearner:
         metrics = Metrics()
         self._backend.module.train()
         for step in steps:
-            loss = sum(self._accumulate(micro, Metrics() if micro.is_filler else metrics, kl_coef) for micro in step)
+            run = functools.partial(self._accumulate, kl_coef=kl_coef)
+            loss, seen = accumulate(step, run, self._backend, ranks=self._ranks)
+            metrics.merge(seen)
             metrics.mean("policy_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
             metrics.last("actor_lr", self._backend.learning_rate)
             metrics.mean("actor_grad_norm", self._backend.step(), 1)
         return metrics
 
-    def _accumulate(self, micro: MicroBatch, metrics: Metrics, kl_coef: float) -> float:
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float) -> float:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
         settings = self._settings
         packed = micro.packed.to(self._device)

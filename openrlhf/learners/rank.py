@@ -10,9 +10,10 @@ from openrlhf.algorithms.kl import KLController, KLEstimator
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.credit import CreditSettings, give_credit
 from openrlhf.learners.critic import CriticLearner
+from openrlhf.learners.microbatch import Fitting
 from openrlhf.learners.policy import PolicyLearner
 from openrlhf.learners.scorer import Scorer
-from openrlhf.learners.steps import StepSettings, optimizer_steps, trained_samples
+from openrlhf.learners.steps import Step, StepSettings, optimizer_steps, trained_samples
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import TrainingBatch
 
@@ -67,6 +68,7 @@ class RankLearners:
         self._freezing_steps = freezing_steps
         self._kl = kl
         self._ranks = ranks
+        self._fitting = Fitting(steps.batching)
         self._rounds = 0
         self._sampled_kl: float | None = None
 
@@ -106,14 +108,19 @@ class RankLearners:
         frozen = self._rounds <= self._freezing_steps
         if not self._steps.on_policy and not frozen and batch.old_logprobs_A is None:
             batch.old_logprobs_A = self._policy_scorer.score(batch, trained_samples(batch, self._steps))
-        steps = optimizer_steps(batch, self._steps, round_index=self._rounds, ranks=self._ranks)
+        steps = self._cut(batch)
         if self._critic is not None:
             own.merge(self._critic.learner.update(steps))
         if not frozen:
             own.merge(self._policy.update(steps, kl_coef=self._kl.controller.coef if self._kl else 0.0))
+        if self._fitting.shrunk:
+            own.last("perf/max_tokens_per_gpu", self._fitting.batching.tokens)
         metrics = Metrics.merged(self._ranks.gather(own))
         self._adapt_kl(batch, metrics)
         return metrics
+
+    def _cut(self, batch: TrainingBatch) -> list[Step]:
+        return optimizer_steps(batch, self._steps, round_index=self._rounds, fitting=self._fitting, ranks=self._ranks)
 
     def _adapt_kl(self, batch: TrainingBatch, updated: Metrics) -> None:
         """Tell the controller what the round's KL was: as the policy sampled, or as the loss saw it."""
@@ -140,6 +147,7 @@ class CriticLearners:
         self._critic = critic
         self._steps = steps
         self._ranks = ranks
+        self._fitting = Fitting(steps.batching)
         self._rounds = 0
 
     def score(self, batch: TrainingBatch) -> None:
@@ -148,7 +156,7 @@ class CriticLearners:
     def update(self, batch: TrainingBatch) -> Metrics:
         """Towards the returns that came with the batch, in the policy's optimizer steps."""
         self._rounds += 1
-        steps = optimizer_steps(batch, self._steps, round_index=self._rounds, ranks=self._ranks)
+        steps = optimizer_steps(batch, self._steps, round_index=self._rounds, fitting=self._fitting, ranks=self._ranks)
         return Metrics.merged(self._ranks.gather(self._critic.learner.update(steps)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from openrlhf.backends.parking import visiting
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.filler import filler
-from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.microbatch import DoesNotFitError, Fitting, MicroBatching, Overflow, give_memory_back
 from openrlhf.types import PackedTokens, TrainingBatch
+from openrlhf.utils import waits
 
 
 class Scorer:
@@ -25,12 +26,17 @@ class Scorer:
         batching: MicroBatching,
         device: torch.device,
         offload: bool = False,
+        forwards_together: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`forward` gives the [A] numbers of a packed stream. `offload`: the weights are on `device` only meanwhile."""
+        """`forward` gives the [A] numbers of a packed stream. `offload`: the weights are on `device` only meanwhile.
+
+        `forwards_together`: ranks share the weights out, so that each forward is one of all ranks.
+        """
         self._module = module
         self._forward = forward
-        self._batching = batching
+        self._fitting = Fitting(batching)
+        self._forwards_together = forwards_together
         self._device = device
         self._offload = offload
         self._ranks = ranks
@@ -43,15 +49,42 @@ class Scorer:
         """
         result = torch.zeros(batch.num_actions)
         self._module.eval()
-        cut = self._batching.cut(batch, range(len(batch)) if indices is None else indices)
-        missing = max(self._ranks.gather(len(cut))) - len(cut)
+        left = list(range(len(batch)) if indices is None else indices)
         with visiting(self._module, self._device, offload=self._offload):
-            for micro in cut:
-                packed = batch.pack(micro)
+            while True:
+                left, overflow = self._score(batch, left, result)
+                overflows = [one for one in self._ranks.gather(overflow) if one is not None]
+                if not overflows:
+                    return result
+                self._fitting.shrink(overflows)
+
+    def _score(self, batch: TrainingBatch, indices: Sequence[int], result: Tensor) -> tuple[list[int], Overflow | None]:
+        """Into `result`; returns the samples for which memory was not enough."""
+        cut = self._fitting.batching.cut(batch, indices)
+        missing = max(self._ranks.gather(len(cut))) - len(cut)
+        left, overflow = [], None
+        for micro in cut:
+            packed = batch.pack(micro)
+            try:
                 result[packed.rows] = self._forward(self._module, packed.tokens.to(self._device)).float().cpu()
-            for _ in range(missing):
-                self._forward(self._module, filler().tokens.to(self._device))
-        return result
+                waits.beat()
+                continue
+            except torch.OutOfMemoryError as error:
+                overflow = Overflow.of(packed.tokens, rank=self._ranks.index)
+                self._require_another_try(overflow, error)
+                left += micro
+            give_memory_back()
+        for _ in range(missing):
+            self._forward(self._module, filler().tokens.to(self._device))
+        return left, overflow
+
+    def _require_another_try(self, overflow: Overflow, error: Exception) -> None:
+        if self._forwards_together and self._ranks.count > 1:
+            raise DoesNotFitError(
+                f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}) that all ranks "
+                f"were computing together: lower {self._fitting.batching.flag} below {overflow.tokens} (with "
+                "--train.dynamic_batch_enable)"
+            ) from error
 
 
 def logprobs(temperature: float) -> Callable[[nn.Module, PackedTokens], Tensor]:

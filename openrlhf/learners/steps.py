@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from openrlhf.algorithms.reduction import Aggregation, sample_weights
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.data.packing import evenly
 from openrlhf.learners.filler import filler
-from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.microbatch import Fitting, MicroBatching, Overflow
 from openrlhf.types import PackedBatch, SampleKey, TrainingBatch
 
 
@@ -59,7 +59,62 @@ class MicroBatch(NamedTuple):
     """It weighs nothing and is in no metric."""
 
 
-Step = list[MicroBatch]
+FILLER = MicroBatch(filler(), torch.zeros(1), torch.zeros(1), torch.zeros(1), token_share=0.0, is_filler=True)
+
+
+class Step:
+    """One optimizer step: this rank's samples, cut into micro-batches, and cut again where these do not fit."""
+
+    def __init__(
+        self,
+        batch: TrainingBatch,
+        kept: list[int],
+        columns: list[Tensor],
+        *,
+        tokens: int,
+        fitting: Fitting,
+        ranks: Ranks,
+    ) -> None:
+        """`kept`: samples of this rank that are run. `columns`: what each action token of the batch weighs, in the
+        order of `MicroBatch`. `tokens`: of the step, on all ranks."""
+        self.fitting = fitting
+        self._batch = batch
+        self._kept = kept
+        self._columns = columns
+        self._tokens = tokens
+        self._ranks = ranks
+        self._cut_by = fitting.batching
+        self._micro_batches = self._cut()
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches())
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    def micro_batches(self) -> list[MicroBatch]:
+        """As many on every rank. Collective where they do not fit any more, which all ranks know."""
+        if self._cut_by is not self.fitting.batching:
+            self._cut_by = self.fitting.batching
+            self._micro_batches = self._cut()
+            self.fill_up(max(self._ranks.gather(len(self))))
+        return self._micro_batches
+
+    def fill_up(self, count: int) -> None:
+        """To so many, and at least one, with such as count for nothing."""
+        self._micro_batches += [FILLER] * (max(1, count) - len(self))
+
+    def shrink(self, overflows: Sequence[Overflow]) -> None:
+        """Of all ranks, for this step and the others. Raises DoesNotFitError."""
+        self.fitting.shrink(overflows)
+
+    def _cut(self) -> list[MicroBatch]:
+        cut = []
+        for micro in self._cut_by.cut(self._batch, self._kept):
+            packed = self._batch.pack(micro)
+            share = packed.tokens.num_tokens / self._tokens
+            cut.append(MicroBatch(packed, *(column[packed.rows] for column in self._columns), token_share=share))
+        return cut
 
 
 class Listed(NamedTuple):
@@ -84,7 +139,12 @@ def roster(batch: TrainingBatch, ranks: Ranks = ALONE) -> list[Listed]:
 
 
 def optimizer_steps(
-    batch: TrainingBatch, settings: StepSettings, *, round_index: int, ranks: Ranks = ALONE
+    batch: TrainingBatch,
+    settings: StepSettings,
+    *,
+    round_index: int,
+    fitting: Fitting | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Step]:
     """This rank's part of the round's optimizer steps, a fixed number. Collective.
 
@@ -92,15 +152,20 @@ def optimizer_steps(
     in a step, and what they weigh, follows from all ranks' samples, before any is skipped or packed: an idle sample
     costs no forward and still counts in the denominators, of which it is a part. Every rank has the same number of
     micro-batches in a step, and at least one: a gradient of 0 is a step too, for the optimizer's momentum goes on.
+
+    `fitting`: how steps are cut at the moment; None: as the settings say.
     """
+    fitting = fitting or Fitting(settings.batching)
     listed = roster(batch, ranks)
     steps = []
     for epoch in range(settings.epochs):
         order = shuffled(listed, seed=derive_seed(settings.seed, "order", round_index, epoch))
         parts = evenly(order, parts=settings.steps_per_epoch)
-        steps += [_step(batch, [listed[i] for i in part], settings, rank=ranks.index) for part in parts if part]
+        steps += [_step(batch, [listed[i] for i in part], settings, fitting, ranks) for part in parts if part]
     sizes = zip(*ranks.gather([len(step) for step in steps]), strict=True)
-    return [step + [_filler()] * (max(1, *size) - len(step)) for step, size in zip(steps, sizes, strict=True)]
+    for step, size in zip(steps, sizes, strict=True):
+        step.fill_up(max(size))
+    return steps
 
 
 def shuffled(samples: Sequence[Listed], *, seed: int) -> list[int]:
@@ -120,25 +185,17 @@ def trained_samples(batch: TrainingBatch, settings: StepSettings) -> list[int]:
     return [i for i in range(len(batch)) if bool(batch.advantages_A[batch.actions_of(i)].any())]
 
 
-def _step(batch: TrainingBatch, members: Sequence[Listed], settings: StepSettings, *, rank: int) -> Step:
-    counts, tokens = [member.actions for member in members], sum(member.tokens for member in members)
+def _step(
+    batch: TrainingBatch, members: Sequence[Listed], settings: StepSettings, fitting: Fitting, ranks: Ranks
+) -> Step:
+    counts, tokens, rank = [member.actions for member in members], sum(member.tokens for member in members), ranks.index
     columns = [
         _column(batch, members, sample_weights(aggregation, counts, constant_length=settings.constant_length), rank)
         for aggregation in (settings.aggregation, settings.regulariser_aggregation, Aggregation.TOKEN)
     ]
     trained = set(trained_samples(batch, settings))
     kept = [member.index for member in members if member.rank == rank and member.index in trained]
-    step = []
-    for micro in settings.batching.cut(batch, kept):
-        packed = batch.pack(micro)
-        share = packed.tokens.num_tokens / tokens
-        step.append(MicroBatch(packed, *(column[packed.rows] for column in columns), token_share=share))
-    return step
-
-
-def _filler() -> MicroBatch:
-    zero = torch.zeros(1)
-    return MicroBatch(filler(), zero, zero, zero, token_share=0.0, is_filler=True)
+    return Step(batch, kept, columns, tokens=tokens, fitting=fitting, ranks=ranks)
 
 
 def _column(batch: TrainingBatch, members: Sequence[Listed], weights: Sequence[float], rank: int) -> Tensor:

@@ -130,9 +130,11 @@ class Watchdog:
             return
         if self._stalls and 0 < self._stall_seconds <= self._idle_seconds():
             during = [line(wait) for wait in open_waits] or [f"in {waits.current_part() or 'no wait that is known'}"]
-            flag = f"(--train.stall_timeout {self._stall_seconds:g})"
-            problem = f"nothing has happened for {self._stall_seconds:g} s {flag}: {'; '.join(during)}"
-            self._give_up(open_waits, problem)
+            seconds = f"{self._stall_seconds:g}"
+            self._give_up(
+                open_waits,
+                f"nothing has happened for {seconds} s (--train.stall_timeout {seconds}): {'; '.join(during)}",
+            )
 
     def _feel_pulse(self) -> None:
         pulse = waits.pulse()

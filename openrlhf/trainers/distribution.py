@@ -105,6 +105,11 @@ class Distribution:
         return shard_frozen(module, self._zero, offload=offload)
 
     @property
+    def forwards_together(self) -> bool:
+        """Each forward is one of all ranks, which have parts of the weights."""
+        return self._zero is not None and (self._zero.stage == 3 or self._zero.tensor_parallel_size > 1)
+
+    @property
     def shares_out_weights(self) -> bool:
         """No rank holds a whole model."""
         return self._zero is not None and self._zero.stage == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,7 +170,7 @@ class LocalTraining:
         policy_logprobs = logprobs(config.rollout.temperature)
         critic = kl = None
         if self._critic_backend is not None:
-            critic = critic_part(config, self._critic_backend, device=device, ranks=ranks)
+            critic = critic_part(config, self._critic_backend, self._distribution, device=device)
         if config.uses_reference:
             reference = self._models.reference
             kl = KLTerm(
@@ -188,7 +189,12 @@ class LocalTraining:
                 ranks=ranks,
             ),
             policy_scorer=Scorer(
-                self.policy_backend.module, policy_logprobs, batching=scoring, device=device, ranks=ranks
+                self.policy_backend.module,
+                policy_logprobs,
+                batching=scoring,
+                device=device,
+                forwards_together=self._distribution.forwards_together,
+                ranks=ranks,
             ),
             steps=self._steps,
             credit=CreditSettings(
@@ -211,9 +217,17 @@ def kept_critic(backend: Backend, critic: ValueModel, tokenizer: Any, ranks: Ran
     )
 
 
-def critic_part(config: RLConfig, backend: Backend, *, device: torch.device, ranks: Ranks) -> CriticPart:
+def critic_part(config: RLConfig, backend: Backend, distribution: Distribution, *, device: torch.device) -> CriticPart:
+    ranks = distribution.ranks
     return CriticPart(
-        scorer=Scorer(backend.module, values, batching=scoring_batches(config), device=device, ranks=ranks),
+        scorer=Scorer(
+            backend.module,
+            values,
+            batching=scoring_batches(config),
+            device=device,
+            forwards_together=distribution.forwards_together,
+            ranks=ranks,
+        ),
         learner=CriticLearner(backend, value_clip=config.critic.value_clip, device=device, ranks=ranks),
     )
 
@@ -228,12 +242,14 @@ def reference_scorer(
         batching=scoring_batches(config),
         device=device,
         offload=offload and not distribution.shares_out_weights,
+        forwards_together=distribution.forwards_together,
         ranks=distribution.ranks,
     )
 
 
 def scoring_batches(config: RLConfig) -> MicroBatching:
-    return _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
+    cut = _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
+    return dataclasses.replace(cut, flag="--rollout.max_tokens_per_gpu")
 
 
 def sample_maker(config: RLConfig) -> SampleMaker:

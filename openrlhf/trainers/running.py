@@ -23,6 +23,7 @@ from openrlhf.config.roots import Config
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.sources import DataError
+from openrlhf.learners.microbatch import DoesNotFitError
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
 from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, Logger, NullLogger, remote_loggers
 from openrlhf.observability.progress import Progress
@@ -50,6 +51,7 @@ USER_ERRORS = (
     ClusterError,
     WeightSyncError,
     WaitError,
+    DoesNotFitError,
 )
 """Errors whose text is all a user needs: no traceback."""
 

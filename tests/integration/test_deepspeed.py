@@ -354,3 +354,29 @@ def test_no_more_is_gathered_at_once_than_allowed(gathered, way):
 @pytest.mark.parametrize("way", WHOLE)
 def test_a_probe_sees_the_same_policy_however_it_is_shared_out(gathered, way):
     assert gathered[way]["probe"] == pytest.approx(gathered[way]["probe alone"], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("memory")
+    Runs(folder, folder, folder).start(*torchrun(2), str(SUPPORT / "memory_ranks.py"), str(folder / "out.json"))
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", range(3))
+def test_ranks_begin_a_step_again_when_one_runs_out_of_memory(memory, stage, where):
+    """One of two ranks holds 10 tokens. Stage 2 adds gradients up during a backward, which the other rank goes on with:
+    the one that failed does its part of these sums with nothing. Metrics and weights are those of ranks with room."""
+    ran = memory[f"zero {stage} {where}"]
+    assert ran["overflows"]
+    assert ran["gap"] < 1e-5
+    for tight, roomy in zip(ran["tight"], ran["roomy"], strict=True):
+        for name, value in roomy.items():
+            if name != "critic_clip_ratio":  # a count of values on either side of an edge
+                assert tight[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_ranks_that_cannot_begin_again_say_why(memory):
+    assert "compute every layer together" in memory["zero 3"]
+    assert "--ds.adam_offload" in memory["offload"]

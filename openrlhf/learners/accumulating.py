@@ -1,0 +1,66 @@
+"""The gradient of one optimizer step, whatever memory allows: micro-batches that do not fit are cut again.
+
+A backward that fails may have added a part of its gradient, and nobody knows which. So the whole step is begun again:
+all gradients since the last optimizer step are dropped, and the same samples are run in smaller micro-batches. What
+they weigh was worked out before they were cut, so the gradient is the same; metrics of what was dropped go with it.
+
+Ranks agree before the optimizer step: each tells the others whether it failed. One that did goes on with micro-batches
+that count for nothing, because the others, who do not know yet, may be waiting for its part of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from openrlhf.backends.base import Backend
+from openrlhf.backends.ranks import Ranks
+from openrlhf.learners.microbatch import DoesNotFitError, Overflow, give_memory_back
+from openrlhf.learners.steps import FILLER, MicroBatch, Step
+from openrlhf.observability.metrics import Metrics
+from openrlhf.utils import waits
+
+
+class Accumulated(NamedTuple):
+    """What a step's micro-batches of this rank came to; their gradient is in the backend."""
+
+    loss: float
+    metrics: Metrics
+
+
+def accumulate(
+    step: Step, run: Callable[[MicroBatch, Metrics], float], backend: Backend, *, ranks: Ranks
+) -> Accumulated:
+    """Collective. `run` adds a micro-batch's gradient and metrics, and gives its loss. Raises DoesNotFitError."""
+    while True:
+        metrics, loss, overflow = Metrics(), 0.0, None
+        for micro in step.micro_batches():
+            if overflow is None:
+                try:
+                    loss += run(micro, Metrics() if micro.is_filler else metrics)
+                    waits.beat()
+                    continue
+                except torch.OutOfMemoryError as error:
+                    overflow = Overflow.of(micro.packed.tokens, rank=ranks.index)
+                    _require_another_try(backend, step, overflow, error)
+                backend.drop_gradients()
+                give_memory_back()
+            if ranks.count == 1:
+                break
+            run(FILLER, Metrics())
+        overflows = [one for one in ranks.gather(overflow) if one is not None]
+        if not overflows:
+            return Accumulated(loss, metrics)
+        backend.drop_gradients()
+        step.shrink(overflows)
+
+
+def _require_another_try(backend: Backend, step: Step, overflow: Overflow, error: Exception) -> None:
+    if (reason := backend.why_no_other_try()) is not None:
+        flag = step.fitting.batching.flag
+        raise DoesNotFitError(
+            f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}), and the step cannot "
+            f"be begun again: {reason}; lower {flag} below {overflow.tokens} (with --train.dynamic_batch_enable)"
+        ) from error

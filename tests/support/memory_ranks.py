@@ -1,0 +1,71 @@
+"""Rounds of RL on two DeepSpeed ranks, one of which has little memory, beside the same rounds with room for all.
+
+    torchrun --nproc-per-node 2 memory_ranks.py FILE
+
+FILE then has, per ZeRO stage and place where memory runs out, the metrics of both, the largest gap between their
+weights, and what did not fit; and why there is no other try where ranks cannot begin a step again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from small_memory import SmallMemory
+from small_rl import make_groups, make_models, training
+from torch import nn
+
+from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
+from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.process_group import join
+from openrlhf.learners.sharing import share_out
+from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.distribution import Distribution
+from openrlhf.trainers.local_models import step_settings
+from openrlhf.types import TrainingBatch
+
+FLAGS = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "train_batch_size": 4, "zero_stage": 0}
+LIMIT = 10
+
+
+def run(stage: int, *, limit: int | None, where: str) -> tuple[list[dict[str, float]], torch.Tensor, list[int]]:
+    """Two rounds of two optimizer steps each."""
+    ranks = join()
+    trained, own = training(
+        make_models(), distribution=Distribution(ranks, ZeroSettings(stage=stage)), **FLAGS | {"zero_stage": stage}
+    )
+    memory = SmallMemory(own.policy, limit=limit if ranks.index == ranks.count - 1 else None, where=where)
+    settings, said = step_settings(trained._config), []
+    for number in (1, 2):
+        whole = trained.workers.place(make_groups())
+        share = share_out(whole.samples, settings, round_index=number, ranks=ranks.count)[ranks.index]
+        batch = TrainingBatch(samples=share)
+        trained.learners.score(batch)
+        metrics = Metrics.merged([trained.learners.assign_advantages(batch), trained.learners.update(batch)])
+        said.append(metrics.values())
+    weights = torch.cat([tensor.detach().float().flatten() for _, tensor in trained.policy_backend.whole_weights()])
+    return said, weights, [tokens for overflows in ranks.gather(memory.overflows) for tokens in overflows]
+
+
+def main(file: Path) -> None:
+    dist.init_process_group("gloo")
+    result = {}
+    for stage in (0, 1, 2):
+        roomy, expected, _ = run(stage, limit=None, where="forward")
+        for where in ("forward", "backward"):
+            tight, weights, overflows = run(stage, limit=LIMIT, where=where)
+            gap = float((weights - expected).abs().max())
+            result[f"zero {stage} {where}"] = {"roomy": roomy, "tight": tight, "gap": gap, "overflows": overflows}
+    refused = {"zero 3": ZeroSettings(stage=3), "offload": ZeroSettings(stage=2, offload=True)}
+    for name, zero in refused.items():
+        backend = DeepSpeedBackend(nn.Linear(2, 2), OptimizerSettings(lr=0.1), zero)
+        result[name] = backend.why_no_other_try()
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    require_deepspeed()
+    main(Path(sys.argv[1]))
