@@ -10,17 +10,34 @@ that count for nothing, because the others, who do not know yet, may be waiting 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
-from openrlhf.learners.microbatch import DoesNotFitError, Overflow, give_memory_back
-from openrlhf.learners.steps import FILLER, MicroBatch, Step
+from openrlhf.learners.microbatch import DoesNotFitError, Fitting, Overflow, give_memory_back
 from openrlhf.observability.metrics import Metrics
 from openrlhf.utils import waits
+
+M = TypeVar("M")
+
+
+class Cut(Protocol[M]):
+    """The samples of a step that are this rank's, in micro-batches."""
+
+    filler: M
+    """One that counts for nothing."""
+    fitting: Fitting
+
+    def micro_batches(self) -> Sequence[M]:
+        """As they fit at the moment, as many on every rank. Collective."""
+        ...
+
+    def size(self, micro: M) -> tuple[int, int]:
+        """Tokens and samples."""
+        ...
 
 
 class Accumulated(NamedTuple):
@@ -30,37 +47,34 @@ class Accumulated(NamedTuple):
     metrics: Metrics
 
 
-def accumulate(
-    step: Step, run: Callable[[MicroBatch, Metrics], float], backend: Backend, *, ranks: Ranks
-) -> Accumulated:
+def accumulate(cut: Cut[M], run: Callable[[M, Metrics], float], backend: Backend, *, ranks: Ranks) -> Accumulated:
     """Collective. `run` adds a micro-batch's gradient and metrics, and gives its loss. Raises DoesNotFitError."""
     while True:
         metrics, loss, overflow = Metrics(), 0.0, None
-        for micro in step.micro_batches():
+        for micro in cut.micro_batches():
             if overflow is None:
                 try:
-                    loss += run(micro, Metrics() if micro.is_filler else metrics)
+                    loss += run(micro, metrics)
                     waits.beat()
                     continue
                 except torch.OutOfMemoryError as error:
-                    overflow = Overflow.of(micro.packed.tokens, rank=ranks.index)
-                    _require_another_try(backend, step, overflow, error)
+                    overflow = Overflow(*cut.size(micro), ranks.index)
+                    _require_another_try(backend, cut.fitting, overflow, error)
                 backend.drop_gradients()
                 give_memory_back()
             if ranks.count == 1:
                 break
-            run(FILLER, Metrics())
+            run(cut.filler, Metrics())
         overflows = [one for one in ranks.gather(overflow) if one is not None]
         if not overflows:
             return Accumulated(loss, metrics)
         backend.drop_gradients()
-        step.shrink(overflows)
+        cut.fitting.shrink(overflows)
 
 
-def _require_another_try(backend: Backend, step: Step, overflow: Overflow, error: Exception) -> None:
+def _require_another_try(backend: Backend, fitting: Fitting, overflow: Overflow, error: Exception) -> None:
     if (reason := backend.why_no_other_try()) is not None:
-        flag = step.fitting.batching.flag
         raise DoesNotFitError(
             f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}), and the step cannot "
-            f"be begun again: {reason}; lower {flag} below {overflow.tokens} (with --train.dynamic_batch_enable)"
+            f"be begun again: {reason}; begin with {fitting.remedy(overflow.tokens // 2)}"
         ) from error

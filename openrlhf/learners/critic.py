@@ -36,7 +36,7 @@ class CriticLearner:
         return metrics
 
     def _accumulate(self, micro: MicroBatch, metrics: Metrics) -> float:
-        packed = micro.packed.to(self._device)
+        packed, metrics = micro.packed.to(self._device), Metrics() if micro.is_filler else metrics
         if packed.values_A is None or packed.returns_A is None:
             raise ValueError("a critic update needs the values before it, and returns")
         values_A = self._backend.module(packed.tokens, positions=packed.tokens.action_positions - 1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from openrlhf.data.packing import by_count, by_tokens
-from openrlhf.types import PackedTokens, TrainingBatch
+from openrlhf.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class MicroBatching:
     samples: int = 1
     tokens: int | None = None
     """Token budget; set, it takes the place of `samples`."""
-    flag: str = "--train.max_tokens_per_gpu"
-    """Which flag sets that budget."""
+    remedy: str = "--train.max_tokens_per_gpu {tokens} with --train.dynamic_batch_enable"
+    """What people can do to begin with so many tokens."""
 
     def cut(self, batch: TrainingBatch, indices: Sequence[int]) -> list[list[int]]:
         """Micro-batches of these samples. A prompt's samples stay together where they can: they share its forward.
@@ -46,12 +46,8 @@ class Overflow(NamedTuple):
     """A micro-batch for which the memory of a rank's device was not enough."""
 
     tokens: int
-    sequences: int
+    samples: int
     rank: int
-
-    @staticmethod
-    def of(tokens: PackedTokens, *, rank: int) -> Overflow:
-        return Overflow(tokens.num_tokens, tokens.num_sequences, rank)
 
 
 class Fitting:
@@ -64,27 +60,30 @@ class Fitting:
     def shrink(self, overflows: Sequence[Overflow]) -> None:
         """Half the tokens of the smallest micro-batch that did not fit, for the rest of the run.
 
-        `overflows`: of all ranks. Raises DoesNotFitError where one of them was a single sequence.
+        `overflows`: of all ranks. Raises DoesNotFitError where one of them was a single sample.
         """
         smallest = min(overflows)
-        for tokens, sequences, rank in overflows:
-            if sequences == 1:
+        for tokens, samples, rank in overflows:
+            if samples == 1:
                 raise DoesNotFitError(
-                    f"memory ran out on a single sequence of {tokens} tokens (rank {rank}), which cannot be cut: lower "
-                    "--data.max_len, or make room with gradient checkpointing (--actor.gradient_checkpointing_enable), "
-                    "a smaller --vllm.gpu_memory_utilization, a higher --ds.zero_stage or --ds.adam_offload"
+                    f"memory ran out on a single sample of {tokens} tokens (rank {rank}), which cannot be cut: lower "
+                    "--data.max_len, or make room with gradient checkpointing, a higher --ds.zero_stage, "
+                    "--ds.adam_offload, or in RL a lower --vllm.gpu_memory_utilization"
                 )
         budget, self.shrunk = smallest.tokens // 2, True
-        self.batching = MicroBatching(tokens=budget, flag=self.batching.flag)
+        self.batching = MicroBatching(tokens=budget, remedy=self.batching.remedy)
         logger.warning(
             "memory ran out in a micro-batch of %d tokens (rank %d): from now on they have at most %d; gradients and "
-            "metrics stay what they were. %s %d (with --train.dynamic_batch_enable) begins with that",
+            "metrics stay what they were. To begin with that: %s",
             smallest.tokens,
             smallest.rank,
             budget,
-            self.batching.flag,
-            budget,
+            self.remedy(budget),
         )
+
+    def remedy(self, tokens: int) -> str:
+        """For people whose micro-batches are to have at most so many tokens."""
+        return self.batching.remedy.format(tokens=tokens)
 
 
 def give_memory_back() -> None:

@@ -87,7 +87,7 @@ class PolicyLearner:
 
     def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float) -> float:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
-        settings = self._settings
+        settings, metrics = self._settings, Metrics() if micro.is_filler else metrics
         packed = micro.packed.to(self._device)
         router_log = RouterLog() if settings.balance else None
         output = self._backend.module(

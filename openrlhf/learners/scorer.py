@@ -70,7 +70,7 @@ class Scorer:
                 waits.beat()
                 continue
             except torch.OutOfMemoryError as error:
-                overflow = Overflow.of(packed.tokens, rank=self._ranks.index)
+                overflow = Overflow(packed.tokens.num_tokens, len(micro), self._ranks.index)
                 self._require_another_try(overflow, error)
                 left += micro
             give_memory_back()
@@ -82,8 +82,7 @@ class Scorer:
         if self._forwards_together and self._ranks.count > 1:
             raise DoesNotFitError(
                 f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}) that all ranks "
-                f"were computing together: lower {self._fitting.batching.flag} below {overflow.tokens} (with "
-                "--train.dynamic_batch_enable)"
+                f"were computing together; begin with {self._fitting.remedy(overflow.tokens // 2)}"
             ) from error
 
 

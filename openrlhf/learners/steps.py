@@ -15,7 +15,7 @@ from openrlhf.algorithms.reduction import Aggregation, sample_weights
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.data.packing import evenly
 from openrlhf.learners.filler import filler
-from openrlhf.learners.microbatch import Fitting, MicroBatching, Overflow
+from openrlhf.learners.microbatch import Fitting, MicroBatching
 from openrlhf.types import PackedBatch, SampleKey, TrainingBatch
 
 
@@ -63,7 +63,12 @@ FILLER = MicroBatch(filler(), torch.zeros(1), torch.zeros(1), torch.zeros(1), to
 
 
 class Step:
-    """One optimizer step: this rank's samples, cut into micro-batches, and cut again where these do not fit."""
+    """One optimizer step: this rank's samples, cut into micro-batches, and cut again where these do not fit.
+
+    Implements `accumulating.Cut`.
+    """
+
+    filler = FILLER
 
     def __init__(
         self,
@@ -104,9 +109,9 @@ class Step:
         """To so many, and at least one, with such as count for nothing."""
         self._micro_batches += [FILLER] * (max(1, count) - len(self))
 
-    def shrink(self, overflows: Sequence[Overflow]) -> None:
-        """Of all ranks, for this step and the others. Raises DoesNotFitError."""
-        self.fitting.shrink(overflows)
+    def size(self, micro: MicroBatch) -> tuple[int, int]:
+        """Tokens and samples."""
+        return micro.packed.tokens.num_tokens, micro.packed.tokens.num_sequences
 
     def _cut(self) -> list[MicroBatch]:
         cut = []

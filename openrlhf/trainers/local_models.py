@@ -249,7 +249,7 @@ def reference_scorer(
 
 def scoring_batches(config: RLConfig) -> MicroBatching:
     cut = _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
-    return dataclasses.replace(cut, flag="--rollout.max_tokens_per_gpu")
+    return dataclasses.replace(cut, remedy=cut.remedy.replace("train.max", "rollout.max"))
 
 
 def sample_maker(config: RLConfig) -> SampleMaker:

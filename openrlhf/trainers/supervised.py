@@ -13,6 +13,8 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.data.schedule import divide
+from openrlhf.learners.accumulating import accumulate
+from openrlhf.learners.microbatch import Fitting, MicroBatching
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
@@ -40,6 +42,28 @@ class WholeSet(NamedTuple):
 
     samples: Sequence[int]
     micro_batches: Sequence[Sequence[int]]
+
+
+class FittingCut:
+    """A step as it was scheduled, until that does not fit into memory. Implements `learners.accumulating.Cut`."""
+
+    filler: Sequence[int] = ()
+
+    def __init__(self, batch: Batch, lengths: Sequence[int], fitting: Fitting, ranks: Ranks) -> None:
+        self.fitting = fitting
+        self._batch = batch
+        self._lengths = lengths
+        self._ranks = ranks
+
+    def micro_batches(self) -> Sequence[Sequence[int]]:
+        budget = self.fitting.batching.tokens
+        if budget is None:
+            return self._batch.micro_batches
+        cut = divide(self._batch.samples, self._lengths, ranks=self._ranks.count, token_budget=budget)
+        return cut[self._ranks.index]
+
+    def size(self, micro: Sequence[int]) -> tuple[int, int]:
+        return sum(self._lengths[i] for i in micro), len(micro)
 
 
 class StepSchedule(Protocol):
@@ -165,6 +189,7 @@ class SupervisedTrainer:
         self.means = RunningMeans()
         self.last_evaluation: dict[str, float] = {}
         self.evaluated_after: int | None = None
+        self._fitting = Fitting(MicroBatching(remedy="a lower --train.micro_batch_size"))
 
     def fit(self) -> dict[str, float]:
         """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
@@ -193,12 +218,9 @@ class SupervisedTrainer:
 
     def step(self, batch: Batch) -> Metrics:
         """One optimizer step."""
-        own = Metrics()
         with self.clock.phase("train"):
             self.backend.module.train()
-            for share in shares(self.objective, self.backend.module, batch):
-                self.backend.backward(share.loss)
-                own.merge(share.metrics)
+            own = self._accumulate(batch)
             metrics = Metrics.merged(self.ranks.gather(own))
             metrics.last("lr", self.backend.learning_rate)
             metrics.last("grad_norm", self.backend.step())
@@ -208,6 +230,19 @@ class SupervisedTrainer:
             metrics.last(name, seconds)
         metrics.last("perf/tokens_per_second", tokens / max(timings["timing/step_total"], 1e-9))
         return metrics
+
+    def _accumulate(self, batch: Batch) -> Metrics:
+        """The step's gradient; returns the metrics of this rank."""
+        share_of = self.objective.begin(self.backend.module, batch)
+
+        def run(micro: Sequence[int], metrics: Metrics) -> float:
+            share = share_of(micro) if micro else _nothing(share_of, batch)
+            self.backend.backward(share.loss)
+            metrics.merge(share.metrics)
+            return float(share.loss.detach())
+
+        cut = FittingCut(batch, self.objective.lengths, self._fitting, self.ranks)
+        return accumulate(cut, run, self.backend, ranks=self.ranks).metrics
 
     def report(self, metrics: Metrics) -> None:
         values = metrics.values()
@@ -281,7 +316,11 @@ def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[Sh
         if micro:
             yield share_of(micro)
         else:
-            yield Share(0.0 * share_of(batch.samples[:1]).loss, Metrics())
+            yield _nothing(share_of, batch)
+
+
+def _nothing(share_of: Callable[[Sequence[int]], Share], batch: Batch) -> Share:
+    return Share(0.0 * share_of(batch.samples[:1]).loss, Metrics())
 
 
 @torch.no_grad()

@@ -127,5 +127,5 @@ def test_scoring_that_does_not_fit(model):
 
 
 def test_a_sequence_that_does_not_fit_by_itself(model):
-    with pytest.raises(DoesNotFitError, match="on a single sequence of 512 tokens"):
+    with pytest.raises(DoesNotFitError, match="on a single sample of 512 tokens"):
         update(model, tokens=512, extra_bytes=2 * 2**20)

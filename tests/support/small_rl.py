@@ -49,11 +49,11 @@ def make_models() -> LocalModels:
     return LocalModels(policy=policy, reference=reference, critic=critic)
 
 
-def make_groups() -> list[Group]:
+def make_groups(*, first: int = 0) -> list[Group]:
     """Two prompts, three samples each: single turns and a two-turn episode, one truncated, one failed."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(first)
     result = []
-    for prompt in range(2):
+    for prompt in range(first, first + 2):
         members = []
         for index in range(3):
             T = 5 + index

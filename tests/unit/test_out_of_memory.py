@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 from small_memory import SmallMemory
-from small_rl import play, training
+from small_rl import CPU, play, training
+from small_supervised import Samples, make_backend, make_policy, make_trainer, random_pairs
 from thread_ranks import ThreadDistribution, outcomes, together
 from torch import nn
 
@@ -14,7 +15,10 @@ from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.microbatch import DoesNotFitError, Fitting, MicroBatching, Overflow
 from openrlhf.learners.sharing import share_out
 from openrlhf.observability.metrics import Metrics
+from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.local_models import step_settings
+from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.sft import SFTObjective
 from openrlhf.types import TrainingBatch
 
 PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "entropy_loss_coef": 0.01}
@@ -61,7 +65,7 @@ def test_the_smaller_budget_stays_and_is_told_once(models, groups, caplog):
     assert memory.overflows == [36]
     (said,) = [record.message for record in caplog.records if "memory" in record.message]
     assert said.startswith("memory ran out in a micro-batch of 36 tokens (rank 0): from now on they have at most 18;")
-    assert "--train.max_tokens_per_gpu 18 (with --train.dynamic_batch_enable)" in said
+    assert said.endswith("To begin with that: --train.max_tokens_per_gpu 18 with --train.dynamic_batch_enable")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,7 +112,7 @@ def test_all_ranks_begin_a_step_again_when_one_has_too_little_memory(models, gro
 def test_a_sequence_that_does_not_fit_by_itself(models, groups):
     tight, own = training(models, advantage_estimator="reinforce")
     SmallMemory(own.policy, limit=6)
-    with pytest.raises(DoesNotFitError, match=r"on a single sequence of 7 tokens \(rank 0\).*--data.max_len"):
+    with pytest.raises(DoesNotFitError, match=r"on a single sample of 7 tokens \(rank 0\).*--data.max_len"):
         play(tight.workers, groups)
 
 
@@ -118,8 +122,8 @@ def test_a_backend_that_cannot_begin_again_says_why(models, groups):
     tight.policy_backend.why_no_other_try = lambda: "gradients were on their way"
     with pytest.raises(
         DoesNotFitError,
-        match=r"36 tokens \(rank 0\), and the step cannot be begun again: gradients were on their way; lower "
-        r"--train.max_tokens_per_gpu below 36",
+        match=r"36 tokens \(rank 0\), and the step cannot be begun again: gradients were on their way; begin "
+        r"with --train.max_tokens_per_gpu 18 with --train.dynamic_batch_enable",
     ):
         play(tight.workers, groups)
 
@@ -132,9 +136,7 @@ def test_scoring_cuts_what_does_not_fit_and_keeps_the_rest(models, groups):
     memory = SmallMemory(own.reference, limit=10)
     same(play(tight.workers, groups), play(roomy.workers, groups))
     assert memory.overflows == [11, 11]
-    assert tight.learners._kl.reference._fitting.batching == MicroBatching(
-        tokens=5, flag="--rollout.max_tokens_per_gpu"
-    )
+    assert tight.learners._kl.reference._fitting.batching.tokens == 5
 
 
 def test_scoring_that_ranks_do_together_is_refused(models, groups):
@@ -146,7 +148,38 @@ def test_scoring_that_ranks_do_together_is_refused(models, groups):
         return scorer.score(training_of_rank.workers.place(groups))
 
     for error in outcomes(2, run):
-        assert "that all ranks were computing together: lower --rollout.max_tokens_per_gpu below 36" in str(error)
+        assert "that all ranks were computing together; begin with --rollout.max_tokens_per_gpu 18" in str(error)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_supervised_step_in_little_memory_is_the_same_step(kind, where, caplog):
+    """Steps of 4 samples at once, of which 40 tokens fit. A pair is never cut."""
+    samples = random_pairs(8) if kind == "dpo" else Samples(pair.chosen for pair in random_pairs(8))
+
+    def run(limit):
+        policy = make_policy(hidden=16)
+        memory = SmallMemory(policy, limit=limit, where=where)
+        if kind == "sft":
+            objective = SFTObjective(samples, device=CPU)
+        else:
+            reference = Reference(make_policy(seed=1, hidden=16), device=CPU)
+            objective = DPOObjective(samples, PairLossSettings(beta=0.1), reference=reference, device=CPU)
+        trainer, logger = make_trainer(make_backend(policy), objective, batch_size=4, steps=4)
+        trainer.fit()
+        return policy, logger.of("train"), memory.overflows
+
+    roomy, expected, _ = run(None)
+    limit = max(samples.lengths) + 1
+    tight, logged, overflows = run(limit)
+    assert overflows
+    assert all(tokens > limit for tokens in overflows)
+    assert gaps(tight, roomy) < 1e-5
+    for ours, theirs in zip(logged, expected, strict=True):
+        for name in ("gpt_loss",) if kind == "sft" else ("loss", "acc", "chosen_reward"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert "To begin with that: a lower --train.micro_batch_size" in caplog.text
 
 
 def test_half_of_the_smallest_that_failed():
