@@ -32,6 +32,7 @@ from openrlhf.backends.parking import Parking
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 from openrlhf.backends.weights import outline, saved_buffers
+from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,7 @@ class DeepSpeedBackend:
             with _gathered([parameter for _, parameter in group]):
                 for name, parameter in group:
                     yield name, self._join(name, parameter.detach())
+            waits.beat()
         yield from saved_buffers(self._module)
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:

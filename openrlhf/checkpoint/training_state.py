@@ -90,6 +90,7 @@ class _ShardWriter:
         if self._shard and self._held_bytes + size > self._shard_bytes:
             self._flush()
         self._shard[name] = _copy(tensor)
+        waits.beat()
         self._held_bytes += size
 
     def _flush(self) -> None:
@@ -150,7 +151,6 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         save_file(dict(tensors), path)
     except Exception as error:  # safetensors has an error of its own for a full disk
         raise OSError(f"{path.name}: {error}") from error
-    waits.beat()
 
 
 def _names_in(file: Path) -> dict[str, str]:

@@ -145,7 +145,7 @@ class Watchdog:
         """Since anything happened anywhere. Neighbours are asked only when it matters: it takes a while."""
         idle = time.monotonic() - self._moved
         if idle >= self._stall_seconds:
-            elsewhere = min((neighbour.idle_seconds() for neighbour in list(waits.neighbours)), default=idle)
+            elsewhere = min(map(_idle_seconds, list(waits.neighbours)), default=idle)
             self._moved = max(self._moved, time.monotonic() - elsewhere)
             idle = min(idle, elsewhere)
         return idle
@@ -205,6 +205,13 @@ def _await_chain(task: asyncio.Task[object]) -> list[traceback.FrameSummary]:
             frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return frames
+
+
+def _idle_seconds(neighbour: waits.Neighbour) -> float:
+    try:
+        return neighbour.idle_seconds()
+    except Exception:  # one that cannot be asked is no sign of life
+        return float("inf")
 
 
 def _stacks(neighbour: waits.Neighbour) -> dict[str, str]:

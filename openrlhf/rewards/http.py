@@ -29,6 +29,7 @@ import aiohttp
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest
 from openrlhf.rewards.servers import DOWN_AFTER, NoServerError, Server, ServerPool
 from openrlhf.rewards.values import RewardValueError, RewardValues, parse_rewards
+from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +181,9 @@ class HttpReward:
     async def _attempt(self, server: Server, body: bytes, count: int, *, seconds: float) -> RewardValues:
         """One request. Keeps the pool informed. Raises AttemptError."""
         try:
-            async with asyncio.timeout(seconds):
-                values = await self._post(server.url, body, count)
+            with waits.doing(f"at the reward server {server.url}"):
+                async with asyncio.timeout(seconds):
+                    values = await self._post(server.url, body, count)
         except AttemptError as error:
             failure = error
         except aiohttp.ConnectionTimeoutError:

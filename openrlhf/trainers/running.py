@@ -107,9 +107,19 @@ def prepare_process(train: TrainSection, ranks: Ranks = ALONE) -> torch.device:
     return process_device()
 
 
-def watchdog(train: TrainSection) -> Watchdog:
-    """Looks at what a run waits for, from its beginning to its end."""
-    return Watchdog(stall_seconds=train.stall_timeout, at_the_end=kill_every_host)
+def watchdog(train: TrainSection, ranks: Ranks = ALONE) -> Watchdog:
+    """Looks at what a run waits for, from its beginning to its end.
+
+    Ranks that wait for the main one, which writes a checkpoint, say, have its signs of life nowhere: it looks for all.
+    """
+    return Watchdog(stall_seconds=train.stall_timeout if ranks.is_main else 0.0, at_the_end=_let_go)
+
+
+def _let_go() -> None:
+    """What a process that ends as it is must not leave behind."""
+    kill_every_host()
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), interrupts.SHOW_CURSOR)
 
 
 def process_device() -> torch.device:

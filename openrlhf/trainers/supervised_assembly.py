@@ -77,7 +77,7 @@ def train(config: SupervisedConfig) -> RunResult:
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with (
-        watchdog(config.train) as watching,
+        watchdog(config.train, ranks) as watching,
         opened_checkpoints(
             config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
         ) as checkpoints,
