@@ -96,8 +96,8 @@ def test_evaluation_on_such_an_engine(prompts, watched):
 def ahead(prompts):
     """An asynchronous collector, whose prompts end when they are told to."""
     engine = Engine()
-    runner = Runner([GOOD] * 8, engine)
     with BackgroundRunner() as loop:
+        runner = Runner([GOOD] * 8, engine, loop)
         made = AsyncCollector(
             prompts=prompts,
             runner=runner,
@@ -108,7 +108,6 @@ def ahead(prompts):
             sampling_params=SamplingParams(),
         )
         yield made, runner, loop
-        runner.finish(*range(8))
 
 
 def test_a_queue_whose_producer_is_stuck(ahead, watched):
