@@ -74,7 +74,7 @@ class AsyncCollector:
         self._capacity = max(queue_size * batch_size, self._at_once)
         self._ahead = ahead
         self._filter = score_filter
-        self._tasks: dict[int, asyncio.Task[_Finished | None]] = {}
+        self._tasks: dict[int, asyncio.Task[Group]] = {}
         """By ordinal, of prompts in play."""
         self._versions: dict[int, int] = {}
         """With which those in play were begun."""
@@ -182,21 +182,20 @@ class AsyncCollector:
             task.add_done_callback(functools.partial(self._ended, prompt.ordinal))
             self._tasks[prompt.ordinal] = task
 
-    async def _play(self, prompt: Prompt) -> _Finished | None:
-        """None: its group was turned away."""
+    async def _play(self, prompt: Prompt) -> Group:
         params = params_of(prompt, self._sampling_params, logprobs_every=self._logprobs_every)
-        group = await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=params)
-        return _Finished(group, self._versions[prompt.ordinal]) if self._verdicts.accepts(group) else None
+        return await self._runner.play(prompt, n=self._samples_per_prompt, sampling_params=params)
 
-    def _ended(self, ordinal: int, task: asyncio.Task[_Finished | None]) -> None:
+    def _ended(self, ordinal: int, task: asyncio.Task[Group]) -> None:
         """However: one that was cancelled before it began has run no line of its own, and its prompt is lost."""
-        del self._tasks[ordinal], self._versions[ordinal]
+        version = self._versions.pop(ordinal)
+        del self._tasks[ordinal]
         if task.cancelled():
             self._failure = self._failure or RolloutError(f"prompt {ordinal} was given up while it was in play")
         elif (error := task.exception()) is not None:
             self._failure = self._failure or error
-        elif (finished := task.result()) is not None:
-            self._finished[ordinal] = finished
+        elif self._verdicts.accepts(task.result()):
+            self._finished[ordinal] = _Finished(task.result(), version)
         self._in_play.end()
         self._changed.set()
         self._start_due()

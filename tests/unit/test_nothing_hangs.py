@@ -108,8 +108,6 @@ def ahead(prompts):
             sampling_params=SamplingParams(),
         )
         yield made, runner, loop
-        with contextlib.suppress(RuntimeError):  # a thread that is gone plays nothing
-            runner.finish(*range(8))
 
 
 def test_a_queue_whose_producer_is_stuck(ahead, watched):
