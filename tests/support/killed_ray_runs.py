@@ -1,6 +1,7 @@
 """RL runs on a Ray of their own, with a vLLM engine, whose driver is killed with SIGKILL and started again."""
 
 import time
+from typing import ClassVar
 
 from killed_runs import Killed, Rl
 
@@ -8,10 +9,8 @@ from killed_runs import Killed, Rl
 class RayRl(Rl):
     """A rank of the policy, an engine, and the driver. Times are from the first round on: starting takes longer."""
 
-    exact = False
-
-    def words(self) -> list[str]:
-        return [*super().words(), "--train.launcher", "ray", "--vllm.num_engines", "1"]
+    place: ClassVar[dict] = {"train.launcher": "ray", "vllm.num_engines": 1}
+    exact: ClassVar[bool] = False
 
     @property
     def environment(self) -> dict[str, str]:

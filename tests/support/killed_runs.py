@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from processes import wait_until
@@ -357,7 +357,8 @@ class Rl(Run):
     """Flags."""
 
     command = "train_ppo_ray"
-    exact = True
+    place: ClassVar[dict] = {"train.launcher": "local", "vllm.num_engines": 0}
+    exact: ClassVar[bool] = True
     """Sync runs are the same to the bit."""
 
     def words(self) -> list[str]:
@@ -375,8 +376,6 @@ class Rl(Run):
                 "rollout.max_new_tokens": 6,
                 "train.batch_size": 4 * SAMPLES,
                 "train.num_episodes": EPISODES,
-                "train.launcher": "local",
-                "vllm.num_engines": 0,
                 "ckpt.output_dir": self.folder / "out",
                 "ckpt.path": self.folder / "checkpoints",
                 "ckpt.save_steps": 2,
@@ -384,6 +383,7 @@ class Rl(Run):
                 "ckpt.auto_resume": True,
                 "logger.run_dir": self.folder / "run",
             }
+            | self.place
             | self.more
         )
 
@@ -490,7 +490,9 @@ def attempt(one: Try, straights: Straights, folder: Path, *, made: type[Rl] | No
         assert_nothing_lost_or_repeated(run, straight)
     if one.pipeline == "sync" and run.exact:
         assert_same_weights(run, straight)
-        assert run.history == straight.history
+        # Who is decoded together with whom shows in the last bit of what engine and policy are compared by; with a
+        # filter it depends on how long a judge takes.
+        assert one.filtered or run.history == straight.history
     return happened
 
 
