@@ -69,6 +69,9 @@ def _run(words: list[str], cwd: Path, said: Path, environment: dict[str, str]) -
         os.dup2(file.fileno(), 2)
     os.chdir(cwd)
     os.environ |= environment
+    import torch
+
+    torch.set_num_threads(1)  # tiny models: more would wait for each other
     if "HF_DATASETS_CACHE" in environment:
         import datasets
 
