@@ -167,10 +167,11 @@ def cluster(inputs, tmp_path_factory):
     from openrlhf.config import parse
 
     if not _cluster:
-        words = inputs.flags(tmp_path_factory.mktemp("cluster") / "run", data__max_len=32, vllm__num_engines=2)
+        folder = tmp_path_factory.mktemp("cluster")
+        words = inputs.flags(folder / "run", data__max_len=32, vllm__num_engines=2)
         patch = _open_cluster.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        _cluster.append(_open_cluster.enter_context(shared_cluster(parse("train_ppo_ray", words))))
+        _cluster.append(_open_cluster.enter_context(shared_cluster(parse("train_ppo_ray", words), folder)))
     return _cluster[0]
 
 
