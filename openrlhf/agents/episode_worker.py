@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from openrlhf.agents.base import Episode
 from openrlhf.agents.host_calls import ask, ask_stream
 from openrlhf.agents.user_agent import load_agent
-from openrlhf.models.loading import load_tokenizer
 from openrlhf.types import Generation, SamplingParams
 
 
@@ -32,6 +31,9 @@ class EpisodeService:
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
         self._player = load_agent(settings.agent_file)
+        # Seconds of imports, which who wrote a file that cannot be used need not wait for.
+        from openrlhf.models.loading import load_tokenizer
+
         self._tokenizer = load_tokenizer(
             settings.tokenizer, use_fast=settings.use_fast, trust_remote_code=settings.trust_remote_code
         )

@@ -17,16 +17,27 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LONGEST_FIRST = (
     "test_ray_run.py",
     "test_recipes.py",
-    "test_deepspeed.py",
     "test_learning_agents.py",
+    "test_algorithms.py",
     "test_learning.py",
+    "test_deepspeed.py",
+    "test_vllm_engine.py",
+    "test_async_run.py",
+    "test_vllm_run.py",
+    "test_agent_run.py",
+    "test_resume.py",
 )
-"""So that two workers end at about the same time."""
+"""So that all workers end at about the same time."""
 SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py")
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else 99)
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """One more than cores: processes that start or wait for each other leave a third of two cores idle."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -115,21 +126,30 @@ def inputs(tmp_path_factory) -> Inputs:
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
     """The demo's data and warmed-up model."""
-    from demo_runs import Demo
-
     from openrlhf.demo.sorting import make_task
 
-    return Demo.prepared(make_task(seed=0), tmp_path_factory.mktemp("demo"))
+    return _prepared(make_task(seed=0), "demo", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def agent_demo(tmp_path_factory):
     """The same of the multi-turn demo."""
-    from demo_runs import Demo
-
     from openrlhf.demo.hunt import make_task
 
-    return Demo.prepared(make_task(seed=0), tmp_path_factory.mktemp("agent_demo"))
+    return _prepared(make_task(seed=0), "agent_demo", tmp_path_factory)
+
+
+def _prepared(task, name: str, tmp_path_factory):
+    """By the first worker that asks; what it has learnt in a minute serves the others."""
+    from demo_runs import Demo
+    from filelock import FileLock
+
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            Demo.prepared(task, tmp_path_factory.mktemp(name)).folder.rename(folder)
+    return Demo(task, folder)
 
 
 _open_cluster = contextlib.ExitStack()
@@ -147,10 +167,11 @@ def cluster(inputs, tmp_path_factory):
     from openrlhf.config import parse
 
     if not _cluster:
-        words = inputs.flags(tmp_path_factory.mktemp("cluster") / "run", data__max_len=32, vllm__num_engines=2)
+        folder = tmp_path_factory.mktemp("cluster")
+        words = inputs.flags(folder / "run", data__max_len=32, vllm__num_engines=2)
         patch = _open_cluster.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        _cluster.append(_open_cluster.enter_context(shared_cluster(parse("train_ppo_ray", words))))
+        _cluster.append(_open_cluster.enter_context(shared_cluster(parse("train_ppo_ray", words), folder)))
     return _cluster[0]
 
 

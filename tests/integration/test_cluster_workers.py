@@ -11,12 +11,13 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from preloaded_workers import preloaded_cluster
 from small_rl import CONFIG, FLAGS, make_groups, play
 from small_tokenizers import tokenizer as small_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from openrlhf.backends.process_group import join
-from openrlhf.cluster.launch import placed, ray_cluster
+from openrlhf.cluster.launch import placed
 from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, requested
 from openrlhf.cluster.workers import WorkerError, worker_groups
@@ -29,8 +30,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster() as joined:
+def cluster(tmp_path_factory):
+    with preloaded_cluster(tmp_path_factory.mktemp("cluster")) as joined:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find test modules
         yield joined
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import finish, run_ranks, start
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -125,11 +126,20 @@ class Runs:
         assert done.returncode == 0, done.stderr[-12000:]
         return done
 
+    def run(self, who: str, script: str, *words: str | Path) -> None:
+        """A script of `support`, `alone` in one process or on `two` ranks."""
+        said, cache = self.folder / "said.txt", {"HF_DATASETS_CACHE": str(self.folder / "cache")}
+        command = [str(SUPPORT / script), *map(str, words)]
+        if who == "alone":
+            finish([start(command, cwd=self.folder, said=said, environment=cache)], said)
+        else:
+            run_ranks(2, command, cwd=self.folder, said=said, environment=cache)
+
     def train(self, who: str, commands: list[list[str]]) -> None:
-        """One after the other: `alone` in one process, or on `two` ranks."""
+        """One after the other."""
         listed = self.folder / "runs.json"
         listed.write_text(json.dumps(commands))
-        self.start(*([sys.executable] if who == "alone" else torchrun(2)), str(SUPPORT / "many_runs.py"), str(listed))
+        self.run(who, "many_runs.py", listed)
 
     def history(self, name: str, *metrics: str) -> list[list[float]]:
         rows = [r for r in read_metrics(self.folder / name / "run" / "metrics.jsonl") if r["kind"] == "train"]
@@ -141,11 +151,6 @@ class Runs:
 
     def model(self, name: str) -> Path:
         return self.folder / name / "model"
-
-
-def torchrun(ranks: int, *words: str) -> list[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*run, *words]
 
 
 def write_model(folder: Path) -> Path:
@@ -296,7 +301,7 @@ def test_every_launcher_starts_a_training(runs, launcher):
 @pytest.fixture(scope="module")
 def half(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("half")
-    Runs(folder, folder, folder).start(*torchrun(2), str(SUPPORT / "fp16_ranks.py"), str(folder / "out.json"))
+    Runs(folder, folder, folder).run("two", "fp16_ranks.py", folder / "out.json")
     return json.loads((folder / "out.json").read_text())
 
 
@@ -320,7 +325,7 @@ WHOLE = ["zero 0", "zero 2", "zero 3", "lora zero 2", "lora zero 3", "tp zero 1"
 def gathered(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("whole")
     model = write_model(folder / "tiny")
-    Runs(folder, folder, folder).start(*torchrun(2), str(SUPPORT / "whole_ranks.py"), str(model), str(folder))
+    Runs(folder, folder, folder).run("two", "whole_ranks.py", model, folder)
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
     return {way: torch.load(folder / f"{way}.pt") | {"start": start} for way in WHOLE}
 

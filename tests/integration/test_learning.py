@@ -13,6 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.observability.loggers import read_metrics, without_times
 
+TWO_SMALL_ROUNDS = [
+    *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "4", "--data.max_samples", "64"),
+    *("--train.batch_size", "32"),
+]
+"""Of four optimizer steps each, as the demo's are: for what nothing has to be learnt for."""
+
 
 def history(run_dir: Path) -> list[dict]:
     return [without_times(record) for record in read_metrics(run_dir / "metrics.jsonl")]
@@ -20,24 +26,27 @@ def history(run_dir: Path) -> list[dict]:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_each_estimator_raises_the_score(demo, tmp_path, estimator):
+    """From 0.37 to 0.64 or more of 500 problems, with two seeds of the training; a difference has a standard error of
+    √(0.37·0.63 + 0.64·0.36)/√500 = 0.03."""
     critic = ["--critic.adam.lr", "1e-3"] if ESTIMATORS[estimator].needs_critic else []
-    before, after = scores(run(demo, tmp_path / "run", "--algo.advantage.estimator", estimator, *critic, steps=8))
+    before, after = scores(run(demo, tmp_path / "run", "--algo.advantage.estimator", estimator, *critic, steps=5))
     assert before <= 0.6
     assert after >= before + 0.1
 
 
 def test_same_seed_same_numbers_and_another_seed_others(demo, tmp_path):
-    first, second = (history(run(demo, tmp_path / name, steps=2)) for name in ("a", "b"))
+    first, second = (history(run(demo, tmp_path / name, *TWO_SMALL_ROUNDS, steps=2)) for name in ("a", "b"))
     assert first == second
     assert all(math.isfinite(v) for record in first for v in record.values() if isinstance(v, float))
     rollouts = [(tmp_path / name / "rollouts.jsonl").read_text() for name in ("a", "b")]
     assert rollouts[0] == rollouts[1]
-    other = history(run(demo, tmp_path / "c", "--train.seed", "1", steps=2))
+    other = history(run(demo, tmp_path / "c", *TWO_SMALL_ROUNDS, "--train.seed", "1", steps=2))
     assert other != first
 
 
 def test_without_a_learning_rate_nothing_moves_and_the_export_reproduces_the_score(demo, tmp_path):
-    run_dir = run(demo, tmp_path / "run", "--actor.adam.lr", "0", "--eval.temperature", "0", steps=2)
+    still = ["--actor.adam.lr", "0", "--eval.temperature", "0"]
+    run_dir = run(demo, tmp_path / "run", *TWO_SMALL_ROUNDS, *still, steps=2)
     before, after = scores(run_dir)
     assert before == after
     assert exact_match(run_dir / "model", demo.folder / "inputs" / "held_out.jsonl") == pytest.approx(after, abs=1e-9)

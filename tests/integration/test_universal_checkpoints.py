@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_deepspeed import SUPPORT, Runs, torchrun, write_model
+from test_deepspeed import Runs, write_model
 from universal_checkpoints import STAGES, STEPS
 
 from openrlhf.checkpoint.training_state import read_training_state
@@ -19,7 +19,7 @@ from openrlhf.observability.loggers import read_metrics
 def written(tmp_path_factory, data) -> Runs:
     folder = tmp_path_factory.mktemp("universal")
     runs = Runs(folder, write_model(folder / "tiny"), data)
-    runs.start(*torchrun(2), str(SUPPORT / "universal_checkpoints.py"), str(folder / "tiny"), str(folder))
+    runs.run("two", "universal_checkpoints.py", folder / "tiny", folder)
     return runs
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
+
+from preloaded_workers import preloaded_cluster
 
 from openrlhf.cluster.engines import RayEngines
-from openrlhf.cluster.launch import Cluster, placed, ray_cluster
+from openrlhf.cluster.launch import Cluster, placed
 from openrlhf.cluster.placement import PlacementRequest, plan
 from openrlhf.config.roots import RLConfig
 from openrlhf.trainers.rank_engines import engine_on_a_seat
@@ -39,9 +42,9 @@ class _Launcher(RayLauncher):
 
 
 @contextlib.contextmanager
-def shared_cluster(config: RLConfig, *, engines: int = 2) -> Iterator[SharedCluster]:
-    """`config`: of any of the runs; the model's shape and the lengths are those of all."""
-    with ray_cluster() as cluster:
+def shared_cluster(config: RLConfig, folder: Path, *, engines: int = 2) -> Iterator[SharedCluster]:
+    """`config`: of any of the runs; the model's shape and the lengths are those of all. `folder`: of its own."""
+    with preloaded_cluster(folder) as cluster:
         request = PlacementRequest(groups={}, engines=engines, cpus_per_device=0)
         make = functools.partial(engine_on_a_seat, config, engines=engines)
         with (
