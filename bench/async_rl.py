@@ -13,8 +13,8 @@ gpu            every prompt has a number of tokens that its responses get, log-n
 Random weights, REINFORCE++-baseline without KL, one update a round, one vLLM engine beside the trainer
 (`--train.launcher local --vllm.num_engines 1`), awake in every pipeline. It is the real command: `train` on the flags
 of `train_ppo_ray`, in a process of its own. The first two rounds warm up, the last two find fewer episodes in play than
-usual, and neither is measured. `overlap` is the run's own `perf/overlap`. A sample that is older than the pipeline
-allows ends the bench.
+usual, and neither is measured. `overlap` is the mean of the run's own `perf/overlap`. A sample that is older than the
+pipeline allows ends the bench.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "partial": ("async, partial rollout", PARTIAL),
 }
 
+AT_REST = (
+    "Without partial rollout a push waits until nothing is in play. Where episodes differ much in length, most of what "
+    "async could gain is lost there."
+)
 AGENT = """
 import asyncio, math, zlib
 from statistics import NormalDist
@@ -261,6 +265,7 @@ def table(results: dict[str, dict[str, Any]], case: Case) -> str:
             "| | steps/h | | s/step | waits for groups | scores, trains | pushes | overlap | tokens/s | versions old |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
             *rows,
+            *(["", AT_REST] if "async" in results else []),
         ]
     )
 
