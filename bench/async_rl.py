@@ -5,16 +5,17 @@
                                                  # Qwen2.5-0.5B's shape; without a GPU a tiny one
     python -m bench.async_rl --write             # also rewrite this bench's section of bench/RESULTS.md
     python -m bench.async_rl --pipeline sync --pipeline partial --steps 8
+    python -m bench.async_rl --case gpu --launcher ray    # engine, trainer and driver are processes of their own
 
 environments   an agent whose every step takes a while, most of them little and a few long: log-normal, σ = 1
 gpu            every prompt has a number of tokens that its responses get, log-normal with σ = 0.8; end-of-sequence is
                ignored
 
 Random weights, REINFORCE++-baseline without KL, one update a round, one vLLM engine beside the trainer
-(`--train.launcher local --vllm.num_engines 1`), awake in every pipeline. It is the real command: `train` on the flags
+(`--train.launcher local`, unless told otherwise), awake in every pipeline. It is the real command: `train` on the flags
 of `train_ppo_ray`, in a process of its own. The first two rounds warm up, the last two find fewer episodes in play than
-usual, and neither is measured. `overlap` is the run's own `perf/overlap`. A sample that is older than the pipeline
-allows ends the bench.
+usual, and neither is measured. `overlap` is the mean of the run's own `perf/overlap`. A sample that is older than the
+pipeline allows ends the bench.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "partial": ("async, partial rollout", PARTIAL),
 }
 
+AT_REST = (
+    "Without partial rollout a push waits until nothing is in play. Where episodes differ much in length, most of what "
+    "async could gain is lost there."
+)
 AGENT = """
 import asyncio, math, zlib
 from statistics import NormalDist
@@ -136,7 +141,7 @@ def write_case(folder: Path, case: Case, *, steps: int) -> None:
         (folder / "agent.py").write_text(agent)
 
 
-def run(folder: Path, case: Case, *, pipeline: str) -> dict[str, Any]:
+def run(folder: Path, case: Case, *, pipeline: str, launcher: str) -> dict[str, Any]:
     """The run's own metrics, round by round."""
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
@@ -157,7 +162,8 @@ def run(folder: Path, case: Case, *, pipeline: str) -> dict[str, Any]:
         "train.batch_size": work.prompts * work.samples,
         "train.dynamic_batch_enable": "true",
         "train.max_tokens_per_gpu": work.budget,
-        "train.launcher": "local",
+        "train.launcher": launcher,
+        "train.colocate_all": "true" if launcher == "ray" else "false",
         "actor.lr_scheduler": "constant",
         "vllm.num_engines": 1,
         "ds.param_dtype": work.dtype,
@@ -232,7 +238,7 @@ def row(name: str, found: dict[str, Any], case: Case, *, than: float | None) -> 
     return f"| {' | '.join(columns)} |", 3600 / seconds
 
 
-def table(results: dict[str, dict[str, Any]], case: Case) -> str:
+def table(results: dict[str, dict[str, Any]], case: Case, *, launcher: str) -> str:
     from importlib.metadata import version
 
     import torch
@@ -254,13 +260,15 @@ def table(results: dict[str, dict[str, Any]], case: Case) -> str:
     return "\n".join(
         [
             f"{work.prompts} prompts × {work.samples} samples a round, {what}; {work.hidden} × {work.layers} Qwen2 in "
-            f"{work.dtype}, {name}, one vLLM engine beside the trainer, {case.in_play} prompts in play where that is "
-            f"possible; rounds {UNMEASURED + 1} to {rounds - UNMEASURED} of {rounds}; torch {torch.__version__}, vLLM "
-            f"{vllm_version(version)}. Repeat: `python -m bench.async_rl --case {flag} --write`.",
+            f"{work.dtype}, {name}, one vLLM engine beside the trainer, --train.launcher {launcher}, {case.in_play} "
+            f"prompts in play where that is possible; rounds {UNMEASURED + 1} to {rounds - UNMEASURED} of {rounds}; "
+            f"torch {torch.__version__}, vLLM {vllm_version(version)}. Repeat: `python -m bench.async_rl --case {flag} "
+            f"--launcher {launcher} --write`.",
             "",
             "| | steps/h | | s/step | waits for groups | scores, trains | pushes | overlap | tokens/s | versions old |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
             *rows,
+            *(["", AT_REST] if "async" in results else []),
         ]
     )
 
@@ -271,6 +279,7 @@ def main() -> None:
     parser.add_argument("--case", choices=("environments", "gpu"), default="environments")
     parser.add_argument("--pipeline", choices=PIPELINES, action="append", help="one of them; the case's, unless given")
     parser.add_argument("--steps", type=int, help="rounds of each run; at least 6")
+    parser.add_argument("--launcher", choices=("local", "ray"), default="local")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -278,18 +287,17 @@ def main() -> None:
         parser.error(f"--steps {options.steps}: give {2 * UNMEASURED + 2} or more")
     case = case_of(options.case, gpu=_gpu())
     if options.side:
-        found = run(options.folder, case, pipeline=options.side)
+        found = run(options.folder, case, pipeline=options.side, launcher=options.launcher)
         _result_of(options.side, options.folder).write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_case(folder, case, steps=options.steps or case.steps)
         results = {side: _in_a_process(side, folder, options) for side in options.pipeline or case.pipelines}
-    body = table(results, case)
+    body = table(results, case, launcher=options.launcher)
     print(body)
     if options.write:
-        where = "" if not _gpu() else " on one GPU"
-        title = f"Async, {case.title}{where}"
+        title = f"Async, {case.title}{' on one GPU' * _gpu()}{', Ray' * (options.launcher == 'ray')}"
         write_section(Path(__file__).with_name("RESULTS.md"), title=title, body=body)
 
 
@@ -300,6 +308,7 @@ def _result_of(side: str, folder: Path) -> Path:
 
 def _in_a_process(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.async_rl", "--side", side, "--folder", str(folder), "--case", options.case]
+    command += ["--launcher", options.launcher]
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=sys.stderr)
     print(f"{side}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
