@@ -364,15 +364,16 @@ def test_a_probe_sees_the_same_policy_however_it_is_shared_out(gathered, way):
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("memory")
-    Runs(folder, folder, folder).start(*torchrun(2), str(SUPPORT / "memory_ranks.py"), str(folder / "out.json"))
+    Runs(folder, folder, folder).run("two", "memory_ranks.py", folder / "out.json")
     return json.loads((folder / "out.json").read_text())
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", range(3))
 def test_ranks_begin_a_step_again_when_one_runs_out_of_memory(memory, stage, where):
-    """One of two ranks has gradients of a micro-batch when the next does not fit. Stage 2 adds gradients up during a backward, which the other rank goes on with:
-    the one that failed does its part of these sums with nothing. Metrics and weights are those of ranks with room."""
+    """One of two ranks has gradients of a micro-batch when the next does not fit. Stage 2 adds gradients up during a
+    backward, which the other rank goes on with: the one that failed does its part of these sums with nothing. Metrics
+    and weights are those of ranks with room."""
     ran = memory[f"zero {stage} {where}"]
     assert ran["overflows"] == [11]
     assert ran["gap"] < 1e-5
