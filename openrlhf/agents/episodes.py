@@ -200,6 +200,8 @@ class AgentEpisodes:
                 # What the engine refuses because of what it was asked is the agent's doing; anything else is not.
                 if failure.text.startswith(("ValueError", "TypeError")):
                     return EpisodeError(f"{self._file}: the engine was asked wrongly: {failure.text}", retry=False)
+                if failure.text.startswith("LostRequestError"):
+                    return EpisodeError(f"{self._file}: {failure.text}", retry=True)
                 return RuntimeError(f"the engine failed: {failure.text}")
             case RemoteError(failure=failure):
                 return RuntimeError(f"an agent host failed: {failure.kind}: {failure.text}\n{failure.traceback}")

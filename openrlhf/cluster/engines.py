@@ -1,133 +1,174 @@
 """vLLM engines on their devices, each in a process of its own, behind the one engine that the loop knows.
 
-EngineShell     the inside of such a process: a `VllmEngine`, and vLLM's calls of a weight transfer
+EngineSlot      an engine's place, and the process that sits there now (`engine_shell`)
 RayEngines      all of them, from the driver: requests go to whoever has least to do
-EngineClients   all of them, from a rank of the policy: the control side of a weight transfer
+EngineClients   some of them, from a rank of the policy: the control side of a weight transfer
+
+An engine is lost when its process or vLLM's has died, or does not answer. Who waits on whom then:
+    its requests       go to the others, or wait until one samples; each has its seed, so it samples what it would have
+    the replacement    a thread: a new process on the same place, as soon as engines are awake; then for the policy's
+                       weights as they are (`supply`); then it samples too
+    the loop           for nobody: a push is for those that sample at the time
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
+import logging
 import os
-import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from openrlhf.cluster.beacons import Beacon, Beacons, lit_here
-from openrlhf.cluster.launch import Placed
-from openrlhf.cluster.placement import Role
-from openrlhf.cluster.workers import Calls, WorkerError
-from openrlhf.observability.usage import Usage, UsageMeter
+from openrlhf.cluster.beacons import Beacons
+from openrlhf.cluster.engine_shell import EngineShell, ProcessId, Seat, kill_processes
+from openrlhf.cluster.launch import Placed, alive_nodes
+from openrlhf.cluster.placement import Place, Role
+from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
+from openrlhf.cluster.workers import Calls, WorkerError, gone
+from openrlhf.observability.usage import Usage
 from openrlhf.rollout.balancing import Balancer
-from openrlhf.rollout.base import EngineError
+from openrlhf.rollout.base import EngineError, LostRequestError
 from openrlhf.types import Generation, SamplingParams
+from openrlhf.utils import waits
+
+logger = logging.getLogger(__name__)
 
 CONTROL_DEADLINE = 600.0
 """Of a call that changes all of an engine: pause, a bucket of weights, sleep."""
+SIGN_DEADLINE = 60.0
+"""Of a sign of life that is asked for because something has failed."""
+START_DEADLINE = 1800.0
+"""Of an engine that replaces another."""
 MOST_REQUESTS = 100_000
 """At once to an engine: vLLM has a queue of its own."""
 
 
-class Seat:
-    """Holds one device for an engine, and knows its name."""
+class EngineLostError(EngineError):
+    """An engine is gone, and none can take its place as things are: the run has to be placed anew."""
 
-    def devices(self) -> list[str]:
+
+class EngineSlot:
+    """An engine's place on the cluster, and the process that sits there now."""
+
+    def __init__(self, placed: Placed, places: Sequence[Place], build: Callable[[], tuple[Any, Any]]) -> None:
+        """`places`: of its devices, the first of which has its process."""
         import ray
 
-        return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+        first, *others = places
+        self.name = f"vLLM engine {first.seat.rank} on {placed.address(first)}"
+        self._node = placed.node_id(first)
+        self._options = placed.options(first) | {"max_concurrency": MOST_REQUESTS}
+        self._build = build
+        self._seats = [ray.remote(Seat).options(**placed.options(place)).remote() for place in others]
+        self.processes: list[ProcessId] = []
+        """Of an engine that has started."""
+        self.sit()
 
-
-class EngineShell(Seat):
-    """An engine's process. Requests are coroutines; what changes the engine waits in threads beside them."""
-
-    def __init__(self) -> None:
-        self._engine: Any = None
-        self._client: Any = None
-        self._meter: UsageMeter | None = None
-
-    async def beacon(self) -> Beacon:
-        return lit_here()
-
-    async def start(self, build: Callable[[], tuple[Any, Any]], folder: str, seats: Sequence[list[str]]) -> None:
-        """`build` makes the engine and the client of its weight transfers. `seats`: of all its devices."""
-        devices = [device for seat in seats for device in seat]
-        if len(devices) > 1:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        try:
-            self._engine, self._client = await asyncio.to_thread(build)
-        except EngineError as error:
-            raise EngineError(f"{error}{last_words()}") from error
-        self._meter = UsageMeter()
-        gc.collect()
-        gc.freeze()  # see `utils.heap`; for good, this process has no other work
-
-    async def usage(self) -> tuple[str, Usage]:
-        """This node, and what its device did since the last call."""
+    def sit(self) -> None:
+        """Start a new process. Nothing is waited for."""
         import ray
 
-        assert self._meter is not None, "an engine that has started has one"
-        return ray.util.get_node_ip_address(), self._meter.take()
+        self.actor: Any = ray.remote(EngineShell).options(**self._options).remote()
+        devices = [seat.devices.remote() for seat in (self.actor, *self._seats)]
+        self.start = self.actor.start.remote(self._build, os.getcwd(), *devices)
+        """Answers with its processes."""
+        self._beacons = Beacons([self.name], [self.actor.beacon.remote()])
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        return await self._engine.generate(token_ids, sampling_params)
+    def wait(self, *, deadline: float) -> None:
+        """Until the engine samples. Raises WorkerError, and EngineLostError if its node is gone."""
+        import ray
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        async with contextlib.aclosing(self._engine.stream(token_ids, sampling_params)) as parts:
-            async for part in parts:
-                yield part
+        end = time.monotonic() + deadline
+        # Of a node that is gone Ray says nothing to who waits for a process there: it waits for the node's return.
+        while not ray.wait([self.start], timeout=5.0)[0]:
+            waits.beat()  # a start has a deadline of its own, and until then who has to wait for it does not stall
+            self.require_node()
+            if time.monotonic() > end:
+                raise WorkerError(f"waited {deadline:g} s to start: {self.name}")
+        (self.processes,) = Calls([self.name]).wait([self.start], "to start", SIGN_DEADLINE)
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
+    def require_node(self) -> None:
+        if self._node not in alive_nodes():
+            raise EngineLostError(f"{self.name}: its node is gone")
 
-    async def transfer(self, method: str, *arguments: Any) -> None:
-        await asyncio.to_thread(getattr(self._client, method), *map(_readable, arguments))
+    def clear(self) -> None:
+        """Whatever sits there ends, with the processes that vLLM has started: nobody else ends those of a dead one, and
+        they hold memory of its device."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    async def close(self) -> None:
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
+        ray.kill(self.actor)
+        there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        ending = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        with contextlib.suppress(ray.exceptions.RayError):  # a node that is gone has none
+            ray.get(ending.remote(self.processes), timeout=SIGN_DEADLINE)
+
+    def close(self) -> None:
+        import ray
+
+        for actor in (self.actor, *self._seats):
+            ray.kill(actor)
 
 
 class RayEngines:
     """The engines of a plan. Implements `rollout.base.Engine`, and what a push of weights needs."""
 
-    def __init__(self, placed: Placed, build: Callable[[], tuple[Any, Any]], *, max_model_len: int) -> None:
-        """Nothing is waited for: see `ready`."""
-        import ray
+    def __init__(
+        self,
+        placed: Placed,
+        build: Callable[[], tuple[Any, Any]],
+        *,
+        max_model_len: int,
+        health_timeout: float = 0.0,
+    ) -> None:
+        """Nothing is waited for: see `ready`.
 
-        places = placed.plan.places(Role.ENGINE)
-        firsts = [place for place in places if place.seat.part == 0]
-        shell, seat = ray.remote(EngineShell), ray.remote(Seat)
-        self.actors = [
-            shell.options(**placed.options(place), max_concurrency=MOST_REQUESTS).remote() for place in firsts
-        ]
-        self._seats = [seat.options(**placed.options(place)).remote() for place in places if place.seat.part]
-        devices = dict(zip((p.seat.rank for p in firsts), ([actor] for actor in self.actors), strict=True))
-        for place, held in zip((p for p in places if p.seat.part), self._seats, strict=True):
-            devices[place.seat.rank].append(held)
-        self._names = [f"vLLM engine {place.seat.rank} on {placed.address(place)}" for place in firsts]
-        self._calls = Calls(self._names)
-        self._beacons = Beacons(self._names, [actor.beacon.remote() for actor in self.actors])
-        folder = os.getcwd()
-        self._starts = [
-            actor.start.remote(build, folder, ray.get([held.devices.remote() for held in devices[place.seat.rank]]))
-            for actor, place in zip(self.actors, firsts, strict=True)
-        ]
-        self._balancer = Balancer(len(self.actors))
+        `health_timeout`: an engine with requests that gives no sign of life for so many seconds is lost; 0: it has all
+        the time.
+        """
+        places: dict[int, list[Place]] = {}
+        for place in sorted(placed.plan.places(Role.ENGINE), key=lambda place: place.seat.part):
+            places.setdefault(place.seat.rank, []).append(place)
+        self._slots = [EngineSlot(placed, places[rank], build) for rank in sorted(places)]
+        self._balancer = Balancer(len(self._slots))
         self._max_model_len = max_model_len
         self._version = 0
+        self.held = False
+        """They are to sample nothing until a push is over."""
+        self._awake = threading.Event()
+        """Engines may have memory of their devices."""
+        self._awake.set()
+        self.supply: Callable[[int], None] = self.admit
+        """Gives an engine the policy's weights, and admits it."""
+
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self.budget = ReplacementBudget()
+        self._replacements: dict[int, threading.Thread] = {}
+        self._replaced = 0
+        self._waiting: list[Future[None]] = []
+        """Requests that nobody is there for."""
+        self._failure: EngineError | None = None
+        self._closed = False
+        self._watch = HealthWatch(self._at_work, timeout=health_timeout, give_up=self._unwell)
+        if health_timeout:
+            self._watch.start()
 
     def ready(self, *, deadline: float) -> None:
         """Wait until every engine samples. Raises WorkerError."""
-        self._calls.wait(self._starts, "to start", deadline)
+        calls = Calls([slot.name for slot in self._slots])
+        started = calls.wait([slot.start for slot in self._slots], "to start", deadline)
+        for slot, processes in zip(self._slots, started, strict=True):
+            slot.processes = processes
 
     def __len__(self) -> int:
-        return len(self.actors)
+        return len(self._slots)
 
     @property
     def version(self) -> int:
@@ -137,79 +178,246 @@ class RayEngines:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    # --------------------------------------------------------------------------------------------- requests
+
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        with self._balancer.chosen(token_ids) as engine, self._answering(engine):
-            return await _cancellable(self.actors[engine].generate.remote(list(token_ids), sampling_params))
+        import ray
+
+        while True:
+            await self._someone_samples()
+            with self._balancer.chosen(token_ids) as engine:
+                actor = self._slots[engine].actor
+                try:
+                    return await _cancellable(actor.generate.remote(list(token_ids), sampling_params))
+                except ray.exceptions.RayError as error:
+                    self._lose(engine, actor, self._cause(engine, error))
 
     async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
         import ray
 
-        with self._balancer.chosen(token_ids) as engine, self._answering(engine):
-            parts = self.actors[engine].stream.options(num_returns="streaming").remote(list(token_ids), sampling_params)
-            try:
-                async for part in parts:
-                    yield await part
-            finally:
-                ray.cancel(parts)
+        while True:
+            await self._someone_samples()
+            with self._balancer.chosen(token_ids) as engine:
+                actor, begun = self._slots[engine].actor, False
+                parts = actor.stream.options(num_returns="streaming").remote(list(token_ids), sampling_params)
+                try:
+                    async for part in parts:
+                        generation = await part
+                        begun = True
+                        yield generation
+                    return
+                except ray.exceptions.RayError as error:
+                    cause = self._cause(engine, error)
+                    self._lose(engine, actor, cause)
+                    if begun:
+                        raise LostRequestError(cause) from error
+                finally:
+                    ray.cancel(parts)
 
-    @contextlib.contextmanager
-    def _answering(self, engine: int) -> Iterator[None]:
-        """What an engine refuses is its caller's doing; one that is gone is everybody's problem. Raises EngineError."""
+    async def _someone_samples(self) -> None:
+        """Wait for it. Raises EngineError when it will not be so any more."""
+        while True:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                if self._balancer.open:
+                    return
+                waiter: Future[None] = Future()
+                self._waiting.append(waiter)
+            await asyncio.wrap_future(waiter)
+
+    def _cause(self, engine: int, error: Exception) -> str:
+        """Why it is lost. What an engine refuses is its caller's doing, and raised."""
         import ray
 
-        try:
-            yield
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, EngineError):
-                raise EngineError(f"{self._names[engine]}: {error.cause}") from error
+        name = self._slots[engine].name
+        if not isinstance(error, ray.exceptions.RayTaskError):
+            return str(gone(name, error))
+        if not isinstance(error.cause, EngineError):
             raise error.cause from None
-        except ray.exceptions.RayActorError as error:
-            raise EngineError(str(self._calls.gone(engine, error))) from error
+        return f"{name}: {error.cause}"
+
+    # ---------------------------------------------------------------------------------------- what all are told
 
     def hold(self) -> None:
+        self.held = True
+        self._awake.set()
         self.call_all("hold")
 
     def go_on(self, *, version: int) -> None:
         self.call_all("go_on", version=version)
         self._version = version
+        self.held = False
+
+    def sleep(self) -> None:
+        """None is starting afterwards: training may have the device."""
+        self.wait_for_replacements()
+        self._awake.clear()
+        self.call_all("sleep")
+
+    def call(self, engine: int, method: str, *arguments: Any, **options: Any) -> Any:
+        """What one answers, whether or not it is given requests. Raises WorkerError."""
+        slot = self._slots[engine]
+        asked = slot.actor.call.remote(method, *arguments, **options)
+        return Calls([slot.name]).wait([asked], f"for {method}", CONTROL_DEADLINE)[0]
 
     def call_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        """What every engine answers. Raises WorkerError."""
-        calls = [actor.call.remote(method, *arguments, **options) for actor in self.actors]
-        return self._calls.wait(calls, f"for {method}", CONTROL_DEADLINE)
+        """What all answer that sample. Those that are lost do not count. Raises EngineError when there is no hope."""
+        return self._ask_all(lambda actor: actor.call.remote(method, *arguments, **options), f"for {method}")
 
     def usage(self) -> list[tuple[str, Usage]]:
         """Of every engine's first device since the last call, with its node."""
-        return self._calls.wait([actor.usage.remote() for actor in self.actors], "for usage", CONTROL_DEADLINE)
+        return self._ask_all(lambda actor: actor.usage.remote(), "for usage")
+
+    def drop_lost(self) -> bool:
+        """Ask all for a sign of life. Whether one had to be given up."""
+        before = self.sampling
+        self._ask_all(lambda actor: actor.call.remote("check_health"), "for a sign of life", SIGN_DEADLINE)
+        return self.sampling != before
+
+    def _ask_all(self, ask: Callable[[Any], Any], what: str, seconds: float = CONTROL_DEADLINE) -> list[Any]:
+        import ray
+
+        if self._failure is not None:
+            raise self._failure
+        end, answers = time.monotonic() + seconds, []
+        asked = [(engine, actor, ask(actor)) for engine, actor in self.sampling.items()]
+        for engine, actor, question in asked:
+            try:
+                answers.append(ray.get(question, timeout=max(0.0, end - time.monotonic())))
+            except ray.exceptions.GetTimeoutError:
+                self._lose(engine, actor, f"waited {seconds:g} s {what}: {self._slots[engine].name}")
+            except ray.exceptions.RayError as error:
+                self._lose(engine, actor, self._cause(engine, error))
+        return answers
+
+    def clients(self, engines: Sequence[int]) -> EngineClients:
+        """For transfers of weights to these."""
+        slots = [self._slots[engine] for engine in engines]
+        return EngineClients([slot.actor for slot in slots], [slot.name for slot in slots])
 
     def close(self) -> None:
         """vLLM ends its own processes; whoever does not is killed with his."""
+        with self._lock:
+            self._closed = True
+        self._awake.set()
+        self._watch.stop()
+        self._fail(EngineError("the engines are closed"))
+        calls = Calls([slot.name for slot in self._slots])
+        with contextlib.suppress(WorkerError):
+            calls.wait([slot.actor.close.remote() for slot in self._slots], "to end", 30.0)
+        for slot in self._slots:
+            slot.close()
+        self.wait_for_replacements(10.0)
+
+    # ------------------------------------------------------------------------------------------ replacement
+
+    @property
+    def sampling(self) -> dict[int, Any]:
+        """Engines that are given requests, each with its process."""
+        return {engine: self._slots[engine].actor for engine in sorted(self._balancer.open)}
+
+    def admit(self, engine: int) -> None:
+        """It has what it needs, and is given requests."""
+        with self._lock:
+            self._balancer.open_to(engine)
+            self._wake()
+
+    def wait_for_replacements(self, seconds: float | None = None) -> None:
+        """Of those that have been lost so far; None: as long as it takes."""
+        for replacement in list(self._replacements.values()):
+            replacement.join(seconds)
+
+    def take_replaced(self) -> int:
+        """How many engines have been replaced since the last call."""
+        with self._lock:
+            count, self._replaced = self._replaced, 0
+            return count
+
+    def _at_work(self) -> Mapping[Hashable, Callable[[], Future[object]]]:
+        """What asks whom for a sign of life: engines with requests, while they are to sample."""
+        busy = {} if self.held else {e: actor for e, actor in self.sampling.items() if self._balancer.running[e]}
+        return {(e, actor): lambda actor=actor: actor.call.remote("check_health").future() for e, actor in busy.items()}
+
+    def _unwell(self, who: Any, error: BaseException) -> None:
         import ray
 
-        with contextlib.suppress(WorkerError):
-            self._calls.wait([actor.close.remote() for actor in self.actors], "to end", 30.0)
-        for actor in (*self.actors, *self._seats):
-            ray.kill(actor)
+        engine, actor = who
+        ours = isinstance(error, ray.exceptions.RayError)
+        self._lose(engine, actor, self._cause(engine, error) if ours else f"{self._slots[engine].name}: {error}")
+
+    def _lose(self, engine: int, actor: Any, cause: str) -> None:
+        """It gets no more requests, and another takes its place. Only the first who notices makes a difference."""
+        with self._lock:
+            if self._closed or engine not in self._balancer.open or self._slots[engine].actor is not actor:
+                return
+            self._balancer.close_to(engine)
+            thread = threading.Thread(target=self._replace, args=(engine, cause), name="replacement", daemon=True)
+            self._replacements[engine] = thread
+        thread.start()
+
+    def _replace(self, engine: int, cause: str) -> None:
+        slot, began = self._slots[engine], time.monotonic()
+        try:
+            while True:
+                slot.clear()
+                slot.require_node()
+                if not self.budget.spend(engine):
+                    raise EngineError(
+                        f"{cause} — it has been replaced {self.budget.most} times within "
+                        f"{self.budget.within / 60:g} minutes, and is not once more"
+                    )
+                logger.warning("%s; another one starts in its place", cause)
+                self._awake.wait()
+                with self._lock:
+                    if self._closed:
+                        return
+                    slot.sit()
+                try:
+                    slot.wait(deadline=START_DEADLINE)
+                    self.supply(engine)
+                    break
+                except WorkerError as error:
+                    cause = str(error)
+            with self._lock:
+                self._replaced += 1
+            logger.info("%s samples again, after %.0f s", slot.name, time.monotonic() - began)
+        except EngineError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("%s cannot be replaced", slot.name)
+            self._fail(EngineLostError(f"{slot.name} cannot be replaced: {error}"))
+
+    def _fail(self, error: EngineError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
 
 
 class EngineClients:
-    """vLLM's calls of a weight transfer, to all engines at once. Travels to the ranks, which make them."""
+    """vLLM's calls of a weight transfer, to several engines at once. Travels to the ranks, which make them."""
 
-    def __init__(self, engines: RayEngines) -> None:
-        self._actors = engines.actors
-        self._calls = engines._calls
+    def __init__(self, actors: Sequence[Any], names: Sequence[str]) -> None:
+        self.actors = list(actors)
+        self._calls = Calls(names)
         self.num_updates = 0
         """Calls to each engine that carried weights."""
 
     @property
     def num_engines(self) -> int:
-        return len(self._actors)
+        return len(self.actors)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Each is told its number."""
         calls = [
             actor.transfer.remote("init_weight_transfer_engine", {**init_info, "engine": number})
-            for number, actor in enumerate(self._actors)
+            for number, actor in enumerate(self.actors)
         ]
         self._calls.wait(calls, "for init_weight_transfer_engine", CONTROL_DEADLINE)
 
@@ -227,21 +435,8 @@ class EngineClients:
         self._transfer("finish_weight_update")
 
     def _transfer(self, method: str, *arguments: Any) -> None:
-        calls = [actor.transfer.remote(method, *arguments) for actor in self._actors]
+        calls = [actor.transfer.remote(method, *arguments) for actor in self.actors]
         self._calls.wait(calls, f"for {method}", CONTROL_DEADLINE)
-
-
-def last_words(log: str = "/proc/self/fd/2") -> str:
-    """What this process's log says last of an error: vLLM's own processes tell nobody else why they ended."""
-    try:
-        path = os.path.realpath(log)
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 2**18))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    found = [line for line in lines if re.search(r"\w(Error|Exception): ", line) and "See root cause" not in line]
-    return f"; {found[-1].strip()} (in {path})" if found else f" (its log is {path})"
 
 
 def _portable(info: dict[str, Any]) -> dict[str, Any]:
@@ -249,13 +444,6 @@ def _portable(info: dict[str, Any]) -> dict[str, Any]:
     return {
         name: np.frombuffer(value, np.uint8) if isinstance(value, memoryview) else value for name, value in info.items()
     }
-
-
-def _readable(argument: Any) -> Any:
-    """vLLM takes views of memory, not arrays."""
-    if not isinstance(argument, dict):
-        return argument
-    return {name: memoryview(value) if isinstance(value, np.ndarray) else value for name, value in argument.items()}
 
 
 async def _cancellable(call: Any) -> Any:

@@ -152,6 +152,13 @@ def _connected() -> Cluster:
     return Cluster(tuple(node["NodeID"] for node in nodes), kind, tuple(_node(r, kind) for r in resources))
 
 
+def alive_nodes() -> set[str]:
+    """Ids of the nodes that Ray has at this moment."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def authentication(environment: Mapping[str, str]) -> dict[str, str]:
     """What the environment of a Ray of our own is to say about tokens.
 

@@ -45,6 +45,16 @@ class Sleeper(Protocol):
     def wake(self) -> None: ...
 
 
+class Sent(NamedTuple):
+    """Weights that were sent."""
+
+    buckets: int
+    version: int
+    """Rounds that they were trained in."""
+    probed: list[float]
+    """The policy's log-probs of a probe; none without one."""
+
+
 class WeightSender(Protocol):
     """The trainer's side of transfers."""
 
@@ -138,11 +148,9 @@ class PolicyService(RankService):
     def connect_engines(self, client: Any) -> None:
         self._weights.connect(client)
 
-    def send_weights(self) -> int:
-        return self._weights.send()
-
-    def probe(self, probe: Probe) -> list[float]:
-        return self._weights.probe(probe)
+    def send_weights(self, probe: Probe | None = None) -> Sent:
+        buckets = self._weights.send()
+        return Sent(buckets, self._learners.rounds, [] if probe is None else self._weights.probe(probe))
 
     def state_dict(self) -> dict[str, Any]:
         return self._learners.state_dict()

@@ -18,7 +18,7 @@ class EngineSleep:
     engines: RayEngines
 
     def sleep(self) -> None:
-        self.engines.call_all("sleep")
+        self.engines.sleep()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,35 +2,95 @@
 
 from __future__ import annotations
 
-from openrlhf.cluster.engines import EngineClients, RayEngines
-from openrlhf.cluster.workers import WorkerGroup
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.cluster.engines import EngineLostError, RayEngines
+from openrlhf.cluster.learners import DEADLINE as UPDATE
+from openrlhf.cluster.services import Sent
+from openrlhf.cluster.workers import WorkerError, WorkerGroup
 from openrlhf.observability.metrics import Metrics
 from openrlhf.weight_sync.probe import Probe
 from openrlhf.weight_sync.pushing import push
 
-DEADLINE = 1800.0
-"""Of sending all weights, in seconds."""
+DEADLINE = 1800.0 + UPDATE
+"""Of sending all weights, in seconds; ranks may have to finish a round's update before."""
 
 
 class RayWeightSync:
-    """The loop's push, for engines and ranks that have processes of their own. Implements `WeightSync`."""
+    """The loop's push, for engines and ranks that have processes of their own. Implements `WeightSync`.
+
+    An engine that replaces another is given the weights as the ranks have them when they find time for it, called by
+    the version they are: between an update and the push after it that is the version which will be pushed.
+    """
 
     def __init__(self, policy: WorkerGroup, engines: RayEngines, *, probe: Probe | None = None) -> None:
         """With a `probe` every push is verified."""
         self._policy = policy
         self._engines = engines
         self._probe = probe
-        policy.call("connect_engines", EngineClients(engines), deadline=DEADLINE)
+        self._connected: list[Any] = []
+        """Processes of engines that the ranks send to."""
+        self._sent = Sent(buckets=0, version=0, probed=[])
+        self._sending = threading.Lock()
+        self._connect(list(engines.sampling))
+        engines.supply = self._supply
 
     def push(self, *, version: int) -> Metrics:
         probe = self._probe
-        gap = None if probe is None else lambda: self._largest_gap(probe, version)
-        return push(self._engines, version=version, send=self._send, probe_gap=gap)
+        gap = None if probe is None else lambda: self._largest_gap(probe)
+        with self._sending:
+            metrics = push(self._engines, version=version, send=self._send, probe_gap=gap)
+        metrics.last("rollout/engines_replaced", self._engines.take_replaced())
+        return metrics
 
     def _send(self) -> int:
-        return self._policy.call("send_weights", deadline=DEADLINE)[0]
+        """To all that sample; where one is lost on the way, to the others once more."""
+        while sampling := self._engines.sampling:
+            try:
+                return self._send_to(list(sampling)).buckets
+            except WorkerError:
+                if self._engines.sampling == sampling and not self._engines.drop_lost():
+                    raise
+        return 0
 
-    def _largest_gap(self, probe: Probe, version: int) -> float:
-        policy = self._policy.call("probe", probe, deadline=DEADLINE)[0]
-        engines = self._engines.call_all("prompt_logprobs", probe.token_ids)
-        return max(probe.compare(policy, engine, version=version) for engine in engines)
+    def _supply(self, engine: int) -> None:
+        """What a push does, for one engine that nobody asks yet. Raises WorkerError if the engine fails.
+
+        Where all are held a push is to come, which brings this one its weights too.
+        """
+        with self._sending:
+            self._engines.call(engine, "hold")
+            if not self._engines.held:
+                sent = self._send_alone(engine)
+                self._engines.call(engine, "go_on", version=sent.version)
+                if self._probe is not None:
+                    found = self._engines.call(engine, "prompt_logprobs", self._probe.token_ids)
+                    self._probe.compare(sent.probed, found, version=sent.version)
+            self._engines.admit(engine)
+
+    def _send_alone(self, engine: int) -> Sent:
+        """Of a failure the engine is innocent if it is well."""
+        try:
+            return self._send_to([engine])
+        except WorkerError as error:
+            self._engines.call(engine, "check_health")
+            raise EngineLostError(f"a new engine gets no weights: {error}") from error
+
+    def _send_to(self, engines: Sequence[int]) -> Sent:
+        self._connect(engines)
+        self._sent = self._policy.call("send_weights", self._probe, deadline=DEADLINE)[0]
+        return self._sent
+
+    def _connect(self, engines: Sequence[int]) -> None:
+        clients = self._engines.clients(engines)
+        if clients.actors != self._connected:
+            self._connected = []
+            self._policy.call("connect_engines", clients, deadline=DEADLINE)
+            self._connected = clients.actors
+
+    def _largest_gap(self, probe: Probe) -> float:
+        found = self._engines.call_all("prompt_logprobs", probe.token_ids)
+        sent = self._sent
+        return max((probe.compare(sent.probed, engine, version=sent.version) for engine in found), default=0.0)

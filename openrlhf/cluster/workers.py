@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ from openrlhf.utils import waits
 LOOK_SECONDS = 1.0
 """How often somebody who waits looks up."""
 
+BEREAVED = 5.0
+"""Seconds in which, after one rank has failed, another may turn out to be gone: a collective fails sooner than Ray says
+whose fault it was."""
+
 
 class WorkerError(RuntimeError):
     """A rank or an engine failed, died or did not answer in time. The message says which, and where."""
@@ -27,7 +32,7 @@ class WorkerError(RuntimeError):
     def __init__(self, message: str, *, reason: BaseException | None = None, details: str = "") -> None:
         super().__init__(message)
         self.reason = reason
-        """What was raised there."""
+        """What was raised there; None: it died, or did not answer."""
         self.details = details
         """And its traceback."""
 
@@ -57,9 +62,30 @@ class Calls:
                 if not done and time.monotonic() >= end:
                     raise WorkerError(waits.with_stacks(f"waited {seconds:g} s {what}: {late()}"))
                 for call in done:
-                    self._look_at(call, list(calls).index(call))
+                    try:
+                        self._look_at(call, list(calls).index(call))
+                    except WorkerError as error:
+                        gone = None if error.reason is None else self._gone_among(pending, calls)
+                        if gone is None:
+                            raise
+                        raise gone from error
                     waits.beat()
         return ray.get(list(calls))
+
+    def _gone_among(self, pending: Sequence[Any], calls: Sequence[Any]) -> WorkerError | None:
+        """Who is gone, of those that have not answered."""
+        import ray
+
+        end = time.monotonic() + BEREAVED
+        while pending and time.monotonic() < end:
+            done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
+            for call in done:
+                try:
+                    self._look_at(call, list(calls).index(call))
+                except WorkerError as error:
+                    if error.reason is None:
+                        return error
+        return None
 
     def _look_at(self, call: Any, index: int) -> None:
         import ray
@@ -70,10 +96,13 @@ class Calls:
             reason = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
             raise WorkerError(f"{self._names[index]}: {reason}", reason=error.cause, details=str(error)) from error
         except ray.exceptions.RayError as error:
-            raise self.gone(index, error) from error
+            raise gone(self._names[index], error) from error
 
-    def gone(self, index: int, error: Exception) -> WorkerError:
-        return WorkerError(f"{self._names[index]} is gone: {str(error).strip().splitlines()[-1].strip()}")
+
+def gone(name: str, error: Exception) -> WorkerError:
+    """With what Ray says of it, less its guesses."""
+    why = str(error).strip().splitlines()[-1].split("Some common causes")[0].strip()
+    return WorkerError(f"{name} is gone: {why}")
 
 
 class Shell:
@@ -141,6 +170,8 @@ class WorkerGroup:
         """
         import ray
 
+        self._order = threading.Lock()
+        """Several threads call; all ranks take their calls in one order, or collectives would wait for each other."""
         shell = ray.remote(Shell)
         self._actors = [shell.options(**placed.options(place)).remote() for place in crew.places]
         names = [f"{crew.name} rank {rank} on {placed.address(place)}" for rank, place in enumerate(crew.places)]
@@ -173,10 +204,11 @@ class WorkerGroup:
         Those that are object references are fetched by their rank alone. Raises WorkerError as soon as one rank does.
         """
         own = [()] * len(self._actors) if shares is None else shares
-        calls = [
-            actor.call.remote(method, arguments, options, *share)
-            for actor, share in zip(self._actors, own, strict=True)
-        ]
+        with self._order:
+            calls = [
+                actor.call.remote(method, arguments, options, *share)
+                for actor, share in zip(self._actors, own, strict=True)
+            ]
         return self._calls.wait(calls, f"for {method}", deadline)
 
     def usage(self, *, deadline: float) -> list[tuple[str, Usage]]:
@@ -185,7 +217,8 @@ class WorkerGroup:
 
     def produce(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
         """References to the answers, by rank, which stay where they are until somebody fetches them."""
-        pairs = [actor.produce.options(num_returns=2).remote(method, arguments) for actor in self._actors]
+        with self._order:
+            pairs = [actor.produce.options(num_returns=2).remote(method, arguments) for actor in self._actors]
         self._calls.wait([done for done, _ in pairs], f"for {method}", deadline)
         return [reference for _, reference in pairs]
 

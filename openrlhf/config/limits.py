@@ -59,6 +59,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "vllm.gpu_memory_utilization": (0.01, 1),
     "vllm.num_engines": (0, float("inf")),
     "train.stall_timeout": (0, float("inf")),
+    "vllm.health_timeout": (0, float("inf")),
     "eval.temperature": (0, float("inf")),
     "reward.stop_properly_penalty_coef": (-float("inf"), 1),
     "reward.overlong_penalty_factor": (0, float("inf")),

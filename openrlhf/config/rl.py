@@ -152,6 +152,10 @@ class VLLMSection:
     gpu_memory_utilization: Annotated[
         float, Flag("share of device memory an engine may take", flat="vllm_gpu_memory_utilization")
     ] = 0.95
+    health_timeout: Annotated[
+        float,
+        Flag("Ray: seconds without a sign of life after which an engine with requests is replaced; 0 = never"),
+    ] = 120.0
 
     @property
     def devices_per_engine(self) -> int:

@@ -72,6 +72,11 @@ class RankLearners:
         self._rounds = 0
         self._sampled_kl: float | None = None
 
+    @property
+    def rounds(self) -> int:
+        """In which the policy was updated."""
+        return self._rounds
+
     def score(self, batch: TrainingBatch) -> None:
         if self._kl is not None:
             if self._kl.reference is not None:

@@ -22,7 +22,16 @@ class Balancer:
 
     def __init__(self, engines: int) -> None:
         self.running = [0] * engines
+        self.open = frozenset(range(engines))
+        """Engines that requests go to. While there are none any of all is chosen: its failure says more."""
         self._seen: OrderedDict[int, int] = OrderedDict()
+
+    def close_to(self, engine: int) -> None:
+        """No requests go there until `open_to`."""
+        self.open -= {engine}
+
+    def open_to(self, engine: int) -> None:
+        self.open |= {engine}
 
     @contextlib.contextmanager
     def chosen(self, token_ids: Sequence[int]) -> Iterator[int]:
@@ -35,10 +44,10 @@ class Balancer:
             self.running[engine] -= 1
 
     def _choose(self, beginning: int) -> int:
-        least = min(self.running)
+        least = min(sorted(self.open) or range(len(self.running)), key=self.running.__getitem__)
         known = self._seen.pop(beginning, None)
-        if known is None or self.running[known] > least + SLACK:
-            known = self.running.index(least)
+        if known is None or known not in self.open or self.running[known] > self.running[least] + SLACK:
+            known = least
         self._seen[beginning] = known
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)

@@ -12,6 +12,10 @@ class EngineError(RuntimeError):
     """The engine cannot start, or has stopped working: no request will be answered any more. The text says why."""
 
 
+class LostRequestError(RuntimeError):
+    """An engine was lost after it had given a part of its answer. Asked again, another one answers from the start."""
+
+
 class Engine(Protocol):
     """Samples from the policy. Any number of `generate` calls may be under way; the engine batches them."""
 
@@ -30,7 +34,10 @@ class Engine(Protocol):
         ...
 
     def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        """`generate` in parts, each with what is new; the last one says why it ended. Closing it gives it up."""
+        """`generate` in parts, each with what is new; the last one says why it ended. Closing it gives it up.
+
+        Raises LostRequestError too.
+        """
         ...
 
 

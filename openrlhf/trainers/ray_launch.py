@@ -153,7 +153,12 @@ class RayLauncher:
     def engines(self) -> Iterator[RayEngines]:
         """They may still be starting."""
         make = functools.partial(engine_on_a_seat, self.config, engines=self.placed.plan.request.engines)
-        engines = RayEngines(self.placed, make, max_model_len=self.config.data.max_len)
+        engines = RayEngines(
+            self.placed,
+            make,
+            max_model_len=self.config.data.max_len,
+            health_timeout=self.config.vllm.health_timeout,
+        )
         with contextlib.closing(engines):
             if self.placed.plan.request.engines_share and self.placed.cluster.kind.resource == "GPU":
                 # vLLM measures what is free while it starts: nobody else may take memory then.

@@ -115,8 +115,8 @@ class RpcTrainerEngine(TrainerWeightTransferEngine):
 
     @contextlib.contextmanager
     def _update(self) -> Iterator[None]:
-        self.client.start_weight_update()
         try:
+            self.client.start_weight_update()  # of several engines some may start, and others not
             yield
         except Exception:
             # vLLM starts no update while another is open. Where it has failed itself it has none, and says so.

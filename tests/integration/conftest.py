@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LONGEST_FIRST = (
     "test_ray_run.py",
     "test_recipes.py",
+    "test_cluster_faults.py",
     "test_learning_agents.py",
     "test_algorithms.py",
     "test_learning.py",
@@ -28,7 +29,7 @@ LONGEST_FIRST = (
     "test_resume.py",
 )
 """So that all workers end at about the same time."""
-SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py")
+SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py", "test_cluster_faults.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -162,3 +162,26 @@ def test_nobody_waits_for_an_engine_that_does_not_come(model, monkeypatch):
     monkeypatch.setattr(groups, "MEETING_SECONDS", 0.5)
     with pytest.raises(WeightSyncError, match=r"1 of 2 workers came to 127\.0\.0\.1 for weights in 0\.5 s"):
         connect(info(2), client=Engines(1, 1), source=Parameters(model))
+
+
+def test_who_is_left_after_a_death_meets_anew(model):
+    """Engine 0 dies when an update begins. It is ended for engine 1 too, where it has begun: vLLM starts none while
+    another is open. Then there is a group without engine 0."""
+    both = Engines(2, 1)
+    trainer = connect(info(2), client=both, source=Parameters(model))
+
+    def start() -> None:
+        both.calls.append("start")
+        raise ConnectionError("engine 0 has died")
+
+    both.start_weight_update = start
+    with pytest.raises(ConnectionError, match="engine 0 has died"):
+        trainer.send_weights()
+    assert both.calls == ["start", "finish"]
+
+    left = Engines(1, 1)
+    left._workers, left.loaded = both._workers[1:], both.loaded[1:]
+    connect(info(1), client=left, source=Parameters(model)).send_weights()
+    assert both.loaded[0] == {}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(left.loaded[0][name], parameter)

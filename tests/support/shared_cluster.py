@@ -13,6 +13,7 @@ from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.launch import Cluster, placed
 from openrlhf.cluster.placement import PlacementRequest, plan
 from openrlhf.config.roots import RLConfig
+from openrlhf.trainers.launching import Bound
 from openrlhf.trainers.rank_engines import engine_on_a_seat
 from openrlhf.trainers.ray_launch import RayLauncher, plan_on
 
@@ -39,6 +40,16 @@ class _Launcher(RayLauncher):
     @contextlib.contextmanager
     def engines(self) -> Iterator[RayEngines]:
         yield self._shared
+
+    @contextlib.contextmanager
+    def bound(self, *, rounds: int) -> Iterator[Bound]:
+        """Engines that were lost are back afterwards: only this run's policy can give them weights."""
+        with super().bound(rounds=rounds) as bound:
+            try:
+                yield bound
+            finally:
+                self._shared.wait_for_replacements()
+                self._shared.supply = self._shared.admit
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from small_tokenizers import tokenizer as small_tokenizer
 from transformers import Qwen2Config
 
 from openrlhf.agents.episode_worker import EpisodeSettings
-from openrlhf.agents.episodes import AgentEpisodes
-from openrlhf.rollout.base import EngineError
-from openrlhf.types import Prompt, SamplingParams
+from openrlhf.agents.episodes import AgentEpisodes, EpisodeError
+from openrlhf.rollout.base import EngineError, LostRequestError
+from openrlhf.types import Generation, Prompt, SamplingParams
 from openrlhf.utils.loop_thread import LoopThread
 
 SURVIVES = """
@@ -83,14 +83,14 @@ def test_a_loop_that_hangs_does_not_keep_its_owner(monkeypatch):
     release.set()
 
 
-def test_no_agent_hides_that_its_engine_died(tmp_path):
-    """The agent turns every error into its own, which would be retried and then counted as a failed sample."""
-    (tmp_path / "agent.py").write_text(SURVIVES)
-    small_tokenizer().save_pretrained(tmp_path)
-    Qwen2Config().save_pretrained(tmp_path)
+def play(engine, agent: str, folder) -> None:
+    """One episode of an agent with that file, in this process."""
+    (folder / "agent.py").write_text(agent)
+    small_tokenizer().save_pretrained(folder)
+    Qwen2Config().save_pretrained(folder)
     settings = EpisodeSettings(
-        agent_file=str(tmp_path / "agent.py"),
-        tokenizer=str(tmp_path),
+        agent_file=str(folder / "agent.py"),
+        tokenizer=str(folder),
         use_fast=True,
         trust_remote_code=False,
         max_length=50,
@@ -98,13 +98,41 @@ def test_no_agent_hides_that_its_engine_died(tmp_path):
         max_model_len=100,
     )
 
-    async def play():
-        episodes = AgentEpisodes(settings, engine=DeadEngine(), hosts=0, step_timeout=60)
+    async def one() -> None:
+        episodes = AgentEpisodes(settings, engine=engine, hosts=0, step_timeout=60)
         await episodes.start()
         try:
             await episodes.play(Prompt(ordinal=0, text="q"), SamplingParams(max_tokens=4))
         finally:
             await episodes.close()
 
+    asyncio.run(one())
+
+
+def test_no_agent_hides_that_its_engine_died(tmp_path):
+    """The agent turns every error into its own, which would be retried and then counted as a failed sample."""
     with pytest.raises(EngineError, match="the engine has died"):
-        asyncio.run(play())
+        play(DeadEngine(), SURVIVES, tmp_path)
+
+
+STREAMS = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, **kwargs):
+        return [part async for part in llm_engine.stream([1, 2, 3], sampling_params)]
+"""
+
+
+class LostEngine(DeadEngine):
+    """One of several, which dies in the middle of an answer."""
+
+    async def stream(self, token_ids, sampling_params):
+        yield Generation(token_ids=[4], logprobs=None, versions=[0], finish_reason=None, stop_reason=None, text="d")
+        raise LostRequestError("vLLM engine 1 on 10.0.0.9 is gone")
+
+
+def test_an_answer_that_was_begun_and_lost_makes_its_episode_begin_again(tmp_path):
+    with pytest.raises(EpisodeError, match=r"vLLM engine 1 on .* is gone") as caught:
+        play(LostEngine(), STREAMS, tmp_path)
+    assert caught.value.retry

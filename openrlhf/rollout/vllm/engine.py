@@ -44,6 +44,8 @@ START_SECONDS = 1800.0
 """Weights of a large model are read from a slow disk, and graphs captured."""
 CALL_SECONDS = 600.0
 """What an engine does between two steps: it may be in a long one, or write a bucket of weights."""
+DEATH_SECONDS = 0.5
+"""Until somebody who waits for a call looks whether vLLM is still there."""
 STALL_SECONDS = 600.0
 """An engine with requests that samples no token for so long will not sample any more."""
 _WEIGHTS, _KEYS_AND_VALUES = "weights", "kv_cache"
@@ -207,10 +209,14 @@ class VllmEngine:
         found = output.prompt_logprobs[1:]
         return [at[token].logprob for at, token in zip(found, token_ids[1:], strict=True)]
 
+    def check_health(self) -> None:
+        """Ask the process that samples for a sign of life. Raises VllmError."""
+        self.call(self._sign_of_life(), "for a sign of life")
+
     def call(self, work: Coroutine[Any, Any, _T], what: str, *, deadline: float = CALL_SECONDS) -> _T:
         """Run one of vLLM's coroutines on its loop, and wait. `what` it is for: "to start", "for an answer"."""
         try:
-            return self._thread.run(_or_dead(work), what, deadline=deadline)
+            return self._thread.run(self._while_alive(work), what, deadline=deadline)
         except TimeoutError as error:
             raise VllmError(waits.with_stacks(f"vLLM does not answer: {error}")) from error
 
@@ -243,6 +249,23 @@ class VllmEngine:
     def _work_done(self) -> tuple[int, int, int]:
         """Changes with every token, for whomever."""
         return self._answered, self._version, self._num_sampled() if self._llm is not None else 0
+
+    async def _while_alive(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Its result. A call that vLLM's process takes along when it dies is answered by nobody."""
+        answer = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({answer}, timeout=DEATH_SECONDS))[0]:
+                if self.llm.errored:
+                    raise _died()
+            return answer.result()
+        except EngineDeadError as error:
+            raise _died() from error
+        finally:
+            answer.cancel()
+
+    async def _sign_of_life(self) -> None:
+        await self.llm.check_health()  # which knows of a death, and does not ask
+        await self.llm.is_sleeping()
 
     def _num_sampled(self) -> int:
         """Tokens of the requests under way."""
@@ -351,13 +374,6 @@ def _check_heads(config: VllmConfig) -> None:
         raise VllmError(
             f"its attention on a CPU has heads of {', '.join(map(str, known))}, and this model's are {size}"
         )
-
-
-async def _or_dead(work: Coroutine[Any, Any, _T]) -> _T:
-    try:
-        return await work
-    except EngineDeadError as error:
-        raise _died() from error
 
 
 def _died() -> VllmError:

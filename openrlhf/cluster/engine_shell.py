@@ -1,0 +1,143 @@
+"""The inside of an engine's process: a `VllmEngine`, and vLLM's calls of a weight transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openrlhf.cluster.beacons import Beacon, lit_here
+from openrlhf.observability.usage import Usage, UsageMeter
+from openrlhf.rollout.base import EngineError
+from openrlhf.types import Generation, SamplingParams
+
+
+class ProcessId(NamedTuple):
+    """A process of a node, told apart from a later one with the same number."""
+
+    number: int
+    created: float
+
+
+class Seat:
+    """Holds one device for an engine, and knows its name."""
+
+    def devices(self) -> list[str]:
+        import ray
+
+        return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+
+
+class EngineShell(Seat):
+    """An engine's process. Requests are coroutines; what changes the engine waits in threads beside them."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._client: Any = None
+        self._meter: UsageMeter | None = None
+
+    async def beacon(self) -> Beacon:
+        return lit_here()
+
+    async def start(self, build: Callable[[], tuple[Any, Any]], folder: str, *seats: list[str]) -> list[ProcessId]:
+        """`build` makes the engine and the client of its weight transfers. `seats`: of all its devices.
+
+        Returns its processes.
+        """
+        devices = [device for seat in seats for device in seat]
+        if len(devices) > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        with _explained():
+            self._engine, self._client = await asyncio.to_thread(build)
+        self._meter = UsageMeter()
+        gc.collect()
+        gc.freeze()  # see `utils.heap`; for good, this process has no other work
+        return own_processes()
+
+    async def usage(self) -> tuple[str, Usage]:
+        """This node, and what its device did since the last call."""
+        import ray
+
+        assert self._meter is not None, "an engine that has started has one"
+        return ray.util.get_node_ip_address(), self._meter.take()
+
+    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+        with _explained():
+            return await self._engine.generate(token_ids, sampling_params)
+
+    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+        with _explained():
+            async with contextlib.aclosing(self._engine.stream(token_ids, sampling_params)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        with _explained():
+            return await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
+
+    async def transfer(self, method: str, *arguments: Any) -> None:
+        with _explained():
+            await asyncio.to_thread(getattr(self._client, method), *map(_readable, arguments))
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+
+
+def own_processes() -> list[ProcessId]:
+    """This process and all that it has started."""
+    import psutil
+
+    me = psutil.Process()
+    return [ProcessId(one.pid, one.create_time()) for one in (me, *me.children(recursive=True))]
+
+
+def kill_processes(processes: Sequence[ProcessId]) -> None:
+    """Those that are still there; returns when they are not."""
+    import psutil
+
+    found = []
+    for number, created in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(number)
+            if process.create_time() == created:
+                process.kill()
+                found.append(process)
+    psutil.wait_procs(found, timeout=30)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """An engine's failure, with what its log says of it."""
+    try:
+        yield
+    except EngineError as error:
+        raise EngineError(f"{error}{last_words()}") from error
+
+
+def last_words(log: str = "/proc/self/fd/2") -> str:
+    """What this process's log says last of an error: vLLM's own processes tell nobody else why they ended."""
+    try:
+        path = os.path.realpath(log)
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 2**18))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = [line for line in lines if re.search(r"\w(Error|Exception): ", line) and "root cause" not in line]
+    return f"; {found[-1].strip()} (in {path})" if found else f" (its log is {path})"
+
+
+def _readable(argument: Any) -> Any:
+    """vLLM takes views of memory, not arrays."""
+    if not isinstance(argument, dict):
+        return argument
+    return {name: memoryview(value) if isinstance(value, np.ndarray) else value for name, value in argument.items()}

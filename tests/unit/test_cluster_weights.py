@@ -1,0 +1,142 @@
+"""Pushes to engines of which some are lost on the way, and weights for one that is new."""
+
+import pytest
+
+from openrlhf.cluster.engines import EngineLostError
+from openrlhf.cluster.services import Sent
+from openrlhf.cluster.weights import RayWeightSync
+from openrlhf.cluster.workers import WorkerError
+from openrlhf.weight_sync.base import WeightSyncError
+
+
+class Clients:
+    def __init__(self, actors):
+        self.actors = actors
+
+
+class Engines:
+    """Processes by engine; the dead ones fail whoever sends to them."""
+
+    def __init__(self, **actors):
+        self.slots = {int(name[1:]): actor for name, actor in actors.items()}
+        self.sampling = dict(self.slots)
+        self.dead: set[str] = set()
+        self.versions: dict[str, int] = {}
+        self.held = False
+        self.supply = None
+
+    def clients(self, engines):
+        return Clients([self.slots[engine] for engine in engines])
+
+    def hold(self):
+        self.held = True
+
+    def go_on(self, *, version):
+        self.versions |= dict.fromkeys(self.sampling.values(), version)
+        self.held = False
+
+    def call(self, engine, method, **options):
+        if self.slots[engine] in self.dead:
+            raise WorkerError(f"engine {engine} is gone")
+        if method == "go_on":
+            self.versions[self.slots[engine]] = options["version"]
+
+    def drop_lost(self):
+        before = dict(self.sampling)
+        self.sampling = {engine: actor for engine, actor in before.items() if actor not in self.dead}
+        return self.sampling != before
+
+    def admit(self, engine):
+        self.sampling[engine] = self.slots[engine]
+
+    def take_replaced(self):
+        return 1
+
+
+class Ranks:
+    """Send to whom they were connected to, or are broken themselves."""
+
+    def __init__(self, engines, *, rounds=0):
+        self.engines = engines
+        self.rounds = rounds
+        self.received: list[tuple[str, ...]] = []
+        self.broken = False
+
+    def call(self, method, *arguments, deadline):
+        if method == "connect_engines":
+            self.connected = tuple(arguments[0].actors)
+            return [None]
+        if self.broken or self.engines.dead & set(self.connected):
+            raise WorkerError("actor rank 0: sending failed")
+        self.received.append(self.connected)
+        return [Sent(buckets=3, version=self.rounds, probed=[])]
+
+
+def test_one_that_is_lost_on_the_way_holds_nobody_up():
+    engines = Engines(e0="a", e1="b")
+    ranks = Ranks(engines)
+    sync = RayWeightSync(ranks, engines)
+    engines.dead.add("a")
+    metrics = sync.push(version=7).values()
+    assert ranks.received == [("b",)]
+    assert engines.versions == {"b": 7}
+    assert metrics == {"sync/buckets": 3, "rollout/engines_replaced": 1}
+
+
+def test_where_nobody_samples_a_push_sends_nothing():
+    engines = Engines(e0="a")
+    ranks = Ranks(engines)
+    sync = RayWeightSync(ranks, engines)
+    engines.sampling.clear()
+    assert sync.push(version=7).values()["sync/buckets"] == 0
+    assert ranks.received == []
+
+
+def test_a_failure_that_is_no_engines_ends_the_push():
+    engines = Engines(e0="a")
+    ranks = Ranks(engines)
+    sync = RayWeightSync(ranks, engines)
+    ranks.broken = True
+    with pytest.raises(WeightSyncError, match="push of version 7 failed: actor rank 0: sending failed"):
+        sync.push(version=7)
+
+
+def test_a_new_engine_gets_the_weights_as_they_are_and_is_in_the_next_push():
+    """Ranks have trained round 8, whose push is still to come: what the engine samples is of version 8."""
+    engines = Engines(e0="a", e1="b")
+    ranks = Ranks(engines, rounds=8)
+    RayWeightSync(ranks, engines).push(version=7)
+    del engines.sampling[0]
+    engines.slots[0] = "c"
+    engines.supply(0)
+    assert ranks.received == [("a", "b"), ("c",)]
+    assert engines.versions["c"] == 8
+    assert engines.sampling == {1: "b", 0: "c"}
+
+
+def test_while_all_are_held_a_new_engine_waits_for_the_push_with_them():
+    engines = Engines(e0="a", e1="b")
+    ranks = Ranks(engines, rounds=8)
+    sync = RayWeightSync(ranks, engines)
+    del engines.sampling[0]
+    engines.slots[0] = "c"
+    engines.hold()
+    engines.supply(0)
+    assert ranks.received == []
+    assert engines.versions == {}
+    sync.push(version=8)
+    assert engines.versions == {"b": 8, "c": 8}
+
+
+def test_whose_fault_it_is_that_a_new_engine_gets_no_weights():
+    engines = Engines(e0="a")
+    ranks = Ranks(engines)
+    RayWeightSync(ranks, engines)
+    engines.sampling.clear()
+    ranks.broken = True
+    with pytest.raises(EngineLostError, match="rank 0: sending failed"):
+        engines.supply(0)
+    engines.dead.add("a")
+    with pytest.raises(WorkerError, match="engine 0 is gone"):
+        engines.supply(0)
+    assert engines.sampling == {}
