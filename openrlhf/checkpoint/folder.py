@@ -66,6 +66,10 @@ class CheckpointFolder:
             logger.warning("--ckpt.path %s: this file system has no locks; start no second run on it", self.path)
         except OSError as error:
             raise CheckpointError(f"--ckpt.path {self.path}: cannot be written ({error.strerror})") from error
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Of a write that came to no end."""
         for leftover in [*self.path.glob(".global_step*"), *self.path.glob(".latest*")]:
             self._disk.remove(leftover)
 

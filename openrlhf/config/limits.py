@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "vllm.num_engines": (0, float("inf")),
     "train.stall_timeout": (0, float("inf")),
     "vllm.health_timeout": (0, float("inf")),
+    "train.max_restarts": (0, float("inf")),
     "eval.temperature": (0, float("inf")),
     "reward.stop_properly_penalty_coef": (-float("inf"), 1),
     "reward.overlong_penalty_factor": (0, float("inf")),

@@ -62,6 +62,9 @@ class RLTrainSection(TrainSection):
     partial_rollout_enable: Annotated[
         bool, Flag("async: weights change in the middle of responses", flat="partial_rollout")
     ] = False
+    max_restarts: Annotated[
+        int, Flag("Ray: how often a run that lost a worker or a node goes on from its last checkpoint by itself")
+    ] = 3
     enable_ema: Annotated[
         bool, Flag("average the actor's weights and save the average; sampling uses the live ones", flat="enable_ema")
     ] = False

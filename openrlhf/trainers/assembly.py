@@ -31,6 +31,7 @@ from openrlhf.trainers.launching import Launch, launched, settled
 from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.pipelines import pipeline
 from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, policy_tokenizer
+from openrlhf.trainers.restarting import with_restarts
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.trainers.running import (
@@ -64,7 +65,12 @@ def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with watchdog(config.train) as watching, opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
-        return _train(config, launched, checkpoints, watching, model_dir=model_dir)
+        return with_restarts(
+            lambda now: _train(config, launched, now, watching, model_dir=model_dir),
+            checkpoints,
+            config.ckpt,
+            most=config.train.max_restarts,
+        )
 
 
 def _train(

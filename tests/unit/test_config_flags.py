@@ -37,6 +37,7 @@ ADDED = {
     ("train.launcher", "str auto/local/ray", "auto"): ("train_ppo_ray",),
     ("train.backend", "str auto/torch/deepspeed", "auto"): ("train_sft", "train_rm", "train_dpo"),
     ("train.async_share_device", "switch", False): ("train_ppo_ray",),
+    ("train.max_restarts", "int", 3): ("train_ppo_ray",),
     ("max_steps", "int", None): ("train_ppo_ray",),
     ("rollout.top_k", "int", -1): ("train_ppo_ray",),
     ("rollout.abort_stragglers", "switch", False): ("train_ppo_ray",),
