@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
+from preloaded import FORKS
 from processes import wait_until
 from safetensors.torch import load_file
 
@@ -33,20 +34,6 @@ GONE_WITHIN = 60.0
 """Seconds in which nothing is left of a run that was killed."""
 MARK = "OPENRLHF_KILLED_RUN"
 """Is in the environment of every process that a run starts."""
-
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(
-    [
-        "killed_runs",
-        "openrlhf.trainers.assembly",
-        "openrlhf.trainers.supervised_assembly",
-        "openrlhf.trainers.local_launch",
-        "datasets",
-        "transformers.optimization",
-        "transformers.models.qwen2.modeling_qwen2",
-        "transformers.models.qwen2.tokenization_qwen2",
-    ]
-)
 
 JUDGE = """\
 import time, zlib
@@ -161,7 +148,7 @@ class Run:
         """`dies_at`: what of `checkpoint.disk` kills it when it comes to its second checkpoint."""
         _warm_up()
         self.folder.mkdir(exist_ok=True, parents=True)
-        process = _forks.Process(
+        process = FORKS.Process(
             target=_process,
             args=(self.command, self.words(), self.folder, self.inputs / "cache", self.environment, dies_at),
         )
@@ -237,7 +224,7 @@ class Run:
 @functools.cache
 def _warm_up() -> None:
     """Importing everything takes longer than a run: nobody's time should have it in it."""
-    first = _forks.Process(target=_nothing)
+    first = FORKS.Process(target=_nothing)
     first.start()
     first.join()
 

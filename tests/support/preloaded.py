@@ -17,20 +17,28 @@ from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-IMPORTED = [
-    "openrlhf.trainers.supervised_assembly",
-    "openrlhf.backends.deepspeed",
-    "deepspeed",
-    "peft",
-    "transformers.models.qwen2.modeling_qwen2",
-]
+FORKS = multiprocessing.get_context("forkserver")
+"""Of one server, which imports this when the first process is started."""
+FORKS.set_forkserver_preload(
+    [
+        "killed_runs",
+        "openrlhf.trainers.assembly",
+        "openrlhf.trainers.local_launch",
+        "openrlhf.trainers.supervised_assembly",
+        "openrlhf.backends.deepspeed",
+        "datasets",
+        "deepspeed",
+        "peft",
+        "transformers.optimization",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.qwen2.tokenization_qwen2",
+    ]
+)
 
 
 def start(words: Sequence[str], *, cwd: Path, said: Path, environment: Mapping[str, str]) -> ForkServerProcess:
     """As `python *words`, a script or `-m` and a module. What it prints is added to the file `said`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    process = context.Process(target=_run, args=(list(words), cwd, said, dict(environment)))
+    process = FORKS.Process(target=_run, args=(list(words), cwd, said, dict(environment)))
     process.start()
     return process
 
