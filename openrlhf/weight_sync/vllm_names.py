@@ -9,3 +9,5 @@ GROUP_BACKEND = "openrlhf_group"
 
 WORKER_EXTENSION = "openrlhf.weight_sync.vllm_worker.WorkerExtension"
 """Importing it in a worker process registers the engines there."""
+OWNER = "OPENRLHF_ENGINE_OWNER"
+"""In the environment of an engine's processes: the process that they belong to."""

@@ -1,4 +1,5 @@
-"""The inside of a vLLM worker: receives buckets of weights. Importing it registers our transfer engines.
+"""The inside of a vLLM worker: receives buckets of weights. Importing it registers our transfer engines, and has the
+worker end with the process that its engine belongs to.
 
 RpcWeightTransferEngine   needs nothing but the call: a bucket travels as its argument. So it works on a CPU, between
                           processes and between machines, and leaves nothing behind when one of them dies.
@@ -8,6 +9,7 @@ GroupWeightTransferEngine the call says what comes; the bucket comes through a p
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +21,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from openrlhf.utils.owners import end_with
 from openrlhf.weight_sync.buckets import Bucket, Entry
 from openrlhf.weight_sync.device_blocks import DeviceBlock, handle_of, payload_of
 from openrlhf.weight_sync.groups import Meeting, TransferGroup
-from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
+from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, OWNER, RPC_BACKEND
 
 
 @dataclass
@@ -234,6 +237,10 @@ class WorkerExtension:
         which on a CPU, without compilation, nobody runs."""
         self.model_runner.profile_run()
 
+
+if (_owner := int(os.environ.get(OWNER, os.getpid()))) != os.getpid():
+    # vLLM's processes do not notice when the one that started them is killed.
+    end_with(_owner)
 
 if RPC_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RPC_BACKEND, RpcWeightTransferEngine)

@@ -36,4 +36,4 @@ def straights(files, tmp_path_factory):
 def test_killed_and_started_again_nothing_is_lost_or_repeated(straights, results, tmp_path, one):
     happened = attempt(one, straights, tmp_path / "run")
     outcome = "every sample once" + (", equal weights" if one.pipeline == "sync" else "")
-    results.add(f"The driver of a local run, kill -9 ({one.pipeline})", **{"try": str(one)}, **happened.row(outcome))
+    results.add(f"The driver of a local run, kill -9 ({one.kind})", **{"try": str(one)}, **happened.row(outcome))

@@ -1,13 +1,15 @@
 """RL runs on a Ray of their own, with a vLLM engine, whose driver is killed with SIGKILL and started again."""
 
 import time
+from pathlib import Path
 from typing import ClassVar
 
 from killed_runs import Killed, Rl
 
 
 class RayRl(Rl):
-    """A rank of the policy, an engine, and the driver. Times are from the first round on: starting takes longer."""
+    """A rank of the policy, an engine, and the driver. Times are from the first round to the model that is written: to
+    start and to end takes longer."""
 
     place: ClassVar[dict] = {"train.launcher": "ray", "vllm.num_engines": 1}
     exact: ClassVar[bool] = False
@@ -18,11 +20,15 @@ class RayRl(Rl):
 
     def run(self) -> float:
         process = self.start()
-        while process.is_alive() and not self.run_dir.exists():
-            time.sleep(0.01)
-        begun = time.monotonic()
+        times = [self._time_of(process, path) for path in (self.run_dir, self.folder / "out")]
         self.end(process)
-        return time.monotonic() - begun
+        return times[1] - times[0]
+
+    def _time_of(self, process, path: Path) -> float:
+        """When it is there, or will never be."""
+        while process.is_alive() and not path.exists():
+            time.sleep(0.01)
+        return time.monotonic()
 
     def kill_after(self, seconds: float) -> Killed:
         begun: list[float] = []

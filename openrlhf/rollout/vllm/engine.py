@@ -38,6 +38,7 @@ from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.utils.loop_thread import LoopThread
+from openrlhf.weight_sync.vllm_names import OWNER
 
 _T = TypeVar("_T")
 START_SECONDS = 1800.0
@@ -113,7 +114,8 @@ class VllmEngine:
         self._thread = LoopThread("vllm")
         gpu = torch.cuda.is_available()
         try:
-            with _environment(worker_environment(settings, gpu=gpu, cores=sorted(os.sched_getaffinity(0)))):
+            wanted = worker_environment(settings, gpu=gpu, cores=sorted(os.sched_getaffinity(0)))
+            with _environment(wanted | {OWNER: str(os.getpid())}):
                 self._llm: AsyncLLM | None = self._thread.run(
                     _start(settings, gpu=gpu), "to start", deadline=START_SECONDS
                 )

@@ -1,0 +1,27 @@
+"""Processes that end with the one they belong to."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from processes import alive, wait_until
+
+PARENT = """
+import subprocess, sys, time
+code = "import os, sys, time; from openrlhf.utils.owners import end_with; end_with(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
+MIDDLE = "import subprocess, sys, os; print(os.getpid(), flush=True); subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1]])"
+import os
+subprocess.run([sys.executable, "-c", MIDDLE, str(os.getpid()), code])
+"""
+
+
+def test_who_belongs_to_a_killed_process_ends_and_so_does_who_stands_between():
+    """The owner starts a process that starts the one which watches; neither hears from the owner that it was killed."""
+    owner = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    middle, last = (int(owner.stdout.readline()) for _ in range(2))
+    assert alive(middle)
+    assert alive(last)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    assert wait_until(lambda: not alive(middle) and not alive(last), 10)
