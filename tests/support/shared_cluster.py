@@ -62,5 +62,5 @@ def shared_cluster(config: RLConfig, folder: Path, *, engines: int = 2) -> Itera
             placed(plan(request), cluster) as found,
             contextlib.closing(RayEngines(found, make, max_model_len=config.data.max_len)) as started,
         ):
-            started.ready(deadline=300)
+            started.ready(deadline=900)
             yield SharedCluster(cluster, started)
