@@ -30,8 +30,8 @@ DIGITS = "0123456789"
 SAVE_STEPS = 4
 DEADLINE = 300.0
 """Of any run, in seconds."""
-GONE_WITHIN = 60.0
-"""Seconds in which nothing is left of a run that was killed."""
+GONE_WITHIN = 120.0
+"""Seconds in which nothing is left of a run that was killed. Ray's agents take one of these two minutes to notice."""
 MARK = "OPENRLHF_KILLED_RUN"
 """Is in the environment of every process that a run starts."""
 
