@@ -21,7 +21,7 @@ demo: $(VENV)/base.stamp
 	$(BIN)/openrlhf demo $(ARGS)
 
 test: unit $(VENV)/test.stamp
-	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder tests/integration $(ARGS)
+	$(BIN)/pytest -n logical --dist loadfile --no-loadscope-reorder tests/integration $(ARGS)
 
 unit: $(VENV)/test.stamp
 	$(BIN)/pytest -n logical --dist loadfile tests/unit

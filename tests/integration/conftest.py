@@ -36,11 +36,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else 99)
 
 
-def pytest_xdist_auto_num_workers(config) -> int:
-    """One more than cores: processes that start or wait for each other leave a third of two cores idle."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_xdist_make_scheduler(config, log):
     """A file's tests stay on one worker, and so do the files that share a cluster."""
     from xdist.scheduler import LoadFileScheduling
