@@ -18,6 +18,9 @@ from typing import Any
 from openrlhf.cluster.placement import Fit, Node, Place, PlacementPlan, fit
 from openrlhf.utils import interrupts, waits
 
+logger = logging.getLogger(__name__)
+
+START_TRIES = 3
 WORKER = "openrlhf_worker"
 """Ray resource that counts workers where there are no GPUs: `ray start --resources '{"openrlhf_worker": 8}'`."""
 WORKERS_PER_CORE = 4
@@ -110,14 +113,14 @@ def ray_cluster() -> Iterator[Cluster]:
     Config.initialize("")  # who imported Ray before has shown it another environment
     try:
         with _handlers_kept():
-            ray.init(
+            _init(
                 address=address if joins else "local",
                 resources=None if joins else {WORKER: WORKERS_PER_CORE * (os.cpu_count() or 1)},
                 include_dashboard=None if joins else False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except Exception as error:
         raise (cannot_join(address, error) if joins else ClusterError(f"Ray does not start: {_line(error)}")) from error
     try:
         yield _connected()
@@ -127,6 +130,21 @@ def ray_cluster() -> Iterator[Cluster]:
         raise
     finally:
         ray.shutdown()
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`. A node of one's own has half a minute to start, whatever else the machine does: it is tried again."""
+    import ray
+
+    for left in reversed(range(START_TRIES)):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+            logger.warning("Ray has not started in its time: this machine is busy; tried again")
+            ray.shutdown()
 
 
 def cannot_join(address: str, error: Exception) -> ClusterError:
