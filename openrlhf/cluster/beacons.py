@@ -5,6 +5,7 @@ A rank that hangs answers no call. Its beacon (`utils.beacon`) needs none.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +14,9 @@ from openrlhf.utils.beacon import Address
 
 LOOK_SECONDS = 30.0
 """A task that looks has to be started on the other node first."""
+
+LOOKING = threading.Lock()
+"""Held by whoever looks, and by whoever ends the connection to Ray: a call without one ends the process at once."""
 
 _T = TypeVar("_T")
 
@@ -47,7 +51,13 @@ class Beacons:
         return min(self._seen(beacon.idle_seconds, otherwise=lambda _: float("inf")).values(), default=float("inf"))
 
     def _seen(self, look: Callable[[Address], _T], *, otherwise: Callable[[Exception], _T]) -> dict[str, _T]:
-        """What `look` says of each, all at once."""
+        """What `look` says of each, all at once; nothing when the connection to Ray has ended."""
+        import ray
+
+        with LOOKING:
+            return self._seen_by(look, otherwise) if ray.is_initialized() else {}
+
+    def _seen_by(self, look: Callable[[Address], _T], otherwise: Callable[[Exception], _T]) -> dict[str, _T]:
         import ray
 
         here = ray.get_runtime_context().get_node_id()

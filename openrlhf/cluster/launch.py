@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openrlhf.cluster.beacons import LOOKING
 from openrlhf.cluster.placement import Fit, Node, Place, PlacementPlan, fit
 from openrlhf.utils import interrupts, waits
 
@@ -129,7 +130,8 @@ def ray_cluster() -> Iterator[Cluster]:
         interrupts.end_at_once_on_the_next(last=lambda: None)
         raise
     finally:
-        ray.shutdown()
+        with LOOKING:
+            ray.shutdown()
 
 
 def _init(**options: Any) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import ray
 
+from openrlhf.cluster.beacons import Beacons
 from openrlhf.cluster.launch import ClusterError, ray_cluster
 
 LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
@@ -39,3 +40,12 @@ def test_one_that_cannot_start_is_an_error_in_one_line(starts, error, count):
     with pytest.raises(ClusterError, match=f"^Ray does not start: {error}$"), ray_cluster():
         pass
     assert len(tries) == count
+
+
+def test_nobody_looks_for_processes_through_a_connection_that_has_ended():
+    """Ray ends the process of whoever does, with status 1 and without a word: a watchdog that looked a moment too late
+    made a failure of a run that was done."""
+    assert not ray.is_initialized()
+    late = Beacons(["rank 0"], ["a reference from before"])
+    assert late.stacks() == {}
+    assert late.idle_seconds() == float("inf")
