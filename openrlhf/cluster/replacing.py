@@ -74,7 +74,10 @@ class HealthWatch:
         self._thread.start()
 
     def stop(self) -> None:
+        """No look is under way afterwards."""
         self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def look(self) -> None:
         now, at_work = self._clock(), self._at_work()

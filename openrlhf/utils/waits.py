@@ -84,7 +84,14 @@ def waiting(what: str | Callable[[], str], *, deadline: float | None = None) -> 
         raise wait.failure from None
     finally:
         wait.is_open = False
+        # Somebody may still look at it, in another thread. What it was for is let go here: some of it, as references of
+        # Ray's, may not be let go anywhere else, nor any later.
+        wait.what = _nothing
         del _waits[number]
+
+
+def _nothing() -> str:
+    return "for nothing any more"
 
 
 def open_waits() -> list[Wait]:

@@ -43,8 +43,7 @@ def test_one_that_cannot_start_is_an_error_in_one_line(starts, error, count):
 
 
 def test_nobody_looks_for_processes_through_a_connection_that_has_ended():
-    """Ray ends the process of whoever does, with status 1 and without a word: a watchdog that looked a moment too late
-    made a failure of a run that was done."""
+    """Ray would start another one for whoever asks it then, or end his process without a word."""
     assert not ray.is_initialized()
     late = Beacons(["rank 0"], ["a reference from before"])
     assert late.stacks() == {}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -42,6 +43,26 @@ def test_a_line_names_what_is_waited_for_and_comes_less_and_less_often(caplog):
         time.sleep(0.5)
     said = [record.message for record in caplog.records]
     assert said == ["round 12: waiting 0 s for update: actor rank 0"] * 3
+
+
+def test_a_wait_that_is_over_holds_nothing_of_what_it_was_for():
+    """Whoever looks at it may do so later, and in another thread. Ray ends a process, with status 1 and without a word, in
+    which a thread lets a reference go when the connection is closed: so ended a run that was done."""
+
+    class Reference:
+        pass
+
+    def wait_for(reference):
+        with waiting(lambda: f"for {reference}") as wait:
+            assert "Reference" in wait.what()
+        return wait
+
+    reference = Reference()
+    alive = weakref.ref(reference)
+    seen = wait_for(reference)
+    del reference
+    assert alive() is None
+    assert seen.what() == "for nothing any more"
 
 
 def test_a_coroutine_whose_wait_failed_can_go_on(tmp_path):
