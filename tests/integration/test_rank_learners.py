@@ -1,13 +1,8 @@
 """However many ranks share a round, it is the same round: losses, gradients, advantages and metrics."""
 
 import pytest
-from small_rl import play, training
+from small_rl import play, play_share, training
 from thread_ranks import ThreadDistribution, together
-
-from openrlhf.learners.sharing import share_out
-from openrlhf.observability.metrics import Metrics
-from openrlhf.trainers.local_models import step_settings
-from openrlhf.types import TrainingBatch
 
 RUNS = {
     "whitened": {"advantage_estimator": "reinforce"},
@@ -25,18 +20,7 @@ def shared(models, groups, flags, *, ranks, rounds):
 
     def run(own):
         training_of_rank, _ = training(models, distribution=ThreadDistribution(own), **flags)
-        learners, workers = training_of_rank.learners, training_of_rank.workers
-        settings = step_settings(training_of_rank._config)
-        said = []
-        for number in range(1, rounds + 1):
-            whole = workers.place(groups)
-            share = share_out(whole.samples, settings, round_index=number, ranks=own.count)[own.index]
-            batch = TrainingBatch(samples=share)
-            learners.score(batch)
-            metrics = Metrics.merged([workers._placed, learners.assign_advantages(batch)])
-            metrics.merge(learners.update(batch))
-            said.append(metrics.values())
-        return said, learners.state_dict()
+        return play_share(training_of_rank, groups, rounds=rounds, ranks=own), training_of_rank.learners.state_dict()
 
     return together(ranks, run)
 

@@ -13,26 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from module_weights import Parameters, mixed_model, sent
 
 from openrlhf.weight_sync import groups
 from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.vllm_compat import connect
 from openrlhf.weight_sync.vllm_transfer import GroupTrainerInfo
 from openrlhf.weight_sync.vllm_worker import GroupWeightTransferEngine
-
-
-class Parameters(WeightSource):
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._module.named_parameters():
-            yield name, parameter.detach()
 
 
 class Engines:
@@ -55,7 +42,7 @@ class Engines:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         def begin(i: int) -> None:
-            info = _sent({**init_info, "engine": i // self._parts})
+            info = sent({**init_info, "engine": i // self._parts})
             self._workers[i].init_transfer_engine(self._workers[i].parse_init_info(info))
 
         self._all(begin)
@@ -65,7 +52,7 @@ class Engines:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.calls.append("update")
-        self._all(lambda i: self._workers[i].update_weights(_sent(update_info)))
+        self._all(lambda i: self._workers[i].update_weights(sent(update_info)))
 
     def finish_weight_update(self) -> None:
         self.calls.append("finish")
@@ -75,15 +62,9 @@ class Engines:
             pass
 
 
-def _sent(message: Any) -> Any:
-    return MsgpackDecoder().decode(MsgpackEncoder().encode(message))
-
-
 @pytest.fixture
 def model() -> torch.nn.ModuleDict:
-    torch.manual_seed(0)
-    parts = {"a": torch.nn.Linear(30, 20), "b": torch.nn.Linear(7, 3).bfloat16(), "c": torch.nn.Embedding(40, 33)}
-    return torch.nn.ModuleDict(parts | {"d": torch.nn.LayerNorm(5)})
+    return mixed_model()
 
 
 def info(workers: int, **options: Any) -> GroupTrainerInfo:

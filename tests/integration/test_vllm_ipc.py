@@ -6,15 +6,13 @@ process instead of another's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from module_weights import Parameters, mixed_model, sent
 from torch.storage import TypedStorage
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from openrlhf.weight_sync import device_blocks, vllm_transfer
 from openrlhf.weight_sync.vllm_compat import connect
@@ -62,20 +60,6 @@ class OneDevice:
         return self.exported[number].as_strided(size, stride, offset)
 
 
-class Parameters(WeightSource):
-    """Of a module, as they are."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._module.named_parameters():
-            yield name, parameter.detach()
-
-
 class Worker:
     """vLLM's engine in a worker, with a model that keeps what it is given; and the wire between."""
 
@@ -87,21 +71,17 @@ class Worker:
         self.engine = IpcWeightTransferEngine(None, config, SimpleNamespace(index=WORKER_DEVICE), model)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.engine.init_transfer_engine(self.engine.parse_init_info(self._sent(init_info)))
+        self.engine.init_transfer_engine(self.engine.parse_init_info(sent(init_info)))
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.calls.append("update")
-        self.engine.update_weights(self._sent(update_info))
+        self.engine.update_weights(sent(update_info))
 
     def finish_weight_update(self) -> None:
         self.calls.append("finish")
-
-    @staticmethod
-    def _sent(message: Any) -> Any:
-        return MsgpackDecoder().decode(MsgpackEncoder().encode(message))
 
 
 def test_every_weight_arrives_bit_for_bit_and_no_pickle_is_needed(monkeypatch):
@@ -109,9 +89,7 @@ def test_every_weight_arrives_bit_for_bit_and_no_pickle_is_needed(monkeypatch):
     each, and memory whose count is off is never the trainer's again."""
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     device, worker = OneDevice(monkeypatch), Worker()
-    torch.manual_seed(0)
-    parts = {"a": torch.nn.Linear(30, 20), "b": torch.nn.Linear(7, 3).bfloat16(), "c": torch.nn.Embedding(40, 33)}
-    model = torch.nn.ModuleDict(parts | {"d": torch.nn.LayerNorm(5)})
+    model = mixed_model()
     trainer = connect(IpcTrainerInfo(rank=0, block_bytes=4096), client=worker, source=Parameters(model))
     for push in (1, 2):
         trainer.send_weights()

@@ -13,17 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from small_memory import SmallMemory
-from small_rl import make_groups, make_models, training
+from small_rl import make_groups, make_models, play_share, training
 from torch import nn
 
 from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.process_group import join
-from openrlhf.learners.sharing import share_out
-from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.distribution import Distribution
-from openrlhf.trainers.local_models import step_settings
-from openrlhf.types import TrainingBatch
 
 FLAGS = {"advantage_estimator": "reinforce", "rollout_batch_size": 4, "train_batch_size": 16, "max_tokens_per_gpu": 12}
 LIMIT = 10
@@ -37,14 +33,7 @@ def run(stage: int, *, limit: int | None, where: str) -> tuple[list[dict[str, fl
         make_models(), distribution=Distribution(ranks, ZeroSettings(stage=stage)), **FLAGS, zero_stage=stage
     )
     memory = SmallMemory(own.policy, limit=limit if ranks.index == 1 else None, where=where, spared=1)
-    settings, said = step_settings(trained._config), []
-    for number in (1, 2):
-        whole = trained.workers.place([*make_groups(), *make_groups(first=2)])
-        share = share_out(whole.samples, settings, round_index=number, ranks=ranks.count)[ranks.index]
-        batch = TrainingBatch(samples=share)
-        trained.learners.score(batch)
-        metrics = Metrics.merged([trained.learners.assign_advantages(batch), trained.learners.update(batch)])
-        said.append(metrics.values())
+    said = play_share(trained, [*make_groups(), *make_groups(first=2)], rounds=2, ranks=ranks)
     weights = torch.cat([tensor.detach().float().flatten() for _, tensor in trained.policy_backend.whole_weights()])
     return said, weights, [tokens for overflows in ranks.gather(memory.overflows) for tokens in overflows]
 

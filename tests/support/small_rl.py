@@ -5,13 +5,16 @@ import copy
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
+from openrlhf.backends.ranks import Ranks
 from openrlhf.config import parse
+from openrlhf.learners.sharing import share_out
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
+from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
-from openrlhf.trainers.local_models import LocalModels, LocalTraining
-from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
+from openrlhf.trainers.local_models import LocalModels, LocalTraining, step_settings
+from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
 
 CPU = torch.device("cpu")
 CONFIG = Qwen2Config(
@@ -107,6 +110,20 @@ def play(workers, groups) -> dict[str, float]:
     metrics = workers.assign_advantages(batch)
     metrics.merge(workers.update(batch))
     return metrics.values()
+
+
+def play_share(training: LocalTraining, groups: list[Group], *, rounds: int, ranks: Ranks) -> list[dict[str, float]]:
+    """So many rounds, as one of several ranks: what it says after each. Collective."""
+    settings, said = step_settings(training._config), []
+    for number in range(1, rounds + 1):
+        whole = training.workers.place(groups)
+        share = share_out(whole.samples, settings, round_index=number, ranks=ranks.count)[ranks.index]
+        batch = TrainingBatch(samples=share)
+        training.learners.score(batch)
+        metrics = Metrics.merged([training.workers._placed, training.learners.assign_advantages(batch)])
+        metrics.merge(training.learners.update(batch))
+        said.append(metrics.values())
+    return said
 
 
 def equal_rewards(groups: list[Group]) -> list[Group]:

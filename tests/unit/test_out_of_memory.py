@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from small_memory import SmallMemory
-from small_rl import CPU, play, training
+from small_rl import CPU, play, play_share, training
 from small_supervised import Samples, make_backend, make_policy, make_trainer, random_pairs
 from thread_ranks import ThreadDistribution, outcomes, together
 from torch import nn
@@ -13,13 +13,9 @@ from torch import nn
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.microbatch import DoesNotFitError, Fitting, MicroBatching, Overflow
-from openrlhf.learners.sharing import share_out
-from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
-from openrlhf.trainers.local_models import step_settings
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.sft import SFTObjective
-from openrlhf.types import TrainingBatch
 
 PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "entropy_loss_coef": 0.01}
 TWO_STEPS = {"advantage_estimator": "reinforce", "train_batch_size": 4, "max_epochs": 2}
@@ -88,18 +84,7 @@ def test_all_ranks_begin_a_step_again_when_one_has_too_little_memory(models, gro
     def run(own):
         training_of_rank, models_of_rank = training(models, distribution=ThreadDistribution(own), **PPO)
         memory = SmallMemory(models_of_rank.policy, limit=limit if own.index == 1 else None, where=where)
-        learners, workers = training_of_rank.learners, training_of_rank.workers
-        settings = step_settings(training_of_rank._config)
-        said = []
-        for number in (1, 2):
-            whole = workers.place(groups)
-            share = share_out(whole.samples, settings, round_index=number, ranks=own.count)[own.index]
-            batch = TrainingBatch(samples=share)
-            learners.score(batch)
-            metrics = Metrics.merged([workers._placed, learners.assign_advantages(batch)])
-            metrics.merge(learners.update(batch))
-            said.append(metrics.values())
-        return said, memory.overflows
+        return play_share(training_of_rank, groups, rounds=2, ranks=own), memory.overflows
 
     results = together(2, run)
     for said, _ in results:

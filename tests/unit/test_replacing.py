@@ -3,22 +3,15 @@
 from concurrent.futures import Future
 
 import pytest
+from hand_clock import HandClock
 
 from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
 from openrlhf.rollout.balancing import Balancer
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return HandClock()
 
 
 def test_so_many_replacements_within_any_stretch_of_time(clock):

@@ -4,21 +4,14 @@ import asyncio
 import contextlib
 
 import pytest
+from hand_clock import HandClock
 
 from openrlhf.rewards.servers import DOWN_AFTER, FIRST_REST, NoServerError, ServerPool
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return HandClock()
 
 
 def pool_of(count, clock, *, max_concurrency=8):
