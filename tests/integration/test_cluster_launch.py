@@ -44,10 +44,16 @@ class Sitter:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
+TOKEN = Path.home() / ".ray" / "auth_token"
+
+
 @pytest.fixture(scope="module")
 def cluster():
+    """A Ray of our own, which leaves no token where there was none."""
+    had_token = TOKEN.exists()
     with ray_cluster() as joined:
         yield joined
+    assert TOKEN.exists() == had_token
 
 
 def workers(**groups) -> PlacementRequest:
@@ -59,7 +65,6 @@ def test_a_ray_of_our_own_counts_workers(cluster):
     (node,) = cluster.total
     assert node.devices == WORKERS_PER_CORE * os.cpu_count()
     assert cluster.devices_per_node == 1
-    assert not (Path.home() / ".ray" / "auth_token").exists()
 
 
 def test_workers_sit_where_the_plan_says_and_leave_room_afterwards(cluster):
