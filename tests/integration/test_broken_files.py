@@ -8,6 +8,7 @@ import time
 
 import pytest
 from agent_files import HEAD, MULTI_TURN, answer, env, execute
+from patience import patience
 from processes import living_children, wait_until
 
 from openrlhf.cli.main import main
@@ -137,11 +138,11 @@ def test_broken_rewards(check, cli, tmp_path, source, number, text):
     timeout = 1 if "--reward.timeout" in text else 30
     began = time.monotonic()
     says(check(file, "--timeout", timeout, "--n", 2), file, number, text)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < patience(10)
     ran = cli(reward__remote_url=file, reward__timeout=timeout)
     assert ran.rc == 1
     says(one_error(ran.err), file, number, text)
-    assert ran.seconds < 10
+    assert ran.seconds < patience(10)
 
 
 @rows(AGENTS)
@@ -151,11 +152,11 @@ def test_broken_agents(check, cli, tmp_path, source, number, text):
     file.write_text(HEAD + source)
     began = time.monotonic()
     says(check(file, "--agent_hosts", 0, "--n", 2), file, number, text)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < patience(10)
     ran = train(cli, file, rollout__agent_hosts=0)
     assert ran.rc == 1
     says(one_error(ran.err), file, number, text)
-    assert ran.seconds < 10
+    assert ran.seconds < patience(10)
 
 
 @pytest.mark.slow

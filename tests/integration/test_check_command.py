@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from agent_files import HEAD, env
+from patience import patience
 
 from openrlhf.cli.main import main
 
@@ -134,7 +135,7 @@ def test_a_file_that_hangs_ends_with_its_time(tmp_path):
     assert done.stderr.startswith("error: built-in prompt 1 ")
     assert "did not answer in 1 s" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < patience(40)
 
 
 def test_wrong_options_are_usage_errors(capfd, tmp_path):

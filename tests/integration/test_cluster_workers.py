@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from patience import patience
 from preloaded_workers import preloaded_cluster
 from small_rl import CONFIG, FLAGS, make_groups, play
 from small_tokenizers import tokenizer as small_tokenizer
@@ -106,7 +107,7 @@ def test_a_rank_that_fails_is_named_though_the_others_wait(cluster, method, dead
         began = time.monotonic()
         with pytest.raises(WorkerError, match=message):
             group.call(method, 1, deadline=deadline)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < patience(15)
 
 
 def test_a_rank_that_stops_in_a_collective_is_named_and_the_stacks_of_all_are_kept(cluster, tmp_path):

@@ -5,6 +5,7 @@ import contextlib
 import time
 
 import pytest
+from patience import patience
 
 from openrlhf.agents.host import HostCrashError, HostProcess, HostTimeoutError, RemoteError
 from openrlhf.agents.local_host import LocalHost
@@ -164,9 +165,9 @@ class TestBothKinds:
 
         reply = asyncio.run(main())
         assert reply.value == "done"
-        assert 0.2 <= reply.users_seconds < 0.5
+        assert 0.2 <= reply.users_seconds < patience(0.5)
         assert reply.slowest.function == "_pause"
-        assert 0.1 <= reply.slowest.seconds < 0.4
+        assert 0.1 <= reply.slowest.seconds < patience(0.4)
 
     def test_plain_functions_of_a_call_share_a_thread_and_coroutines_the_loop(self, kind):
         async def main():
@@ -200,7 +201,7 @@ class TestManyCalls:
 
         sums, seconds = asyncio.run(main())
         assert sums == [3 * i + 3 for i in range(300)]
-        assert seconds < 3.0
+        assert seconds < patience(3.0)
 
     def test_coroutines_that_block_get_threads(self, caplog):
         """64 calls that sleep 0.3 s, one after another on one loop: 19 s. The first is one too many."""
@@ -213,7 +214,7 @@ class TestManyCalls:
 
         answers, seconds = asyncio.run(main())
         assert sorted(answers) == [(2, False)] * 63 + [(2, True)]
-        assert seconds < 3.0
+        assert seconds < patience(3.0)
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("test host: blocks() of ")
         assert line.endswith(
@@ -281,7 +282,7 @@ class TestTimeAndBlame:
         if culprit != "holds_the_interpreter":
             assert str(error) == f"{culprit}() took longer than 1 s"
             assert error.function == culprit
-            assert 1.0 < seconds < 2.5
+            assert 1.0 < seconds < patience(2.5)
             # Its former life's ask was given up when the host was replaced.
             assert events == ["waiting", "cancelled", "waiting"]
 
@@ -312,7 +313,7 @@ class TestTimeAndBlame:
 
         results, seconds, events = asyncio.run(main())
         assert results == ["done"] * 9
-        assert seconds < 5.0
+        assert seconds < patience(5.0)
         assert events.count("cancelled") == 9
 
     def test_a_call_that_always_kills_the_process(self):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import patience
 
 from openrlhf.rewards.base import RewardError, RewardRequest
 from openrlhf.rewards.function_file import FunctionFileReward
@@ -123,7 +124,7 @@ class TestCode:
             code("def add(a, b):", "    return a + b"),
         )
         assert [reward for reward, _ in outcomes] == [0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-        assert time.monotonic() - before < 40
+        assert time.monotonic() - before < patience(40)
         for command in Path("/proc").glob("[0-9]*/cmdline"):
             with_arguments = command.read_bytes() if command.exists() else b""
             assert marker.encode() not in with_arguments

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import patience
 
 from openrlhf.agents.host import HostClosedError, HostProcess
 from openrlhf.rewards.base import RewardError, RewardRequest
@@ -249,7 +250,7 @@ def reward_func(queries):
         before = time.monotonic()
         with pytest.raises(RewardError) as caught:
             asyncio.run(reward.start())
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < patience(10)
         assert str(caught.value).startswith("--reward.remote_url: ")
         assert message in str(caught.value)
         asyncio.run(reward.close())
@@ -300,13 +301,13 @@ class TestContainment:
 
         (message, seconds), slow, (after, _) = asyncio.run(main())
         assert message == f"prompt 17: reward_func of {path} did not answer in 1 s (--reward.timeout)"
-        assert 1.0 <= seconds < 3.0
+        assert 1.0 <= seconds < patience(3.0)
         # They began again in the new process, which is still the one that answers now.
         assert [rewards for rewards, _ in slow] == [after] * 3
 
     def test_all_calls_that_hang_end_together(self, write):
         outcomes = self.run(write(UNRULY), ["hang"] * 4 + ["q"], timeout=1.0)
-        assert all("did not answer in 1 s" in message and seconds < 3.0 for message, seconds in outcomes[:4])
+        assert all("did not answer in 1 s" in message and seconds < patience(3.0) for message, seconds in outcomes[:4])
         assert isinstance(outcomes[4][0], list)
 
     def test_a_call_that_holds_the_interpreter_is_told_from_its_victims(self, write):
@@ -367,7 +368,7 @@ class TestEnd:
             return pid, time.monotonic() - before, await hanging, await hog
 
         pid, seconds, hanging, hog = asyncio.run(main())
-        assert seconds < 2.5
+        assert seconds < patience(2.5)
         assert "was closed" in hanging[0]
         assert "was closed" in hog[0]
         assert wait_until(lambda: not alive(pid))
