@@ -50,8 +50,8 @@ PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 AT_REST = (
-    "Without partial rollout a push waits until nothing is in play. Where episodes differ much in length, most of what "
-    "async could gain is lost there."
+    "Without partial rollout a push waits until nothing is in play. It is put off while rounds can be made without "
+    "that: two rounds ahead, every second update is pushed."
 )
 AGENT = """
 import asyncio, math, zlib

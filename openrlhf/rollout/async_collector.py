@@ -9,7 +9,8 @@ Two ways to start prompts:
     not ahead      while a round is waited for; it ends when it has its groups, and the rest goes on in the next
 
 Two ways for new weights, as `trainers.pipelines` asks for:
-    all at rest    nothing new starts, what is in play is waited for: every sample has one version
+    all at rest    nothing new starts, what is in play is waited for: every sample has one version. It costs the slowest
+                   episode's time, so it is put off while rounds can be had without it
     in the middle  the engine pauses, and goes on with the new weights: a sample may have several (partial rollout)
 """
 
@@ -27,7 +28,7 @@ from openrlhf.rollout.collector import PromptsExhausted, Round, params_of, promp
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.rollout.saved_groups import group_from, group_state
-from openrlhf.rollout.staleness import bound_of, chosen
+from openrlhf.rollout.staleness import bound_of, chosen, room_for
 from openrlhf.rollout.verdicts import Verdicts
 from openrlhf.types import Group, Prompt, SamplingParams
 from openrlhf.utils import waits
@@ -79,6 +80,8 @@ class AsyncCollector:
         self._versions: dict[int, int] = {}
         """With which those in play were begun."""
         self._finished: dict[int, _Finished] = {}
+        self._behind = 0
+        """Updates whose weights the engine has not got: pushes that were put off."""
         self._changed = asyncio.Event()
         self._in_play = BusyClock()
         self._resting = not ahead
@@ -94,6 +97,11 @@ class AsyncCollector:
         """So far, in which any prompt was in play."""
         return self._in_play.seconds
 
+    @property
+    def version(self) -> int:
+        """Of the weights that the next round trains, or that are trained now."""
+        return self._engine.version + self._behind
+
     def next_batch(self) -> Round:
         """The next round, as soon as its groups are there. PromptsExhausted when there are none any more."""
         return self._loop.run(self._next_batch())
@@ -103,7 +111,15 @@ class AsyncCollector:
         self._loop.run(self._rest())
 
     def go_on(self) -> None:
+        """With the newest weights."""
         self._loop.run(self._go_on())
+
+    def puts_off_push(self) -> bool:
+        """After an update: whether what is in play shall go on without its weights.
+
+        It shall as long as the next round leaves some behind. One that takes all there is waits for the slowest anyway.
+        """
+        return self._loop.run(self._puts_off_push())
 
     def state_dict(self) -> dict[str, Any]:
         """Finished groups are kept whole; prompts in play as ordinals: a resumed run asks them again, first.
@@ -130,7 +146,7 @@ class AsyncCollector:
             ordinals = chosen(
                 {ordinal: finished.version for ordinal, finished in self._finished.items()},
                 list(self._versions.values()),
-                version=self._engine.version,
+                version=self.version,
                 batch_size=self._batch_size,
                 bound=self.staleness_bound,
             )
@@ -160,7 +176,15 @@ class AsyncCollector:
 
     async def _go_on(self) -> None:
         self._resting = False
+        self._behind = 0
         self._start_due()
+
+    async def _puts_off_push(self) -> bool:
+        leaves_some_behind = len(self._tasks) + len(self._finished) > self._batch_size
+        if not self._tasks or not leaves_some_behind:
+            return False
+        self._behind += 1
+        return True
 
     async def _state(self) -> dict[str, Any]:
         finished = [self._finished[ordinal] for ordinal in sorted(self._finished)]
@@ -174,7 +198,8 @@ class AsyncCollector:
     def _start_due(self) -> None:
         if self._resting or self._failure is not None or self._verdicts.hopeless(self._batch_size):
             return
-        room = self._capacity - len(self._tasks) - len(self._finished)
+        capacity = room_for(self._capacity, batch_size=self._batch_size, behind=self._behind)
+        room = capacity - len(self._tasks) - len(self._finished)
         for prompt in self._prompts.take(max(0, min(room, self._at_once - len(self._tasks)))):
             self._in_play.begin()
             self._versions[prompt.ordinal] = self._engine.version
@@ -201,7 +226,7 @@ class AsyncCollector:
         self._start_due()
 
     def _metrics(self, groups: list[Group], verdicts: Verdicts) -> Metrics:
-        metrics, version = verdicts.metrics(buffered=len(self._finished)), self._engine.version
+        metrics, version = verdicts.metrics(buffered=len(self._finished)), self.version
         for trajectory in (t for group in groups for t in group.scored):
             versions = [s.oldest_version for s in trajectory.segments if s.oldest_version is not None]
             if versions:

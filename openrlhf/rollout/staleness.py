@@ -8,6 +8,9 @@ Nobody waits for the slowest of a batch: a round takes the B oldest of those tha
 can still be in time: whatever was begun at s or before, and is not taken now, has s + S − v rounds left, so there may
 be at most (s + S − v)·B of those. If there are more, the round waits until enough of the older ones have finished. With
 at most S·B groups begun and not trained on, it never waits in vain: when all have finished, the B oldest will do.
+
+Where the engine is d updates behind, what begins now is of version v − d and has d rounds less: there may be at most
+(S − d)·B.
 """
 
 from __future__ import annotations
@@ -35,3 +38,8 @@ def chosen(
 def bound_of(capacity: int, *, batch_size: int) -> int:
     """The staleness that so many groups, begun and not trained on, can come to: rounds it takes to train on them."""
     return -(-capacity // batch_size)
+
+
+def room_for(capacity: int, *, batch_size: int, behind: int) -> int:
+    """Groups that may be begun and not trained on, while the engine is so many updates behind."""
+    return min(capacity, (bound_of(capacity, batch_size=batch_size) - behind) * batch_size)

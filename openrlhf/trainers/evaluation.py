@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -64,8 +64,11 @@ class EvaluationBeside:
         self._evaluation = evaluation
         self._loop = loop
         self._found: Future[dict[str, float]] | None = None
+        self.catch_up: Callable[[], None] = lambda: None
+        """Gives the engine weights that it has not got yet."""
 
     def start(self) -> None:
+        self.catch_up()
         self._found = self._loop.submit(self._evaluation.play())
 
     def result(self, *, wait: bool = False) -> dict[str, float] | None:

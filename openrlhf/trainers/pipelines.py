@@ -2,7 +2,7 @@
 
     sync               SyncCollector
     sync, stragglers   AsyncCollector that is not ahead; engines stop from the end of a round until the push after it
-    async              AsyncCollector; new weights come when nothing is in play
+    async              AsyncCollector; new weights come when nothing is in play, and not before they must
     async, partial     AsyncCollector; new weights come in the middle of responses
 
 Engines with weights of their own take them at a push. The embedded engine samples with the very weights that are
@@ -80,6 +80,8 @@ def pipeline(
     settle = beside.settle if beside else lambda: None
     partial = config.train.partial_rollout_enable
     workers, weights = _asynchronous(lasting, bound, loop, partial=partial, settle=settle)
+    if beside and isinstance(weights, PatientWeightSync):
+        beside.catch_up = weights.catch_up
     return Pipeline(lasting, workers, weights, beside)
 
 
@@ -105,8 +107,11 @@ def _asynchronous(
             rest.begin()
 
         return RestingWorkers(bound.workers, begin), RestingWeightSync(bound.weights, rest)
-    weights = bound.weights if partial else RestingWeightSync(bound.weights, rest)
-    return OverlappedWorkers(bound.workers, collector), SettlingWeightSync(weights, settle)
+    workers = OverlappedWorkers(bound.workers, collector)
+    if partial:
+        return workers, SettlingWeightSync(bound.weights, settle)
+    at_rest = SettlingWeightSync(RestingWeightSync(bound.weights, rest), settle)
+    return workers, PatientWeightSync(at_rest, collector.puts_off_push)
 
 
 def _held(engine: EmbeddedEngine, loop: BackgroundRunner) -> Rest:
@@ -195,6 +200,29 @@ class SettlingWeightSync:
         metrics = self._weights.push(version=version)
         metrics.last("timing/evaluation_wait", waited)
         return metrics
+
+
+class PatientWeightSync:
+    """Pushes only when it has to. Implements `WeightSync` with the one it is given."""
+
+    def __init__(self, weights: WeightSync, puts_off: Callable[[], bool]) -> None:
+        self._weights = weights
+        self._puts_off = puts_off
+        self._waiting: int | None = None
+        """The version that the engine has not got yet."""
+
+    def push(self, *, version: int) -> Metrics:
+        if self._puts_off():
+            self._waiting = version
+            return Metrics()
+        self._waiting = None
+        return self._weights.push(version=version)
+
+    def catch_up(self) -> None:
+        """The engine gets the newest weights, if it has not got them."""
+        if self._waiting is not None:
+            version, self._waiting = self._waiting, None
+            self._weights.push(version=version)
 
 
 def _score_filter(config: RLConfig) -> ScoreFilter | None:

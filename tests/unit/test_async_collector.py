@@ -15,7 +15,7 @@ from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.collector import PromptsExhausted
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import RolloutError
-from openrlhf.rollout.staleness import bound_of, chosen
+from openrlhf.rollout.staleness import bound_of, chosen, room_for
 from openrlhf.types import SamplingParams
 from openrlhf.utils.background import BackgroundRunner
 
@@ -136,6 +136,65 @@ def test_at_rest_nothing_is_in_play_and_nothing_starts(make, loop):
     assert runner.started == before
     collector.go_on()
     assert ordinals(collector.next_batch()) == [2, 3]
+
+
+def test_a_push_is_put_off_until_a_round_would_wait_for_the_slowest_anyway(make):
+    """Two rounds of 2 ahead. Begun with version 0: 0 to 3, and 4 and 5 when the first round is taken.
+
+    After the first update four are left: two of them make a round, so what is in play goes on with version 0. As the
+    engine is one behind, at most (2 − 1)·2 may be left then, which 4 and 5 are: nothing begins. After the second update
+    the next round would need both of them: the push comes first. What begins after it is of version 2.
+    """
+    collector, runner, engine = make([GOOD] * 12, queue=2, at_once=4)
+    runner.finish(0, 1, 2)
+    assert ordinals(collector.next_batch()) == [0, 1]
+    assert collector.puts_off_push()
+    assert collector.version == 1
+    runner.finish(3)
+    second = collector.next_batch()
+    assert ordinals(second) == [2, 3]
+    assert second.metrics.values()["rollout/staleness_max"] == 1
+    assert runner.started == [0, 1, 2, 3, 4, 5]
+    assert not collector.puts_off_push()
+    runner.finish(4, 5)
+    collector.rest()
+    engine.version = 2
+    collector.go_on()
+    assert collector.version == 2
+    third = collector.next_batch()
+    assert ordinals(third) == [4, 5]
+    assert third.metrics.values()["rollout/staleness_max"] == 2
+    assert runner.started == list(range(10))
+
+
+def test_one_round_ahead_no_push_is_put_off(make):
+    """The next round takes 2 and 3, all there is."""
+    collector, runner, _ = make([GOOD] * 8)
+    runner.finish(0, 1)
+    collector.next_batch()
+    assert runner.started == [0, 1, 2, 3]
+    assert not collector.puts_off_push()
+    assert collector.version == 0
+
+
+def test_no_push_is_put_off_when_nothing_is_in_play(make):
+    collector, runner, _ = make([GOOD] * 6, queue=2, at_once=4)
+    runner.finish(*range(6))
+    collector.next_batch()
+    collector.rest()
+    assert runner.started == list(range(6))
+    assert not collector.puts_off_push()
+
+
+def test_the_first_push_of_a_resumed_run_is_not_put_off(make):
+    collector, runner, _ = make([GOOD] * 8, queue=3, at_once=6)
+    runner.finish(0, 1, 2, 3, 4, 5)
+    collector.next_batch()
+    state = collector.state_dict()
+    assert len(state["waiting"]) > 2
+    resumed, _, _ = make([GOOD] * 8, queue=3, at_once=6)
+    resumed.load_state_dict(state)
+    assert not resumed.puts_off_push()
 
 
 def test_stragglers_go_on_in_the_next_round_and_are_waited_for_when_they_must(make):
@@ -268,15 +327,20 @@ def test_a_round_takes_the_oldest_if_the_others_can_still_be_in_time(finished, u
 @settings(max_examples=200)
 @given(st.data())
 def test_no_group_is_older_than_the_bound_whatever_the_order_in_which_they_end(data):
-    """Begins as many as there is room for, ends them in any order, and takes a round whenever one can be had: none is
-    older than the bound, and when all have ended there is always a round."""
+    """Begins as many as there is room for, ends them in any order, takes a round whenever one can be had, and puts a
+    push off whenever it may: none is older than the bound, and when all have ended there is always a round."""
     batch, capacity = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8))
     capacity = max(capacity, batch)
     bound = bound_of(capacity, batch_size=batch)
-    version, number, playing, finished = 0, 0, {}, {}
+    version, pushed, number, playing, finished = 0, 0, 0, {}, {}
+
+    def begin() -> None:
+        nonlocal number
+        while len(playing) + len(finished) < room_for(capacity, batch_size=batch, behind=version - pushed):
+            playing[number], number = pushed, number + 1
+
     for _ in range(data.draw(st.integers(1, 40))):
-        while len(playing) + len(finished) < capacity:
-            playing[number], number = version, number + 1
+        begin()
         if playing and data.draw(st.booleans()):
             ended = data.draw(st.sampled_from(sorted(playing)))
             finished[ended] = playing.pop(ended)
@@ -284,5 +348,9 @@ def test_no_group_is_older_than_the_bound_whatever_the_order_in_which_they_end(d
         if taken is None:
             assert playing, "all have ended, and no round can be had"
             continue
+        assert taken
         assert max(version - finished.pop(ordinal) for ordinal in taken) <= bound
+        begin()
         version += 1
+        if len(playing) + len(finished) <= batch or data.draw(st.booleans()):
+            pushed = version

@@ -9,7 +9,7 @@ from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import BusyClock
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.trainers.evaluation import EvaluationBeside
-from openrlhf.trainers.pipelines import OverlappedWorkers, SettlingWeightSync
+from openrlhf.trainers.pipelines import OverlappedWorkers, PatientWeightSync, SettlingWeightSync
 from openrlhf.utils.background import BackgroundRunner
 
 
@@ -60,6 +60,22 @@ def test_a_push_waits_for_the_evaluation_of_the_weights_it_replaces(loop):
     assert weights.pushed == [0, 1]
     assert beside.result() == {"eval_default_pass1": 0.5}
     assert beside.result() is None
+
+
+def test_who_measures_the_weights_of_a_step_does_not_wait_until_they_must_be_pushed(loop):
+    weights = Weights()
+    sync = PatientWeightSync(weights, iter([False, True, True, False]).__next__)
+    beside = EvaluationBeside(Slow(), loop)
+    beside.catch_up = sync.catch_up
+    for version in range(3):
+        sync.push(version=version)
+    assert weights.pushed == [0]
+    beside.start()
+    assert weights.pushed == [0, 2]
+    sync.catch_up()
+    sync.push(version=3)
+    sync.catch_up()
+    assert weights.pushed == [0, 2, 3]
 
 
 def test_what_is_wrong_with_an_evaluation_is_said_where_its_result_is_taken(loop):
