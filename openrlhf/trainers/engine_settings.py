@@ -41,6 +41,7 @@ def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, 
         trust_remote_code=config.actor.trust_remote_code,
         seed=config.train.seed,
         deterministic=config.train.full_determinism_enable,
+        engines=engines,
         transfer_backend=transfer_backend(config, device),
     )
 

@@ -100,6 +100,29 @@ def test_the_parts_of_an_engine_on_cpus_divide_the_cores(cores, parts, expected)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in worker_environment(settings, gpu=True, cores=cores)
 
 
-def test_a_whole_engine_has_all_cores():
-    settings = VllmSettings(model="m", max_model_len=64)
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in worker_environment(settings, gpu=False, cores=[0, 1])
+@pytest.mark.parametrize(("cores", "engines", "expected"), [(1, 1, "1"), (2, 2, "1"), (8, 1, "7"), (8, 3, "2")])
+def test_whole_engines_on_cpus_share_all_cores_but_one_and_are_bound_to_none(cores, engines, expected):
+    settings = VllmSettings(model="m", max_model_len=64, engines=engines)
+    found = worker_environment(settings, gpu=False, cores=list(range(cores)))
+    assert found["OPENRLHF_ENGINE_THREADS"] == expected
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in found
+
+
+@pytest.mark.parametrize(
+    ("parts", "gpu", "bound", "expected"),
+    [
+        (1, True, False, None),
+        (1, False, False, "openrlhf.rollout.vllm.executor.InProcessExecutor"),
+        (1, False, True, None),
+        (2, True, False, "mp"),
+        (2, False, False, "mp"),
+    ],
+)
+def test_workers_live_beside_their_scheduler_unless_there_are_several_or_somebody_binds_them(
+    parts, gpu, bound, expected, monkeypatch
+):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    if bound:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    settings = VllmSettings(model="m", max_model_len=64, tensor_parallel_size=parts)
+    assert engine_arguments(settings, gpu=gpu)["distributed_executor_backend"] == expected

@@ -1,5 +1,6 @@
 """vLLM as an engine: its asynchronous engine in this process, its workers in their own.
 
+executor.py     where the worker of an engine on a CPU lives
 engine.py       VllmEngine: requests in, generations out; pause and resume around a push of weights
 settings.py     how an engine is started, and vLLM's arguments for it
 sampling.py     our sampling parameters in vLLM's words

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.weight_sync.vllm_names import RPC_BACKEND, WORKER_EXTENSION
+from openrlhf.weight_sync.vllm_names import RPC_BACKEND, THREADS, WORKER_EXTENSION
+
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+"""Where vLLM reads to which cores its workers are bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,8 @@ class VllmSettings:
     """Of vLLM's shared generator."""
     deterministic: bool = False
     """Whether requests sample with their own seeds, at a price."""
+    engines: int = 1
+    """Such as this one, at most, on a machine: they share its cores where it has no GPU."""
     transfer_backend: str = RPC_BACKEND
     """How weights arrive: as one of ours (`weight_sync.vllm_names`), or vLLM's `nccl`."""
 
@@ -57,8 +63,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
-        # Inside a Ray actor vLLM would have Ray start its workers, on devices of which it knows nothing.
-        "distributed_executor_backend": "mp" if settings.parts > 1 else None,
+        "distributed_executor_backend": _executor(settings, gpu=gpu),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "trust_remote_code": settings.trust_remote_code,
         "seed": settings.seed,
@@ -80,6 +85,14 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
     return arguments
 
 
+def _executor(settings: VllmSettings, *, gpu: bool) -> str | None:
+    """What runs vLLM's workers; None: what it chooses itself, which on a GPU is their scheduler's process."""
+    if settings.parts > 1:
+        # Inside a Ray actor vLLM would have Ray start them, on devices of which it knows nothing.
+        return "mp"
+    return None if gpu or CORES in os.environ else "openrlhf.rollout.vllm.executor.InProcessExecutor"
+
+
 def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int] = ()) -> dict[str, str]:
     """What vLLM reads from the environment; what the user has set there wins. `cores`: those this process may use."""
     # A fork of a process with torch's threads may hang; and workers must find our transfer engine by themselves.
@@ -89,7 +102,8 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     else:
         if settings.parts > 1 and cores:
-            variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(core_shares(cores, settings.parts))
+            variables[CORES] = "|".join(core_shares(cores, settings.parts))
+        variables[THREADS] = str(max(1, (len(cores) - 1) // settings.engines))
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # Counting ranks of log-probs would be compiled with the first request: 40 s instead of 1.
         variables["TORCHDYNAMO_DISABLE"] = "1"
