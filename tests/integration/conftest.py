@@ -14,6 +14,7 @@ import pytest
 from processes import living_children, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+os.environ.setdefault("RAY_worker_niceness", "0")  # else tests beside would starve Ray's workers
 LONGEST_FIRST = (
     "test_ray_run.py",
     "test_recipes.py",

@@ -131,7 +131,7 @@ def core_of(engines: RayEngines, engine: int) -> int:
     (core,) = [
         process.number
         for process in engines._slots[engine].processes[1:]
-        if "EngineCore" in "".join(psutil.Process(process.number).cmdline())
+        if "resource_tracker" not in "".join(psutil.Process(process.number).cmdline())
     ]
     return core
 
