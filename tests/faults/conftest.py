@@ -30,7 +30,8 @@ def cluster(inputs, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        with shared_cluster(inputs.config(tmp_path_factory.mktemp("cluster") / "run")) as shared:
+        folder = tmp_path_factory.mktemp("cluster")
+        with shared_cluster(inputs.config(folder / "run"), folder) as shared:
             yield shared
     torch.use_deterministic_algorithms(False)
 
