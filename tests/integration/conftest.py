@@ -19,15 +19,18 @@ LONGEST_FIRST = (
     "test_ray_run.py",
     "test_recipes.py",
     "test_cluster_faults.py",
+    "test_kill_ray.py",
     "test_learning_agents.py",
+    "test_deepspeed.py",
     "test_algorithms.py",
     "test_learning.py",
-    "test_deepspeed.py",
+    "test_ray_job.py",
+    "test_broken_files.py",
     "test_vllm_engine.py",
-    "test_async_run.py",
-    "test_vllm_run.py",
-    "test_agent_run.py",
-    "test_resume.py",
+    "test_bad_input.py",
+    "test_stop_signals.py",
+    "test_interrupt.py",
+    "test_cluster_workers.py",
 )
 """So that all workers end at about the same time."""
 SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py", "test_cluster_faults.py")

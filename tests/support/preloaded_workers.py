@@ -1,8 +1,8 @@
 """Workers of Ray that begin with everything imported: seconds of work that one process does once, before it forks.
 
 Ray starts each worker with the interpreter of the driver. In place of that, a program hands the worker to a server and
-stays until it has ended; anything else it leaves to Python. Ray's own modules, which read the environment when they are
-imported, are not among what is imported before.
+stays until it has ended; anything else it leaves to Python. Ray itself reads the environment of a worker when it is
+imported. So it is not among what is imported before, and vLLM, which would import it, does without.
 
     preloaded_workers.py SOCKET
 
@@ -29,8 +29,15 @@ from openrlhf.cluster.launch import Cluster, ray_cluster
 IMPORTED = (
     "openrlhf.trainers.rank_models",
     "openrlhf.trainers.rank_engines",
+    "openrlhf.rollout.vllm.engine",
+    "openrlhf.weight_sync.vllm_compat",
+    "openrlhf.weight_sync.vllm_source",
+    "openrlhf.weight_sync.vllm_transfer",
     "deepspeed",
+    "peft",
     "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.optimization",
 )
 RELAY = """\
 #!{python} -IS
@@ -103,8 +110,10 @@ def work(asking: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["ray"] = None
     for name in IMPORTED:
         import_module(name)
+    del sys.modules["ray"]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
     asking = serve(sys.argv[1])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
