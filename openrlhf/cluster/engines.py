@@ -360,13 +360,13 @@ class RayEngines:
         slot, began = self._slots[engine], time.monotonic()
         try:
             while True:
+                if not self.budget.spend(engine):
+                    times = f"{self.budget.most} times within {self.budget.within / 60:g} minutes"
+                    self._fail(EngineError(f"{cause} — it has been replaced {times}, and is not once more"))
+                    slot.clear()
+                    return
                 slot.clear()
                 slot.require_node()
-                if not self.budget.spend(engine):
-                    raise EngineError(
-                        f"{cause} — it has been replaced {self.budget.most} times within "
-                        f"{self.budget.within / 60:g} minutes, and is not once more"
-                    )
                 logger.warning("%s; another one starts in its place", cause)
                 self._awake.wait()
                 with self._lock:
