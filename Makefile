@@ -15,6 +15,9 @@ ARGS   ?=
 # Tests use tiny models: more threads than one cost more in waiting for each other than they save.
 test unit test-faults: export OMP_NUM_THREADS := 1
 
+# What is installed is compiled when it is imported first, once and for all processes, also where that is not usual.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test unit test-faults faults check format docs bench clean
 
 demo: $(VENV)/base.stamp
@@ -54,7 +57,7 @@ bench: $(BENCH)/stamp
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Python compiles what it imports; pip would compile all there is, which takes as long as the rest of an installation.
+# pip would compile all there is, which takes as long as the rest of an installation.
 $(VENV)/base.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e .
 	@touch $@
