@@ -1,22 +1,36 @@
 """RL runs on a Ray of their own, with a vLLM engine, whose driver is killed with SIGKILL and started again."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from killed_runs import Killed, Rl
+from killed_runs import PYTHON, Killed, Rl
+from preloaded_workers import Interpreter
+from processes import living_children
 
 
+@dataclass
 class RayRl(Rl):
     """A rank of the policy, an engine, and the driver. Times are from the first round to the model that is written: to
     start and to end takes longer."""
+
+    python: Interpreter | None = None
+    """Of Ray's workers, if it is another."""
 
     place: ClassVar[dict] = {"train.launcher": "ray", "vllm.num_engines": 1}
     exact: ClassVar[bool] = False
 
     @property
     def environment(self) -> dict[str, str]:
-        return super().environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        workers = {PYTHON: self.python.path} if self.python else {}
+        return super().environment | {"VLLM_CPU_KVCACHE_SPACE": "1"} | workers
+
+    @property
+    def left(self) -> list[str]:
+        """Workers that were forked do not have their environment where `left` looks for it."""
+        forked = living_children(self.python.server) if self.python else []
+        return super().left + [f"{pid} a worker" for pid in forked]
 
     def run(self) -> float:
         process = self.start()

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,8 @@ DIGITS = "0123456789"
 SAVE_STEPS = 4
 DEADLINE = 300.0
 """Of any run, in seconds."""
+PYTHON = "OPENRLHF_TEST_PYTHON"
+"""In the environment of a run: what starts its processes, in place of Python."""
 GONE_WITHIN = 120.0
 """Seconds in which nothing is left of a run that was killed. Ray's agents take one of these two minutes to notice."""
 MARK = "OPENRLHF_KILLED_RUN"
@@ -238,6 +241,7 @@ def _process(
 ) -> None:
     """What the fork does: the command, in its folder."""
     os.environ.update(environment)
+    sys.executable = environment.get(PYTHON, sys.executable)
     with (folder / "said.txt").open("ab") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
@@ -438,7 +442,7 @@ class Attempted(NamedTuple):
 class Straights:
     """Runs that nothing happens to, each kind once."""
 
-    def __init__(self, inputs: Path, folder: Path, made: type[Rl] = Rl) -> None:
+    def __init__(self, inputs: Path, folder: Path, made: Callable[..., Rl] = Rl) -> None:
         self.inputs = inputs
         self.made = made
         self._folder = folder
@@ -452,7 +456,7 @@ class Straights:
         return self._runs[attempt.kind]
 
 
-def attempt(one: Try, straights: Straights, folder: Path, *, made: type[Rl] | None = None) -> Attempted:
+def attempt(one: Try, straights: Straights, folder: Path, *, made: Callable[..., Rl] | None = None) -> Attempted:
     """Kill it, start it again, and assert that nobody could tell. `made`: what it is, if not what `straights` are."""
     straight, seconds = straights.of(one)
     for number in range(1, 6):

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from openrlhf.cluster.launch import Cluster, ray_cluster
 
@@ -55,11 +56,19 @@ with socket.socket(socket.AF_UNIX) as server:
 """A program, so that a worker's parent has the child it waits for."""
 
 
+class Interpreter(NamedTuple):
+    """What Ray is to take for Python."""
+
+    path: str
+    server: int
+    """The process whose children are the workers."""
+
+
 @contextlib.contextmanager
 def preloaded_cluster(folder: Path) -> Iterator[Cluster]:
     """As `ray_cluster`, with such workers. `folder`: for what they need."""
     with contextlib.ExitStack() as held:
-        python, sys.executable = sys.executable, held.enter_context(interpreter(folder))
+        python, sys.executable = sys.executable, held.enter_context(interpreter(folder)).path
         try:
             cluster = held.enter_context(ray_cluster())
         finally:
@@ -68,8 +77,8 @@ def preloaded_cluster(folder: Path) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def interpreter(folder: Path) -> Iterator[str]:
-    """What Ray is to take for Python, while open."""
+def interpreter(folder: Path) -> Iterator[Interpreter]:
+    """There while open."""
     address, relay = str(folder / "workers"), folder / "python"
     command = [sys.executable, __file__, address]
     relay.write_text(RELAY.format(python=sys.executable, address=address))
@@ -77,7 +86,7 @@ def interpreter(folder: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
-        yield str(relay)
+        yield Interpreter(str(relay), server.pid)
 
 
 def serve(address: str) -> socket.socket:
