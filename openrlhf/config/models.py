@@ -200,7 +200,9 @@ class RewardSection(GroupSection, ServedRewardSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTModelSection(TrainedModelSection):
-    pretrain_mode_enable: Annotated[bool, Flag("raw text, loss on every token", flat="pretrain_mode")] = False
+    pretrain_mode_enable: Annotated[
+        bool, Flag("raw text without a template, loss on every token", flat="pretrain_mode")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

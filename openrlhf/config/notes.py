@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from openrlhf.config.roots import DPOConfig, RLConfig, ServeRMConfig
+from openrlhf.config.roots import DPOConfig, RLConfig, ServeRMConfig, SFTConfig
 
 
 def template_is_not_used(config: Any) -> Iterator[str]:
@@ -16,6 +16,17 @@ def template_is_not_used(config: Any) -> Iterator[str]:
         yield "--data.input_template has no {} for the prompt: it is not used"
     elif "\\n" in template:
         yield "--data.input_template contains a backslash and an n, not a line break: write $'…\\n…' in the shell"
+
+
+def raw_text_has_no_template(config: SFTConfig) -> Iterator[str]:
+    if not config.model.pretrain_mode_enable:
+        return
+    if config.data.input_template not in (None, SFTConfig().data.input_template):
+        yield "--data.input_template is not used: --model.pretrain_mode_enable learns the text as it is"
+    if config.data.apply_chat_template:
+        yield "--data.apply_chat_template is for lists of messages: --model.pretrain_mode_enable learns text as it is"
+    if config.data.multiturn:
+        yield "--data.multiturn is not used: --model.pretrain_mode_enable learns every token"
 
 
 def smoothing_is_not_used(config: DPOConfig) -> Iterator[str]:

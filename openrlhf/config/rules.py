@@ -81,7 +81,7 @@ NEEDS: dict[type, tuple[Rule, ...]] = {
     LoraCombinerConfig: (needs.merge_paths_are_named,),
 }
 NOTES: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (notes.template_is_not_used, notes.nothing_to_go_on_from),
+    SFTConfig: (notes.template_is_not_used, notes.raw_text_has_no_template, notes.nothing_to_go_on_from),
     RMConfig: (notes.template_is_not_used, notes.nothing_to_go_on_from),
     DPOConfig: (
         notes.template_is_not_used,

@@ -18,7 +18,7 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.json_files import Record
 from openrlhf.data.reading import Format, Reading, Reason, Unusable, chat_text, plain_text
 from openrlhf.data.sources import Records, warn_left_out
-from openrlhf.data.templates import fill_template, read_messages, read_text, read_value, render_chat, says_something
+from openrlhf.data.templates import read_messages, read_text, read_value, render_chat, says_something
 from openrlhf.data.tokenising import tokenise
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,9 @@ class ExampleFormat:
       of the user and one of the assistant; the answers learnt are the assistant's messages under `output_key`.
     - `output_key` unset: `input_key` holds a whole chat, whose last message is learnt.
     - `multiturn`: every message of the assistant is learnt.
-    - `pretrain`: the text as it is, all of it learnt, nothing stripped and no end-of-sequence added.
+    - `pretrain`: the text as it is, all of it learnt: neither template is applied, nothing is stripped and no
+      end-of-sequence is added. A list of messages is no text: it is rendered in the chat template, and all of that
+      is learnt.
     """
 
     input_key: str = "input"
@@ -72,21 +74,32 @@ class ExampleFormat:
     pretrain: bool = False
 
     def read(self, record: Record, tokenizer: Any) -> Reading:
+        if self.pretrain:
+            return Reading((self._raw(record, tokenizer),))
         return Reading((self._chat(record, tokenizer) if self.apply_chat_template else self._plain(record),))
+
+    def _raw(self, record: Record, tokenizer: Any) -> MarkedText:
+        value = read_value(record, self.input_key, flag="--data.input_key")
+        output = None if self.output_key is None else self._output(record)
+        if self.apply_chat_template and not (isinstance(value, str | None) and isinstance(output, str | None)):
+            messages = read_messages(value, role="user", key=self.input_key)
+            messages += read_messages(output, role="assistant", key=self.output_key or "")
+            text = render_chat(messages, tokenizer) if any(map(says_something, messages)) else ""
+        else:
+            text = read_text(value, key=self.input_key) + read_text(output, key=self.output_key or "")
+        if not text:
+            raise Unusable(Reason.EMPTY_RESPONSE)
+        return MarkedText(text, None, closed=False)
 
     def _plain(self, record: Record) -> MarkedText:
         prompt = read_text(read_value(record, self.input_key, flag="--data.input_key"), key=self.input_key)
-        if self.output_key is None and not self.pretrain:
+        if self.output_key is None:
             raise DataError(
                 f"its {self.input_key!r} is one text, and which part of it is the answer is not said: set "
                 f"--data.output_key, or --model.pretrain_mode_enable to learn all of it"
             )
-        response = "" if self.output_key is None else read_text(self._output(record), key=self.output_key)
-        if not self.pretrain:
-            return plain_text(prompt, response, input_template=self.input_template)
-        if self.input_template is not None:
-            prompt = fill_template(self.input_template, prompt)
-        return _raw(prompt + response)
+        response = read_text(self._output(record), key=self.output_key)
+        return plain_text(prompt, response, input_template=self.input_template)
 
     def _chat(self, record: Record, tokenizer: Any) -> MarkedText:
         value = read_value(record, self.input_key, flag="--data.input_key")
@@ -94,12 +107,10 @@ class ExampleFormat:
         first = 0 if self.multiturn else len(messages)
         if self.output_key is not None:
             messages += read_messages(self._output(record), role="assistant", key=self.output_key)
-        elif isinstance(value, str) and not self.pretrain:
+        elif isinstance(value, str):
             raise DataError(f"its {self.input_key!r} is one text, not a chat with an answer: set --data.output_key")
         elif not self.multiturn:
             first = max(0, len(messages) - 1)
-        if self.pretrain:
-            return _raw(render_chat(messages, tokenizer) if any(map(says_something, messages)) else "")
         if first == 0 and not self.multiturn:
             raise Unusable(Reason.EMPTY_PROMPT)
         return chat_text(messages, tokenizer, first=first)
@@ -107,12 +118,6 @@ class ExampleFormat:
     def _output(self, record: Record) -> Any:
         assert self.output_key is not None
         return read_value(record, self.output_key, flag="--data.output_key")
-
-
-def _raw(text: str) -> MarkedText:
-    if not text:
-        raise Unusable(Reason.EMPTY_RESPONSE)
-    return MarkedText(text, None, closed=False)
 
 
 class TokenisedSet(Sequence[Sample], Generic[Sample]):

@@ -168,6 +168,8 @@ def test_every_need_is_tested_and_a_complete_run_needs_nothing():
 NOTED = [
     ("template_is_not_used", "train_sft", ["--input_template", "no braces"], "--data.input_template has no {}"),
     ("template_is_not_used", "train_rm", ["--input_template", "{}\\n"], "backslash"),
+    ("raw_text_has_no_template", "train_sft", ["--pretrain_mode", "--input_template", "Q: {}"], "--data.input_template is not used"),
+    ("raw_text_has_no_template", "train_sft", ["--pretrain_mode", "--apply_chat_template"], "--data.apply_chat_template is for lists of messages"),
     ("smoothing_is_not_used", "train_dpo", ["--ipo", "--label_smoothing", "0.1"], "--model.label_smoothing is not used"),
     ("reference_offload_is_not_used", "train_dpo", ["--lora_rank", "4", "--ref_offload"], "--ref.offload is not used"),
     ("reference_offload_is_not_used", "train_ppo_ray", ["--lora_rank", "4", "--ref.offload"], "--ref.offload is not used"),

@@ -95,6 +95,21 @@ class TestText:
         assert tokenizer().decode(example.token_ids) == "the cat\n"
         assert example.target_mask.tolist() == [False] + [True] * (len(example) - 1)
 
+    @pytest.mark.parametrize("templates", [{"input_template": "User: {}\nAssistant: "}, {"apply_chat_template": True}])
+    def test_raw_text_is_raw_whatever_the_templates(self, examples, templates):
+        """`train_sft` has an input template by default."""
+        (example,) = examples([{"input": "the cat\n"}], pretrain=True, **templates)
+        assert tokenizer().decode(example.token_ids) == "the cat\n"
+        (example,) = examples([{"input": "the", "a": " cat"}], pretrain=True, output_key="a", **templates)
+        assert tokenizer().decode(example.token_ids) == "the cat"
+
+    def test_a_chat_is_no_raw_text_without_its_template(self, examples):
+        (example,) = examples([{"input": CHAT[:2]}], pretrain=True, apply_chat_template=True)
+        rendered = "<|start|>user\nq1<|end|>\n<|start|>assistant\nb1<|end|>\n"
+        assert tokenizer().decode(example.token_ids) == rendered
+        assert example.target_mask.tolist() == [False] + [True] * (len(example) - 1)
+        assert "which needs --data.apply_chat_template" in refused(examples, [{"input": CHAT}], pretrain=True)
+
     def test_what_is_not_an_answer(self, examples):
         assert "set --data.output_key, or --model.pretrain_mode_enable" in refused(examples, [{"input": "q"}])
         assert "not a chat with an answer: set --data.output_key" in refused(
