@@ -60,7 +60,7 @@ from openrlhf.agents.host_messages import (
     Slowest,
     Unask,
 )
-from openrlhf.utils import waits
+from openrlhf.utils import owners, waits
 from openrlhf.utils.beacon import Address, stacks
 
 logger = logging.getLogger(__name__)
@@ -649,6 +649,7 @@ class HostProcess:
         except OSError as error:
             self._fail_start(HostStartError(f"no process could be started: {error}"))
             return
+        owners.guard.watch(popen.pid)
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         process = _Process(popen, outbox, time.monotonic() + self._start_timeout, Address(popen.pid, beacon))
         assert popen.stdin is not None
@@ -674,6 +675,7 @@ class HostProcess:
         process.outbox.put(None)
         # Programs it started may hold the pipe open; replies already written are still read.
         _signal_group(process.popen.pid)
+        owners.guard.forget(process.popen.pid)
         reader.join(timeout=1.0)
         self._events.put(_Exit(process))
 

@@ -494,6 +494,26 @@ def reward_func(queries):
         process.kill()
         assert wait_until(lambda: not alive(pid))
 
+    def test_one_that_holds_the_interpreter_ends_too_with_the_programs_it_started(self, write, drive, tmp_path):
+        """No Python code runs in the host any more, so nothing in it can find out that its parent is gone. The child is
+        there before the regular expression is, and the expression takes longer than anybody lives."""
+        started = tmp_path / "child"
+        path = write(f"""
+import pathlib, subprocess
+def reward_func(queries):
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path({str(started)!r}).write_text(f"{{child.pid}}\\n")
+    re.match(r"(a+)+$", "a" * 64 + "b")
+""")
+        process = drive(path, "hog")
+        host = int(process.stdout.readline().split()[1])
+        assert wait_until(lambda: started.exists() and started.read_text().endswith("\n"), patience(10))
+        child = int(started.read_text())
+        assert alive(host)
+        assert alive(child)
+        process.kill()
+        assert wait_until(lambda: not alive(host) and not alive(child), patience(10))
+
 
 class Echo:
     """A service for the host's own tests."""
