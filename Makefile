@@ -1,5 +1,5 @@
 # make demo         train a small language model with RL, from nothing, on this machine (ARGS="--seed 1" passes flags)
-# make test         unit tests, then integration tests, on CPU
+# make test         unit tests, then integration tests, on CPU; both run, and it fails if either did
 # make test-faults  runs that are killed and continued (minutes); what became of them is in tests/faults/RESULTS.md
 # make check        lint, format and types
 # make docs         rewrite what the documentation takes from the code
@@ -23,11 +23,16 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/base.stamp
 	$(BIN)/openrlhf demo $(ARGS)
 
-test: unit $(VENV)/test.stamp
-	$(BIN)/pytest -n logical --dist loadfile --no-loadscope-reorder tests/integration $(ARGS)
+UNIT        = $(BIN)/pytest -n logical --dist loadfile tests/unit
+INTEGRATION = $(BIN)/pytest -n logical --dist loadfile --no-loadscope-reorder tests/integration $(ARGS)
+
+# A unit test that fails hides no integration test. 2 is pytest's status after Ctrl-C, which ends both.
+test: $(VENV)/test.stamp
+	@echo '$(UNIT)'; $(UNIT); unit=$$?; if [ $$unit -eq 2 ]; then exit 2; fi; \
+	$(INTEGRATION) && exit $$unit
 
 unit: $(VENV)/test.stamp
-	$(BIN)/pytest -n logical --dist loadfile tests/unit
+	$(UNIT)
 
 test-faults: $(VENV)/test.stamp
 	$(BIN)/pytest tests/faults $(ARGS)

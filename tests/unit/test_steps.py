@@ -92,6 +92,40 @@ def test_weights_are_those_of_the_whole_step():
     assert second.regulariser_weights_A.tolist() == pytest.approx([1 / 6] * 3)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "cut", "whole"),
+    [
+        (Aggregation.TOKEN, 1 / 12, 1 / 12),
+        (Aggregation.SEQUENCE, 1 / (2 * 6), 1 / (2 * 6)),
+        (Aggregation.CONSTANT, 1 / (2 * 8), 1 / (2 * 8)),
+    ],
+)
+def test_an_episode_weighs_once_in_however_many_segments_it_comes(aggregation, cut, whole):
+    """One episode of 1 + 2 + 3 actions in three segments beside one of 6 in one: two samples, not four, and 6 tokens
+    each. Constant length 8."""
+    batch = make_batch([(0, 1), (0, 2), (0, 3), (0, 6)])
+    keys = [SampleKey(0, 0, 0), SampleKey(0, 0, 1), SampleKey(0, 0, 2), SampleKey(0, 1, 0)]
+    batch = TrainingBatch(samples=[dataclasses.replace(s, key=key) for s, key in zip(batch.samples, keys, strict=True)])
+    settings = make_settings(aggregation=aggregation, constant_length=8, batching=MicroBatching(samples=4))
+    (step,) = optimizer_steps(batch, settings, round_index=1)
+    (micro,) = step
+    assert micro.policy_weights_A.tolist() == pytest.approx([cut] * 6 + [whole] * 6)
+
+
+def test_the_segments_of_an_episode_are_in_one_optimizer_step():
+    """Four episodes of three segments, two steps: two whole episodes each, also where others have one segment."""
+    for segments in ([3, 3, 3, 3], [5, 1, 1, 1]):
+        batch = make_batch([(0, 2)] * sum(segments))
+        keys = [SampleKey(episode, 0, i) for episode, n in enumerate(segments) for i in range(n)]
+        batch = TrainingBatch(
+            samples=[dataclasses.replace(s, key=key) for s, key in zip(batch.samples, keys, strict=True)]
+        )
+        steps = optimizer_steps(batch, make_settings(steps_per_epoch=2), round_index=1)
+        episodes = [{keys[row // 2].prompt for row in step} for step in rows(steps)]
+        assert [len(step) for step in episodes] == [2, 2]
+        assert not episodes[0] & episodes[1]
+
+
 def test_idle_samples_get_no_forward_and_stay_in_the_denominator():
     """Four samples of 2 actions, two of them without advantage: 4 tokens run, each weighing 1/8, not 1/4."""
     batch = make_batch([(0, 2), (0, 2), (1, 2), (1, 2)], advantages=[0.0, 0.0, 1.0, -1.0])
