@@ -22,6 +22,9 @@ def rate_factor(name: str, *, total_steps: int, warmup_ratio: float, min_lr_rati
 
     A factor of the step alone, so that one schedule serves parameters with different peaks, and resuming needs only
     the number of steps. `name` is one of `config.optimizer.SCHEDULES`; `min_lr_ratio` is for `*_with_min_lr`.
+
+    The w steps of a warm-up have 1/w, 2/w … 1. Transformers begins most of its schedules at 0/w, with a step that
+    changes nothing.
     """
     from transformers import get_scheduler  # brings transformers' trainer along, and peft where it is installed
 
@@ -42,4 +45,7 @@ def rate_factor(name: str, *, total_steps: int, warmup_ratio: float, min_lr_rati
         num_training_steps=max(total_steps, warmup + 1),  # polynomial divides by the steps after warm-up
         scheduler_specific_kwargs=specific,
     )
-    return scheduler.lr_lambdas[0]
+    after = scheduler.lr_lambdas[0]
+    if name == "constant":
+        return after
+    return lambda done: (done + 1) / warmup if done < warmup else after(done)

@@ -147,8 +147,6 @@ def reward_weights_match(config: RLConfig) -> Iterator[str]:
         yield f"--reward.weights has {len(reward.weights)} values for the {count} of {where}: give one for each"
     if not any(reward.weights):
         yield "--reward.weights: with all weights 0 there is nothing to learn"
-    if any(abs(weight) == float("inf") for weight in reward.weights):
-        yield "--reward.weights: must be finite"
 
 
 def async_modes_agree(config: RLConfig) -> Iterator[str]:

@@ -9,6 +9,7 @@ what Python has no place for.
 """
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Flag:
     """Text for a default that depends on the moment (a time stamp)."""
     choices: tuple[str, ...] | None = None
     """Choices that a registry knows; a fixed set is a `Literal` instead."""
+    unlimited: bool = False
+    """Infinity is a value: it means that there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,8 @@ def _convert_one(item: Any, *, shape: Shape, flag: Flag, where: str) -> Any:
     except ValueError:
         expected = "a whole number" if shape.kind is int else "a number"
         raise ConfigError(f"{where}: expected {expected}, got {shown}") from None
-    if value != value:
-        raise ConfigError(f"{where}: not-a-number is not a value")
+    if shape.kind is float and (math.isnan(value) or (math.isinf(value) and not flag.unlimited)):
+        raise ConfigError(f"{where}: {shown} is not a value; give a finite number")
     if shape.choices and value not in shape.choices:
         raise ConfigError(f"{where}: {shown} is not one of {', '.join(shape.choices)}")
     return value

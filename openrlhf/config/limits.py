@@ -163,7 +163,7 @@ def probabilities_fit_datasets(config: Any) -> Iterator[str]:
         count = len(split_commas(_lookup(config, data)))
         if count and len(numbers) != count:
             yield f"--{probs} has {len(numbers)} probabilities for the {count} datasets of --{data}: give one for each"
-        if any(number < 0 for number in numbers) or abs(sum(numbers) - 1) > 1e-6:
+        if not all(number >= 0 for number in numbers) or not abs(sum(numbers) - 1) <= 1e-6:
             yield f"--{probs} {text}: must be probabilities that add up to 1 (they add up to {sum(numbers):g})"
 
 

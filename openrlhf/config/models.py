@@ -146,9 +146,10 @@ class RewardSection(GroupSection, ServedRewardSection):
     clip_range: Annotated[
         tuple[float, float],
         Flag(
-            "raw rewards are clipped to [low, high]; one value X means −X X",
+            "raw rewards are clipped to [low, high]; one value X means −X X, and inf no limit",
             flat="reward_clip_range",
             one_value="mirror",
+            unlimited=True,
         ),
     ] = (-10.0, 10.0)
     overlong_buffer_len: Annotated[

@@ -73,7 +73,9 @@ class SupervisedCheckpointSection(CheckpointSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RLCheckpointSection(CheckpointSection):
-    max_mem: Annotated[float, Flag("GiB all checkpoints may take", flat="max_ckpt_mem")] = float("inf")
+    max_mem: Annotated[
+        float, Flag("GiB all checkpoints may take; inf = no limit", flat="max_ckpt_mem", unlimited=True)
+    ] = float("inf")
     best_metric_key: Annotated[
         str, Flag('metric of the best checkpoint; "" = the first *_pass1, "none" = off', flat="best_metric_key")
     ] = ""

@@ -39,6 +39,8 @@ class ScoreFilter:
         self._warn_after = warn_after
         self._judged = self._rejected = 0
         self._rejected_in_a_row: list[float] = []
+        self._scores = self._rewards = (math.inf, -math.inf)
+        """Lowest and highest mean of the groups that were rejected."""
 
     def accepts(self, group: Group) -> bool:
         """Whether to train on this group, which has at least one judged member."""
@@ -49,13 +51,23 @@ class ScoreFilter:
             return True
         self._rejected += 1
         self._rejected_in_a_row.append(score)
+        reward = math.fsum(t.reward for t in group.scored) / len(group.scored)
+        self._scores = (min(self._scores[0], score), max(self._scores[1], score))
+        self._rewards = (min(self._rewards[0], reward), max(self._rewards[1], reward))
         if len(self._rejected_in_a_row) == self._warn_after:
             self._warn()
         return False
 
     def summary(self) -> str:
         """What this process has seen, for people."""
-        return f"{self._rejected} of {self._judged} judged groups had a mean score outside {self._range}"
+        seen = f"{self._rejected} of {self._judged} judged groups had a mean score outside {self._range}"
+        if self._rejected < self._judged or not self._judged:
+            return seen
+        scores, rewards = (f"from {low:g} to {high:g}" for low, high in (self._scores, self._rewards))
+        return (
+            f"--algo.dynamic_filtering_enable accepted none: {seen}. Mean scores were {scores}, mean rewards "
+            f"{rewards}: the task is too hard or too easy for this model, or the range is not in the unit of the scores"
+        )
 
     def _warn(self) -> None:
         scores = self._rejected_in_a_row

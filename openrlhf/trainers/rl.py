@@ -15,6 +15,7 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.rollout.collector import PromptsExhausted, Round
+from openrlhf.rollout.runner import RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.types import Group
@@ -115,7 +116,7 @@ class RLTrainer:
     def fit(self) -> dict[str, float]:
         """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
 
-        Raises Stopped when it was asked to stop and has saved.
+        Raises Stopped when it was asked to stop and has saved, and RolloutError when there was nothing to train on.
         """
         if (state := self.checkpointer.load()) is not None:
             self.load_state_dict(state)
@@ -134,9 +135,11 @@ class RLTrainer:
                 self.report(metrics)
                 self.conclude()
         except PromptsExhausted as end:
-            self.progress.end_early(str(end))
             if end.turned_away:
                 self.ledger.write(self.version + 1, [], turned_away=end.turned_away)
+            if not self.rounds_done:
+                raise RolloutError(f"not one group was trained on: {end}") from end
+            self.progress.end_early(str(end))
         self.take_evaluation(wait=True)
         if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
             self.evaluate()

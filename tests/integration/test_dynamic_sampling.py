@@ -42,9 +42,13 @@ def test_filtered_rounds_are_the_same_however_long_rewards_take(cli, tmp_path):
     assert all(m["score"] == 0.5 and m["reward"] == 0.0 for m in metrics)
 
 
-def test_when_no_group_is_worth_training_on_the_run_ends_without_an_error(cli):
-    """The untrained model never sorts: all scores are 0, nothing is trained, and the model comes out as it went in."""
+def test_when_no_group_is_worth_training_on_the_run_ends_with_an_error(cli):
+    """The untrained model never sorts: all scores are 0, and a run that trains nothing has failed."""
     ran = cli(algo__dynamic_filtering_enable=True)
-    assert ran.rc == 0
-    assert "ended after step 0 of at most 2: the prompts ran out; 8 of 8 judged groups" in ran.err
+    assert ran.rc == 1
+    assert (
+        "error: not one group was trained on: the prompts ran out; --algo.dynamic_filtering_enable accepted" in ran.err
+    )
+    assert "8 of 8 judged groups" in ran.err
+    assert "Mean scores were from 0 to 0, mean rewards from 0 to 0" in ran.err
     assert not [record for record in ran.metrics if record["kind"] == "train"]

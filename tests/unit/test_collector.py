@@ -322,6 +322,16 @@ def test_a_short_round_and_then_the_end(make):
     )
 
 
+def test_when_every_group_is_rejected_the_end_says_what_they_earned(make):
+    with pytest.raises(PromptsExhausted) as end:
+        make(ScriptedRunner([BAD, BAD, (1.0, 1.0)])).next_batch()
+    assert str(end.value) == (
+        "the prompts ran out; --algo.dynamic_filtering_enable accepted none: 3 of 3 judged groups had a mean score "
+        "outside --algo.dynamic_filtering_range 0 1. Mean scores were from 0 to 1, mean rewards from 0 to 1: the task "
+        "is too hard or too easy for this model, or the range is not in the unit of the scores"
+    )
+
+
 def test_what_waits_is_trained_on_after_the_last_prompt(make):
     assert rounds_of(make(ScriptedRunner([GOOD] * 7), at_once=6)) == [[0, 1], [2, 3], [4, 5], [6]]
 

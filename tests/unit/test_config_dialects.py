@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.config import ConfigError, RLConfig, parse
+from openrlhf.config import ROOTS, ConfigError, RLConfig, parse
 from openrlhf.config.dialects import vocabulary
 from openrlhf.config.oddities import GONE, INERT
+from openrlhf.config.schema import flags_of
 
 
 def rl(text: str) -> RLConfig:
@@ -189,7 +190,10 @@ def test_the_same_value_twice_is_fine():
         ("train_sft", "--data.multiturn maybe", "--data.multiturn: is a switch"),
         ("train_sft", "--adam.betas 0.9", "--adam.betas: takes 2 values"),
         ("train_sft", "--adam.lr", "--adam.lr"),
-        ("train_sft", "--adam.lr nan", "--adam.lr: not-a-number"),
+        ("train_sft", "--adam.lr nan", "--adam.lr: 'nan' is not a value"),
+        ("train_sft", "--adam.betas 0.9 1e400", "--adam.betas: '1e400' is not a value"),
+        ("train_ppo_ray", "--reward.weights 1 -inf", "--reward.weights: '-inf' is not a value; give a finite number"),
+        ("train_ppo_ray", "--reward.clip_range nan 1", "--reward.clip_range: 'nan' is not a value"),
         ("train_sft", "--adam.lr None", "--adam.lr: expected a number"),
     ],
 )
@@ -220,3 +224,15 @@ def test_no_flat_name_hides_a_dotted_one():
                 assert "." not in name
                 assert {spec.path for spec in targets}.isdisjoint({name})
             assert len({spec.shape for spec in targets if not spec.shape.optional}) <= 1, name
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_no_flag_takes_nan_and_infinity_only_where_it_means_no_limit(command):
+    unlimited = {"ckpt.max_mem", "reward.clip_range"}
+    for path, spec in flags_of(command).items():
+        if spec.shape.kind is float:
+            count = 1 if spec.shape.count == "*" else spec.shape.count
+            words = ["--" + path, *(["inf"] * count)]
+            assert f"--{path}: 'nan' is not a value" in error(command, " ".join(w.replace("inf", "nan") for w in words))
+            if path not in unlimited:
+                assert f"--{path}: 'inf' is not a value" in error(command, " ".join(words))

@@ -316,6 +316,17 @@ def test_the_ledger_gets_every_round_and_what_the_end_turned_away(loop):
     assert trainer.ledger.lines == [(1, [0, 1], [1, 2]), (2, [], [4, 5, 6, 7])]
 
 
+def test_a_run_that_has_trained_on_nothing_ends_with_an_error(loop):
+    """Its model would be the one that it began with."""
+
+    class Empty(EventLog):
+        def next_batch(self):
+            raise PromptsExhausted("the prompts ran out; 8 of 8 judged groups …", turned_away=[0, 1])
+
+    with pytest.raises(RolloutError, match="not one group was trained on: the prompts ran out; 8 of 8"):
+        make_trainer(Empty(loop), Schedule(rounds=4), NullLogger()).fit()
+
+
 def test_an_evaluation_just_made_is_not_made_again_at_the_end(loop):
     log = EventLog(loop, [0.1, 0.2])
     make_trainer(log, Schedule(rounds=5, eval_every=2, eval_at_ends=True), NullLogger()).fit()
