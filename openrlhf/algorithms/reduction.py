@@ -1,12 +1,14 @@
-"""How token losses become the loss of one optimizer step: L = Σ_i w_i Σ_t l_{i,t}, one weight per sample.
+"""How token losses become the loss of one optimizer step: L = Σ_i w_i Σ_t l_{i,t}, one weight per sequence.
 
-The weights are functions of the whole step's samples, worked out before it is cut into micro-batches. So a
-micro-batch contributes its plain weighted sum, and the gradient is the same however the step is cut or ordered.
+An episode is one sample, in however many sequences (segments) its tokens come: o_i is all that the policy wrote in it,
+and N counts episodes. The weights are functions of the whole step's samples, worked out before it is cut into
+micro-batches. So a micro-batch contributes its plain weighted sum, and the gradient is the same however the step is cut
+or ordered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
 
@@ -22,19 +24,31 @@ class Aggregation(StrEnum):
 
 
 def sample_weights(
-    aggregation: Aggregation, action_counts: Sequence[int], *, constant_length: int | None = None
+    aggregation: Aggregation,
+    action_counts: Sequence[int],
+    *,
+    episodes: Sequence[Hashable] | None = None,
+    constant_length: int | None = None,
 ) -> list[float]:
-    """w_i for each sample of a step, from their numbers of action tokens |o_i|. Samples without one weigh 0."""
-    total = sum(action_counts)
-    samples = sum(count > 0 for count in action_counts)
+    """w for each sequence of a step, from their numbers of action tokens. Sequences without one weigh 0.
+
+    `episodes` names the episode of each sequence; None: each is one of its own.
+    """
+    names = range(len(action_counts)) if episodes is None else episodes
+    lengths: dict[Hashable, int] = {}
+    for name, count in zip(names, action_counts, strict=True):
+        lengths[name] = lengths.get(name, 0) + count
+    total = sum(lengths.values())
+    samples = sum(length > 0 for length in lengths.values())
     if total == 0:
         return [0.0] * len(action_counts)
     match aggregation:
         case Aggregation.TOKEN:
-            return [1.0 / total if count else 0.0 for count in action_counts]
+            weights = dict.fromkeys(lengths, 1.0 / total)
         case Aggregation.SEQUENCE:
-            return [1.0 / (samples * count) if count else 0.0 for count in action_counts]
+            weights = {name: 1.0 / (samples * length) for name, length in lengths.items() if length}
         case Aggregation.CONSTANT:
             if not constant_length:
                 raise ValueError("constant aggregation needs the length to divide by")
-            return [1.0 / (samples * constant_length) if count else 0.0 for count in action_counts]
+            weights = dict.fromkeys(lengths, 1.0 / (samples * constant_length))
+    return [weights[name] if count else 0.0 for name, count in zip(names, action_counts, strict=True)]

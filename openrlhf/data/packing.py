@@ -5,6 +5,9 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Hashable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def by_count(indices: Sequence[int], *, size: int) -> list[list[int]]:
@@ -47,14 +50,14 @@ def _bundles(
     ]
 
 
-def evenly(indices: Sequence[int], *, parts: int) -> list[list[int]]:
-    """`parts` runs whose sizes differ by at most one; some are empty when there are too few samples."""
-    size, extra = divmod(len(indices), parts)
-    cut: list[list[int]] = []
+def evenly(items: Sequence[T], *, parts: int) -> list[list[T]]:
+    """`parts` runs whose sizes differ by at most one; some are empty when there are too few items."""
+    size, extra = divmod(len(items), parts)
+    cut: list[list[T]] = []
     start = 0
     for part in range(parts):
         end = start + size + (part < extra)
-        cut.append(list(indices[start:end]))
+        cut.append(list(items[start:end]))
         start = end
     return cut
 

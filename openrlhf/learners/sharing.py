@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.agents.seeds import derive_seed
-from openrlhf.data.packing import by_middle, evenly
-from openrlhf.learners.steps import StepSettings, roster, shuffled
+from openrlhf.data.packing import by_middle
+from openrlhf.learners.steps import StepSettings, roster, split
 from openrlhf.types import SampleKey, TrainingBatch, TrainingSample
 
 
@@ -20,14 +19,11 @@ def share_out(
     thus stay together, and those of a prompt share its forward.
     """
     listed = roster(TrainingBatch(samples=list(samples)))
-    order = shuffled(listed, seed=derive_seed(settings.seed, "order", round_index, 0))
     rank_of: dict[SampleKey, int] = {}
-    for part in evenly(order, parts=settings.steps_per_epoch):
+    for part in split(listed, settings, round_index=round_index, epoch=0):
         tokens: dict[SampleKey, int] = {}
         for i in part:
-            episode = listed[i].key._replace(segment=0)
-            if episode not in rank_of:
-                tokens[episode] = tokens.get(episode, 0) + listed[i].tokens
+            tokens[listed[i].episode] = tokens.get(listed[i].episode, 0) + listed[i].tokens
         rank_of |= zip(tokens, by_middle(list(tokens.values()), parts=ranks), strict=True)
     shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
     for sample in samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,11 @@ class Listed(NamedTuple):
     index: int
     """In its rank's batch."""
 
+    @property
+    def episode(self) -> SampleKey:
+        """The same for all segments of an episode."""
+        return self.key._replace(segment=0)
+
 
 def roster(batch: TrainingBatch, ranks: Ranks = ALONE) -> list[Listed]:
     """The round's samples in an order that does not depend on how they are shared out. Collective."""
@@ -153,7 +159,8 @@ def optimizer_steps(
 ) -> list[Step]:
     """This rank's part of the round's optimizer steps, a fixed number. Collective.
 
-    What failures and filtering left is split evenly over them; a step without a sample is left out. Which samples are
+    What failures and filtering left is split evenly over them, and an episode's segments are in one step; a step
+    without a sample is left out. Which samples are
     in a step, and what they weigh, follows from all ranks' samples, before any is skipped or packed: an idle sample
     costs no forward and still counts in the denominators, of which it is a part. Every rank has the same number of
     micro-batches in a step, and at least one: a gradient of 0 is a step too, for the optimizer's momentum goes on.
@@ -164,13 +171,21 @@ def optimizer_steps(
     listed = roster(batch, ranks)
     steps = []
     for epoch in range(settings.epochs):
-        order = shuffled(listed, seed=derive_seed(settings.seed, "order", round_index, epoch))
-        parts = evenly(order, parts=settings.steps_per_epoch)
+        parts = split(listed, settings, round_index=round_index, epoch=epoch)
         steps += [_step(batch, [listed[i] for i in part], settings, fitting, ranks) for part in parts if part]
     sizes = zip(*ranks.gather([len(step) for step in steps]), strict=True)
     for step, size in zip(steps, sizes, strict=True):
         step.fill_up(max(size))
     return steps
+
+
+def split(samples: Sequence[Listed], settings: StepSettings, *, round_index: int, epoch: int) -> list[list[int]]:
+    """Which of the round's samples are in each optimizer step of an epoch, by their places in the roster."""
+    episodes: dict[SampleKey, list[int]] = {}
+    for index in shuffled(samples, seed=derive_seed(settings.seed, "order", round_index, epoch)):
+        episodes.setdefault(samples[index].episode, []).append(index)
+    parts = evenly(list(episodes.values()), parts=settings.steps_per_epoch)
+    return [[index for episode in part for index in episode] for part in parts]
 
 
 def shuffled(samples: Sequence[Listed], *, seed: int) -> list[int]:
@@ -193,9 +208,15 @@ def trained_samples(batch: TrainingBatch, settings: StepSettings) -> list[int]:
 def _step(
     batch: TrainingBatch, members: Sequence[Listed], settings: StepSettings, fitting: Fitting, ranks: Ranks
 ) -> Step:
-    counts, tokens, rank = [member.actions for member in members], sum(member.tokens for member in members), ranks.index
+    tokens, rank = sum(member.tokens for member in members), ranks.index
+    weights = functools.partial(
+        sample_weights,
+        action_counts=[member.actions for member in members],
+        episodes=[member.episode for member in members],
+        constant_length=settings.constant_length,
+    )
     columns = [
-        _column(batch, members, sample_weights(aggregation, counts, constant_length=settings.constant_length), rank)
+        _column(batch, members, weights(aggregation), rank)
         for aggregation in (settings.aggregation, settings.regulariser_aggregation, Aggregation.TOKEN)
     ]
     trained = set(trained_samples(batch, settings))
