@@ -14,6 +14,7 @@ POSITIVE = (
     "train.batch_size",
     "train.micro_batch_size",
     "train.max_epochs",
+    "train.total_steps",
     "train.num_episodes",
     "train.max_tokens_per_gpu",
     "train.async_queue_size",

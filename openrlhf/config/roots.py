@@ -98,10 +98,13 @@ class RLConfig(TrainerSection):
         """Responses per training step: rollout.batch_size × samples_per_prompt."""
         return self.rollout.batch_size * self.samples_per_prompt
 
-    @property
-    def optimizer_steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over a round's samples."""
-        return max(1, self.samples_per_round // self.train.batch_size)
+    def optimizer_steps(self, prompts: int) -> int:
+        """Optimizer steps of a run over so many prompts of which none is lost: a round is cut into as few as have
+        room for its samples."""
+        rounds, rest = divmod(prompts, self.rollout.batch_size)
+        sizes = (self.samples_per_round, rest * self.samples_per_prompt)
+        whole, last = (-(-size // self.train.batch_size) for size in sizes)
+        return self.train.max_epochs * (rounds * whole + last)
 
     @property
     def generate_batch_size(self) -> int:

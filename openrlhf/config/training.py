@@ -8,7 +8,13 @@ from openrlhf.config.fields import Flag
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    batch_size: Annotated[int, Flag("samples per optimizer step, over all workers", flat="train_batch_size")] = 128
+    batch_size: Annotated[
+        int,
+        Flag(
+            "samples of an optimizer step, over all workers; an RL round has as few such steps as its samples need",
+            flat="train_batch_size",
+        ),
+    ] = 128
     micro_batch_size: Annotated[
         int,
         Flag(
@@ -19,6 +25,10 @@ class TrainSection:
     max_epochs: Annotated[
         int, Flag("passes over the data (SFT, RM, DPO) or over each rollout (RL)", flat="max_epochs")
     ] = 1
+    total_steps: Annotated[
+        int | None,
+        Flag("the run ends after so many steps (RL: rounds), if the data lasts; unset: when the data is through"),
+    ] = None
     seed: Annotated[int, Flag("fixes everything that is random, prompt order included", flat="seed")] = 42
     full_determinism_enable: Annotated[
         bool, Flag("slower kernels that give the same bits every time", flat="full_determinism")

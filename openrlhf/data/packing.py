@@ -52,6 +52,8 @@ def _bundles(
 
 def evenly(items: Sequence[T], *, parts: int) -> list[list[T]]:
     """`parts` runs whose sizes differ by at most one; some are empty when there are too few items."""
+    if not parts:
+        return []
     size, extra = divmod(len(items), parts)
     cut: list[list[T]] = []
     start = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -49,13 +50,16 @@ class Schedule:
         *,
         batch_size: int,
         epochs: int = 1,
+        total_steps: int | None = None,
         seed: int = 42,
         rank: int = 0,
         ranks: int = 1,
         token_budget: int | None = None,
         micro_batch_size: int | None = None,
     ) -> None:
-        """`lengths[i]`: tokens of sample i. `token_budget`, `micro_batch_size`: see `divide`; one of them."""
+        """`lengths[i]`: tokens of sample i. `total_steps`: the most steps of the run; None: as many as the epochs have.
+        `token_budget`, `micro_batch_size`: see `divide`; one of them.
+        """
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         if len(lengths) < batch_size:
@@ -64,7 +68,7 @@ class Schedule:
             )
         self._lengths = list(lengths)
         self._batch_size = batch_size
-        self._epochs = epochs
+        self._total = min(total_steps or sys.maxsize, epochs * (len(lengths) // batch_size))
         self._seed = seed
         self._rank = rank
         self._divide = functools.partial(
@@ -79,7 +83,7 @@ class Schedule:
 
     def __len__(self) -> int:
         """Steps of all epochs together."""
-        return self.steps_per_epoch * self._epochs
+        return self._total
 
     @property
     def next_step(self) -> int:

@@ -111,7 +111,8 @@ class RankLearners:
         self._rounds += 1
         own = Metrics()
         frozen = self._rounds <= self._freezing_steps
-        if not self._steps.on_policy and not frozen and batch.old_logprobs_A is None:
+        on_policy = self._steps.on_policy(self._episodes(batch))
+        if not on_policy and not frozen and batch.old_logprobs_A is None:
             batch.old_logprobs_A = self._policy_scorer.score(batch, trained_samples(batch, self._steps))
         steps = self._cut(batch)
         if self._critic is not None:
@@ -127,11 +128,15 @@ class RankLearners:
     def _cut(self, batch: TrainingBatch) -> list[Step]:
         return optimizer_steps(batch, self._steps, round_index=self._rounds, fitting=self._fitting, ranks=self._ranks)
 
+    def _episodes(self, batch: TrainingBatch) -> int:
+        """Of the round, on all ranks. Collective."""
+        return sum(self._ranks.gather(len(batch.episode_offsets) - 1))
+
     def _adapt_kl(self, batch: TrainingBatch, updated: Metrics) -> None:
         """Tell the controller what the round's KL was: as the policy sampled, or as the loss saw it."""
         if self._kl is None:
             return
-        episodes = sum(self._ranks.gather(len(batch.episode_offsets) - 1))
+        episodes = self._episodes(batch)
         kl = updated.values().get("kl") if self._kl.as_loss else self._sampled_kl
         if kl is not None:
             self._kl.controller.update(kl, episodes)

@@ -25,7 +25,8 @@ class StepSettings:
     """How a round is cut."""
 
     epochs: int
-    steps_per_epoch: int
+    batch_size: int
+    """Samples of an optimizer step, at most."""
     batching: MicroBatching
     aggregation: Aggregation
     """Of the policy loss."""
@@ -37,14 +38,13 @@ class StepSettings:
     """Samples whose advantages are all 0 get no forward. Right only where nothing but the advantage pulls at them."""
     seed: int
 
-    @property
-    def steps_per_round(self) -> int:
-        return self.epochs * self.steps_per_epoch
+    def steps_per_epoch(self, samples: int) -> int:
+        """Optimizer steps in one pass over a round of so many samples: as few as have room for all."""
+        return -(-samples // self.batch_size)
 
-    @property
-    def on_policy(self) -> bool:
-        """With one optimizer step per rollout, the weights that are updated are those before the round."""
-        return self.steps_per_round == 1
+    def on_policy(self, samples: int) -> bool:
+        """Whether a round of so many samples is one optimizer step: what it updates are the weights that sampled."""
+        return self.epochs * self.steps_per_epoch(samples) <= 1
 
 
 class MicroBatch(NamedTuple):
@@ -157,13 +157,14 @@ def optimizer_steps(
     fitting: Fitting | None = None,
     ranks: Ranks = ALONE,
 ) -> list[Step]:
-    """This rank's part of the round's optimizer steps, a fixed number. Collective.
+    """This rank's part of the round's optimizer steps. Collective.
 
-    What failures and filtering left is split evenly over them, and an episode's segments are in one step; a step
-    without a sample is left out. Which samples are
-    in a step, and what they weigh, follows from all ranks' samples, before any is skipped or packed: an idle sample
-    costs no forward and still counts in the denominators, of which it is a part. Every rank has the same number of
-    micro-batches in a step, and at least one: a gradient of 0 is a step too, for the optimizer's momentum goes on.
+    n samples are ⌈n / batch size⌉ steps per epoch, as even as they can be; an episode is one sample, and its segments
+    are in one step. So a round that lost some samples to failures keeps its number of steps, and one of few samples
+    has few steps. Which samples are in a step, and what they weigh, follows from all ranks' samples, before any is
+    skipped or packed: an idle sample costs no forward and still counts in the denominators, of which it is a part.
+    Every rank has the same number of micro-batches in a step, and at least one: a gradient of 0 is a step too, for the
+    optimizer's momentum goes on.
 
     `fitting`: how steps are cut at the moment; None: as the settings say.
     """
@@ -172,7 +173,7 @@ def optimizer_steps(
     steps = []
     for epoch in range(settings.epochs):
         parts = split(listed, settings, round_index=round_index, epoch=epoch)
-        steps += [_step(batch, [listed[i] for i in part], settings, fitting, ranks) for part in parts if part]
+        steps += [_step(batch, [listed[i] for i in part], settings, fitting, ranks) for part in parts]
     sizes = zip(*ranks.gather([len(step) for step in steps]), strict=True)
     for step, size in zip(steps, sizes, strict=True):
         step.fill_up(max(size))
@@ -184,7 +185,7 @@ def split(samples: Sequence[Listed], settings: StepSettings, *, round_index: int
     episodes: dict[SampleKey, list[int]] = {}
     for index in shuffled(samples, seed=derive_seed(settings.seed, "order", round_index, epoch)):
         episodes.setdefault(samples[index].episode, []).append(index)
-    parts = evenly(list(episodes.values()), parts=settings.steps_per_epoch)
+    parts = evenly(list(episodes.values()), parts=settings.steps_per_epoch(len(episodes)))
     return [[index for episode in part for index in episode] for part in parts]
 
 

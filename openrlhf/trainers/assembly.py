@@ -30,7 +30,7 @@ from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
 from openrlhf.trainers.launching import Launch, launched, settled
 from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.pipelines import pipeline
-from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, policy_tokenizer
+from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, policy_tokenizer, warn_of_few_steps
 from openrlhf.trainers.restarting import with_restarts
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.rl import RLTrainer, Schedule
@@ -89,7 +89,10 @@ def _train(
         source = launcher.reward()
         reward = source and held.enter_context(_started(source, loop, "the reward"))
         rounds = math.ceil(len(prompts) / config.rollout.batch_size)
-        bound = held.enter_context(launcher.bound(rounds=rounds))
+        warn_of_few_steps(config.train, rounds, remedy="--train.num_episodes")
+        rounds = min(rounds, config.train.total_steps or rounds)
+        played = min(len(prompts), rounds * config.rollout.batch_size)
+        bound = held.enter_context(launcher.bound(total_steps=config.optimizer_steps(played)))
         episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop, "episodes"))
         runner = EpisodeRunner(
             episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None

@@ -40,8 +40,8 @@ class Launcher(Protocol):
         """Whatever judges samples, not started yet; None: an agent does."""
         ...
 
-    def bound(self, *, rounds: int) -> AbstractContextManager[Bound]:
-        """Ready for a run of so many rounds; nothing of it is left afterwards."""
+    def bound(self, *, total_steps: int) -> AbstractContextManager[Bound]:
+        """Ready for a run of so many optimizer steps; nothing of it is left afterwards."""
         ...
 
 

@@ -39,10 +39,10 @@ class LocalLauncher:
         return build_reward(self.config, reward_model_here(self.config, self.tokenizer, self.device))
 
     @contextlib.contextmanager
-    def bound(self, *, rounds: int) -> Iterator[Bound]:
+    def bound(self, *, total_steps: int) -> Iterator[Bound]:
         models = load_models(self.config, self.device)
         with opened_engine(self.config, models, self.tokenizer, self.device) as opened:
-            training = LocalTraining(self.config, models, rounds=rounds, device=self.device)
+            training = LocalTraining(self.config, models, total_steps=total_steps, device=self.device)
             in_turns = self.config.ds.enable_sleep and not self.config.train.async_enable
             switch = HybridSwitch(engines=opened.sleepers, backends=training.backends if in_turns else ())
             with _usage(self.device) as usage:

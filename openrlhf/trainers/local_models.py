@@ -119,14 +119,14 @@ def load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
 
 
 class LocalTraining:
-    """Models, their backends and the workers, for a run of so many rounds; on a rank, its part of them."""
+    """Models, their backends and the workers, for a run of so many optimizer steps; on a rank, its part of them."""
 
     def __init__(
         self,
         config: RLConfig,
         models: LocalModels,
         *,
-        rounds: int,
+        total_steps: int,
         device: torch.device,
         distribution: Distribution = ONE_PROCESS,
     ) -> None:
@@ -134,7 +134,6 @@ class LocalTraining:
         self._models = models
         self._distribution = distribution
         self._steps = step_settings(config)
-        total_steps = rounds * self._steps.steps_per_round
         self.policy_backend = distribution.train(
             models.policy,
             optimizer_settings(config.actor, total_steps=total_steps),
@@ -259,7 +258,7 @@ def sample_maker(config: RLConfig) -> SampleMaker:
 def step_settings(config: RLConfig) -> StepSettings:
     return StepSettings(
         epochs=config.train.max_epochs,
-        steps_per_epoch=config.optimizer_steps_per_epoch,
+        batch_size=config.train.batch_size,
         batching=_batching(config, samples=config.train.micro_batch_size, tokens=config.train.max_tokens_per_gpu),
         aggregation=config.loss_aggregation,
         regulariser_aggregation=config.regulariser_aggregation,

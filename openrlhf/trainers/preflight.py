@@ -15,6 +15,7 @@ from openrlhf.checkpoint.manager import Found
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import Config, RLConfig
 from openrlhf.config.schema import to_dict
+from openrlhf.config.training import TrainSection
 from openrlhf.data.hub import hub_reachable, offline
 from openrlhf.models.loading import ModelLoadError, load_tokenizer
 from openrlhf.observability.run_directory import RunDirectory
@@ -84,6 +85,15 @@ def warn_of_positions(model_config: Any, *, max_len: int) -> None:
     known = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if isinstance(known, int) and max_len > known:
         logger.warning("--data.max_len %d is more than the %d positions the model was made for", max_len, known)
+
+
+def warn_of_few_steps(train: TrainSection, available: int, *, remedy: str) -> None:
+    """`available`: steps until the data is through."""
+    if train.total_steps is not None and train.total_steps > available:
+        logger.warning(
+            "--train.total_steps %d: the data is through after %d steps, and the run ends there (raise %s for more)",
+            train.total_steps, available, remedy,
+        )  # fmt: skip
 
 
 def _may_be_hub_name(path: str) -> bool:

@@ -30,17 +30,17 @@ from openrlhf.trainers.running import prepare_process
 from openrlhf.trainers.settings import model_dtype, optimizer_settings
 
 
-def rank_service(config: RLConfig, roles: Collection[Role], *, rounds: int) -> RankService:
+def rank_service(config: RLConfig, roles: Collection[Role], *, total_steps: int) -> RankService:
     """Meet the other ranks and load what these roles need. Collective."""
-    return _Rank(config, rounds=rounds).service(roles)
+    return _Rank(config, total_steps=total_steps).service(roles)
 
 
 class _Rank:
     """One rank, as it loads."""
 
-    def __init__(self, config: RLConfig, *, rounds: int) -> None:
+    def __init__(self, config: RLConfig, *, total_steps: int) -> None:
         self._config = config
-        self._rounds = rounds
+        self._total_steps = total_steps
         self._distribution = Distribution.of("auto", config.ds)
         self._device = prepare_process(config.train, self._distribution.ranks)
 
@@ -64,7 +64,7 @@ class _Rank:
                 config, self._device, with_reference=Role.REFERENCE in roles, with_critic=Role.CRITIC in roles
             )
         training = LocalTraining(
-            config, models, rounds=self._rounds, device=self._device, distribution=self._distribution
+            config, models, total_steps=self._total_steps, device=self._device, distribution=self._distribution
         )
         return PolicyService(
             training.learners,
@@ -79,7 +79,7 @@ class _Rank:
         with self._loading():
             critic = load_critic(config, self._device)
         steps = step_settings(config)
-        settings = optimizer_settings(config.critic, total_steps=self._rounds * steps.steps_per_round)
+        settings = optimizer_settings(config.critic, total_steps=self._total_steps)
         backend = self._distribution.train(critic, settings)
         kept = kept_critic(backend, critic, policy_tokenizer(config), ranks)
         part = critic_part(config, backend, self._distribution, device=self._device)

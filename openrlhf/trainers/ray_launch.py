@@ -102,9 +102,9 @@ class RayLauncher:
         )
 
     @contextlib.contextmanager
-    def bound(self, *, rounds: int) -> Iterator[Bound]:
+    def bound(self, *, total_steps: int) -> Iterator[Bound]:
         config = self.config
-        build = functools.partial(rank_service, config, rounds=rounds)
+        build = functools.partial(rank_service, config, total_steps=total_steps)
         with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:

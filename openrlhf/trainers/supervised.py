@@ -255,7 +255,7 @@ class SupervisedTrainer:
 
     def _evaluation_is_due(self) -> bool:
         every = self.periods.eval_every
-        ends_epoch = self.steps_done % self.schedule.steps_per_epoch == 0
+        ends_epoch = self.steps_done % self.schedule.steps_per_epoch == 0 or self.steps_done == len(self.schedule)
         due = ends_epoch or (every is not None and self.steps_done % every == 0)
         return due and self.evaluated_after != self.steps_done
 

@@ -36,7 +36,13 @@ from openrlhf.trainers.balancing import BalancedObjective
 from openrlhf.trainers.distribution import Distribution
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
-from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, reading_model, warn_of_positions
+from openrlhf.trainers.preflight import (
+    checked_model_dir,
+    create_run_directory,
+    reading_model,
+    warn_of_few_steps,
+    warn_of_positions,
+)
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
@@ -105,11 +111,13 @@ def _train(
         samples.lengths,
         batch_size=config.train.batch_size,
         epochs=config.train.max_epochs,
+        total_steps=config.train.total_steps,
         seed=config.train.seed,
         rank=ranks.index,
         ranks=ranks.count,
         token_budget=config.tokens_per_forward,
     )
+    warn_of_few_steps(config.train, len(schedule), remedy="--train.max_epochs")
     parts = kind.assemble(config, place)
     backend = distribution.train(parts.module, optimizer_settings(config, total_steps=len(schedule)))
     run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None

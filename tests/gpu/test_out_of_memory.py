@@ -84,7 +84,7 @@ def update(model, *, tokens, extra_bytes=None):
     backend = TorchBackend(policy, OptimizerSettings(lr=1e-4))
     learner = PolicyLearner(backend, SETTINGS, device=CUDA)
     settings = StepSettings(
-        epochs=1, steps_per_epoch=1, batching=MicroBatching(tokens=tokens), aggregation=Aggregation.TOKEN, seed=0
+        epochs=1, batch_size=1000, batching=MicroBatching(tokens=tokens), aggregation=Aggregation.TOKEN, seed=0
     )
     values = []
     for number in (1, 2):

@@ -135,7 +135,7 @@ def test_a_rank_that_stops_in_a_collective_is_named_and_the_stacks_of_all_are_ke
 
 def test_a_model_that_is_not_there_is_said_in_one_line(cluster, tmp_path):
     config = parse("train_ppo_ray", ["--actor.model_name_or_path", str(tmp_path / "nothing"), "--init_kl_coef", "0"])
-    build = functools.partial(rank_service, config, (Role.ACTOR,), rounds=1)
+    build = functools.partial(rank_service, config, (Role.ACTOR,), total_steps=1)
     with (
         pytest.raises(WorkerError, match=r"actor rank \d on [\d.]+: ModelLoadError: .*nothing") as caught,
         group_of(1, build, cluster),
@@ -160,11 +160,12 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
     values = {**FLAGS, **flags, "pretrain": model}
     words = [w for name, value in values.items() for w in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]  # fmt: skip
     config = parse("train_ppo_ray", ["--train.launcher", "ray", *words])
-    local = LocalTraining(config, load_models(config, CPU), rounds=2, device=CPU).workers
+    total = config.optimizer_steps(2 * config.rollout.batch_size)
+    local = LocalTraining(config, load_models(config, CPU), total_steps=total, device=CPU).workers
     expected = [play(local, make_groups()) for _ in range(2)]
 
     request = requested(config, devices_per_node=1, engines_by_default=False, cpus_per_device=0)
-    build = functools.partial(rank_service, config, rounds=2)
+    build = functools.partial(rank_service, config, total_steps=total)
     with placed(plan(request), cluster) as whole, worker_groups(whole, build, deadline=120) as groups:
         assert [crew.name for crew in whole.plan.crews()] == crews
         workers = RayWorkers.of(groups, sample_maker(config), step_settings(config))

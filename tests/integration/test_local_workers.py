@@ -85,6 +85,7 @@ def test_fp16_learns_what_fp32_learns(models, groups):
         ({"init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k2"}, 0),
         ({"init_kl_coef": 0.1}, 1),  # KL in the reward is that of the policy as it sampled
         ({"train_batch_size": 4}, 1),  # two steps per round
+        ({"train_batch_size": 6, "rollout_batch_size": 4}, 0),  # these six samples are one step of a larger round's two
         ({"max_epochs": 2}, 1),
     ],
 )

@@ -88,7 +88,7 @@ def make_batch(lengths: list[tuple[int, int]], *, seed: int = 0) -> TrainingBatc
 def make_steps(batch: TrainingBatch, batching: MicroBatching, **changes):
     settings = {
         "epochs": 1,
-        "steps_per_epoch": 1,
+        "batch_size": 1000,
         "aggregation": Aggregation.TOKEN,
         "constant_length": 7,
         "seed": 0,
@@ -203,11 +203,11 @@ def test_a_correction_needs_the_logprobs_of_every_token(policy, loss, correction
         update(policy, some_logprobs(), WHOLE, settings)
 
 
-def test_a_round_is_split_evenly_over_its_fixed_number_of_steps(policy):
-    """Seven samples (failures took one of eight) over three steps and two epochs: six steps, none skipped."""
+def test_a_round_is_split_evenly_over_its_steps(policy):
+    """Seven samples (failures took one of eight) in steps of three are three steps, of 3, 2 and 2; two epochs: six."""
     batch = make_batch([(2, 3)] * 7)
     batch.old_logprobs_A = torch.full((batch.num_actions,), -2.0)
-    gradients, _ = update(policy, batch, WHOLE, steps_per_epoch=3, epochs=2)
+    gradients, _ = update(policy, batch, WHOLE, batch_size=3, epochs=2)
     assert len(gradients) == 6
 
 

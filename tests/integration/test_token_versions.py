@@ -45,8 +45,8 @@ class Witness:
         return self._launcher.reward()
 
     @contextlib.contextmanager
-    def bound(self, *, rounds: int) -> Iterator[Bound]:
-        with self._launcher.bound(rounds=rounds) as bound:
+    def bound(self, *, total_steps: int) -> Iterator[Bound]:
+        with self._launcher.bound(total_steps=total_steps) as bound:
             self._policy, self._weights = bound.kept[ACTOR].backend.module, bound.weights
             yield bound._replace(workers=_SeenWorkers(bound.workers, self), weights=self)
 

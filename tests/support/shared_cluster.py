@@ -42,9 +42,9 @@ class _Launcher(RayLauncher):
         yield self._shared
 
     @contextlib.contextmanager
-    def bound(self, *, rounds: int) -> Iterator[Bound]:
+    def bound(self, *, total_steps: int) -> Iterator[Bound]:
         """Engines that were lost are back afterwards: only this run's policy can give them weights."""
-        with super().bound(rounds=rounds) as bound:
+        with super().bound(total_steps=total_steps) as bound:
             try:
                 yield bound
             finally:

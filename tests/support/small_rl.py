@@ -101,7 +101,8 @@ def training(
         reference=copy.deepcopy(models.reference) if config.uses_reference else None,
         critic=copy.deepcopy(models.critic) if config.uses_critic else None,
     )
-    return LocalTraining(config, own, rounds=2, device=CPU, distribution=distribution), own
+    total = config.optimizer_steps(2 * config.rollout.batch_size)
+    return LocalTraining(config, own, total_steps=total, device=CPU, distribution=distribution), own
 
 
 def play(workers, groups) -> dict[str, float]:

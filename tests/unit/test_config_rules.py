@@ -252,12 +252,12 @@ def test_prefixes_are_cached_where_they_are_shared_or_as_asked(text, cached):
 
 
 def test_derived_values():
-    """64 prompts × 4 samples = 256; 256 // 100 = 2 optimizer steps a pass."""
+    """64 prompts × 4 samples = 256: three optimizer steps of at most 100 samples. 10 prompts more: one step of 40."""
     text = (
         "--rollout_batch_size 64 --n_samples_per_prompt 4 --train_batch_size 100 --advantage_estimator rloo --gamma 0.9"
     )
     config = parse("train_ppo_ray", text.split())
-    assert config.optimizer_steps_per_epoch == 2
+    assert [config.optimizer_steps(prompts) for prompts in (64, 128, 138)] == [3, 6, 7]
     assert (config.generate_batch_size, config.scoring_tokens_per_gpu, config.response_limit) == (64, 16192, 2048)
     assert config.gamma == 1.0
     assert config.algo.advantage.gamma == 0.9

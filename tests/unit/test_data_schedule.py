@@ -41,6 +41,14 @@ class TestOrder:
             assert len(seen) == 9
         assert len(left_out) > 1
 
+    @pytest.mark.parametrize(("total", "steps"), [(None, 6), (4, 4), (6, 6), (100, 6)])
+    def test_it_ends_after_the_steps_asked_for(self, total, steps):
+        """Ten samples in steps of three, two epochs: six steps of which the first are the same whatever the limit."""
+        schedule = Schedule([5] * 10, batch_size=3, epochs=2, total_steps=total, token_budget=100)
+        whole = Schedule([5] * 10, batch_size=3, epochs=2, token_budget=100)
+        assert len(schedule) == steps
+        assert list(schedule) == list(whole)[:steps]
+
     def test_epochs_and_seeds_have_orders_of_their_own(self):
         def order(seed, epoch):
             return Schedule([1] * 50, batch_size=50, epochs=2, seed=seed, micro_batch_size=1).step(epoch).samples

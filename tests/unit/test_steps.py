@@ -36,7 +36,7 @@ def make_batch(shapes: list[tuple[int, int]], advantages: list[float] | None = N
 def make_settings(**changes) -> StepSettings:
     defaults = {
         "epochs": 1,
-        "steps_per_epoch": 1,
+        "batch_size": 1000,
         "batching": MicroBatching(samples=1),
         "aggregation": Aggregation.TOKEN,
         "seed": 0,
@@ -50,16 +50,28 @@ def rows(steps) -> list[list[int]]:
 
 def test_every_action_is_in_exactly_one_step_of_an_epoch():
     batch = make_batch([(0, 2), (0, 1), (1, 3), (1, 2), (2, 1), (2, 4), (3, 2)])
-    steps = optimizer_steps(batch, make_settings(epochs=2, steps_per_epoch=3), round_index=1)
+    steps = optimizer_steps(batch, make_settings(epochs=2, batch_size=3), round_index=1)
     assert len(steps) == 6
     for epoch in (steps[:3], steps[3:]):
         assert sorted(row for step in rows(epoch) for row in step) == list(range(15))
 
 
-def test_too_few_samples_leave_steps_out():
-    steps = optimizer_steps(make_batch([(0, 2), (1, 2)]), make_settings(steps_per_epoch=4), round_index=1)
-    assert len(steps) == 2
-    assert optimizer_steps(make_batch([]), make_settings(), round_index=1) == []
+@pytest.mark.parametrize(
+    ("samples", "sizes"),
+    [
+        (16, [4, 4, 4, 4]),  # a full round
+        (14, [4, 4, 3, 3]),  # two failed: as many steps, as even as they can be
+        (5, [3, 2]),
+        (3, [3]),  # the last prompts of the data are one step, not four of one sample or none
+        (0, []),
+    ],
+)
+def test_the_batch_size_is_that_of_a_step_also_in_a_short_round(samples, sizes):
+    batch, settings = make_batch([(i // 2, 1) for i in range(samples)]), make_settings(batch_size=4)
+    steps = optimizer_steps(batch, settings, round_index=1)
+    assert [len(step) for step in rows(steps)] == sizes
+    assert settings.on_policy(samples) == (len(sizes) <= 1)
+    assert not dataclasses.replace(settings, epochs=2).on_policy(samples) or samples == 0
 
 
 def test_the_order_is_another_every_round_and_keeps_a_prompt_together():
@@ -120,7 +132,7 @@ def test_the_segments_of_an_episode_are_in_one_optimizer_step():
         batch = TrainingBatch(
             samples=[dataclasses.replace(s, key=key) for s, key in zip(batch.samples, keys, strict=True)]
         )
-        steps = optimizer_steps(batch, make_settings(steps_per_epoch=2), round_index=1)
+        steps = optimizer_steps(batch, make_settings(batch_size=2), round_index=1)
         episodes = [{keys[row // 2].prompt for row in step} for step in rows(steps)]
         assert [len(step) for step in episodes] == [2, 2]
         assert not episodes[0] & episodes[1]
@@ -155,7 +167,7 @@ def test_ranks_have_the_same_steps_as_one_process(ranks, aggregation):
     """Which samples are in a step and what their tokens weigh does not depend on who has them, and all have equally
     many forwards; with 8 ranks some have nothing at all."""
     whole = make_batch([(0, 2), (0, 1), (1, 3), (1, 2), (2, 1), (2, 4), (3, 2)])
-    settings = make_settings(epochs=2, steps_per_epoch=3, aggregation=aggregation, constant_length=10)
+    settings = make_settings(epochs=2, batch_size=3, aggregation=aggregation, constant_length=10)
     alone = optimizer_steps(whole, settings, round_index=1)
     shares = share_out(whole.samples, settings, round_index=1, ranks=ranks)
     parts = together(
@@ -188,7 +200,7 @@ def test_tokens_are_shared_out_evenly_within_every_step():
     """Eight prompts of two samples of 5 tokens, four steps: two prompts a step, and each of two ranks has one of them
     whole, 10 tokens."""
     batch = make_batch([(i // 2, 4) for i in range(16)])
-    settings = make_settings(steps_per_epoch=4)
+    settings = make_settings(batch_size=4)
     shares = share_out(batch.samples, settings, round_index=3, ranks=2)
     order = shuffled(roster(batch), seed=derive_seed(0, "order", 3, 0))
     for step in range(4):
@@ -202,7 +214,7 @@ def test_the_segments_of_an_episode_stay_on_one_rank():
     batch = make_batch([(0, 4)] * 8)
     segments = [dataclasses.replace(s, key=SampleKey(0, i // 4, i % 4)) for i, s in enumerate(batch.samples)]
     for ranks in (2, 3, 5):
-        shares = share_out(segments, make_settings(steps_per_epoch=3), round_index=1, ranks=ranks)
+        shares = share_out(segments, make_settings(batch_size=1), round_index=1, ranks=ranks)
         episodes = [{sample.key.sample for sample in share} for share in shares]
         assert sorted(e for share in episodes for e in share) == [0, 1]
         assert sorted(len(share) for share in shares if share) in ([8], [4, 4])

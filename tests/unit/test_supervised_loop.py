@@ -130,10 +130,10 @@ def test_what_is_logged():
         (8, None, [4, 8]),
         (8, 3, [3, 4, 6, 8]),
         (8, 4, [4, 8]),
-        (6, 5, [4, 5]),
+        (6, 5, [4, 5, 6]),  # a limit of six steps ends the run in the middle of an epoch
     ],
 )
-def test_evaluation_comes_at_its_period_and_at_the_end_of_epochs(steps, every, expected):
+def test_evaluation_comes_at_its_period_and_at_the_end_of_epochs_and_of_the_run(steps, every, expected):
     """Four steps an epoch. No step is evaluated twice."""
     trainer, memory = fake_trainer(steps=steps, eval_every=every)
     last = trainer.fit()
