@@ -118,8 +118,7 @@ class RLTrainer:
 
         Raises Stopped when it was asked to stop and has saved, and RolloutError when there was nothing to train on.
         """
-        if (state := self.checkpointer.load()) is not None:
-            self.load_state_dict(state)
+        state = self.checkpointer.load(self.load_state_dict)
         # An engine begins with whatever its files hold, or with nothing.
         self.weights.push(version=self.version)
         # A checkpoint has the very weights whose evaluation it interrupted.

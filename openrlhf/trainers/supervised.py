@@ -196,10 +196,8 @@ class SupervisedTrainer:
 
         Raises Stopped, on all ranks, when one was asked to stop and all have saved.
         """
-        if (state := self.checkpointer.load()) is not None:
-            self.load_state_dict(state)
-            if self._evaluation_is_due():
-                self.evaluate()  # left to this run by the one that was stopped
+        if self.checkpointer.load(self.load_state_dict) is not None and self._evaluation_is_due():
+            self.evaluate()  # left to this run by the one that was stopped
         for batch in self.schedule:
             metrics = self.step(batch)
             self.steps_done += 1
