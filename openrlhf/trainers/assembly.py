@@ -150,6 +150,7 @@ def _train(
                 rollout_log=rollout_log,
                 ledger=ledger,
                 progress=seen.progress,
+                warnings=seen.warnings,
                 checkpointer=_checkpointer(config, checkpoints, bound.kept, run_dir),
                 stop=stop,
             )

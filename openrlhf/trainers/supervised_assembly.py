@@ -143,6 +143,7 @@ def _train(
             tokens_per_forward=config.tokens_per_forward,
             logger=seen.logger,
             progress=seen.progress,
+            warnings=seen.warnings,
             ranks=ranks,
             checkpointer=checkpointer,
             stop=stop,
