@@ -97,7 +97,9 @@ def rl_flags(task: Task, run_dir: Path, *, seed: int, steps: int) -> dict[str, A
         "actor.model_name_or_path": str(run_dir / "inputs" / "model"),
         "data.prompt_dataset": str(run_dir / "inputs" / "train.jsonl"),
         "data.label_key": "label",
-        "data.max_samples": PROMPTS * steps,
+        # Evaluation data has the same limit, and is measured on as a whole however short the run is.
+        "data.max_samples": max(PROMPTS * steps, len(task.held_out)),
+        **({"train.total_steps": steps} if PROMPTS * steps < len(task.held_out) else {}),
         **task.flags,
         "algo.advantage.estimator": "reinforce_baseline",
         "algo.kl.init_coef": 0,

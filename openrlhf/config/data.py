@@ -16,7 +16,9 @@ class TokenizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(TokenizerSection):
-    max_samples: Annotated[int, Flag("take at most this many records", flat="max_samples")] = 1_000_000
+    max_samples: Annotated[
+        int, Flag("take at most this many records, of the mixture; of evaluation data as well", flat="max_samples")
+    ] = 1_000_000
     input_template: Annotated[
         str | None, Flag("text around the prompt, with {} for it; chat templates replace it", flat="input_template")
     ] = None
@@ -37,7 +39,10 @@ class DataSection(TokenizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedDataSection(DataSection):
-    dataset: Annotated[str | None, Flag("training data: comma list of name[@folder] or files", flat="dataset")] = None
+    dataset: Annotated[
+        str | None,
+        Flag("training data: comma list of files, patterns, folders, name[@folder], file://, hf://", flat="dataset"),
+    ] = None
     dataset_probs: Annotated[
         str | None, Flag("comma list of mixing probabilities; unset: one after the other", flat="dataset_probs")
     ] = None
@@ -75,9 +80,10 @@ class DPODataSection(PreferenceDataSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptDataSection(DataSection):
-    prompt_dataset: Annotated[str | None, Flag("prompts: comma list of name[@folder] or files", flat="prompt_data")] = (
-        None
-    )
+    prompt_dataset: Annotated[
+        str | None,
+        Flag("prompts: comma list of files, patterns, folders, name[@folder], file://, hf://", flat="prompt_data"),
+    ] = None
     prompt_probs: Annotated[
         str | None, Flag("comma list of mixing probabilities; unset: one after the other", flat="prompt_data_probs")
     ] = None

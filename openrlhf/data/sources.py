@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
 import importlib.metadata
 import logging
 import re
@@ -10,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -22,7 +25,10 @@ logger = logging.getLogger(__name__)
 __all__ = ["DataError", "Record", "Records", "load_records", "warn_left_out"]
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-ACCEPTED = "a .jsonl, .json, .csv, .parquet or .arrow file, a folder, or a Hub name such as org/name"
+ACCEPTED = (
+    "a .jsonl, .json, .csv, .parquet or .arrow file, a pattern such as 'folder/*.jsonl', a folder, "
+    "or a Hub name such as org/name"
+)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 DEFAULT_SPLITS = ("train", "test")
@@ -39,7 +45,7 @@ SPLIT_FLAG = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The records of one entry of the comma list."""
+    """The records of one file, folder or Hub name."""
 
     name: str
     """How messages call it: the file name, or the folder's or Hub name."""
@@ -88,10 +94,11 @@ def load_records(
     trust_remote_code: bool = False,
     flag: str = "--data.prompt_dataset",
 ) -> Records:
-    """The records that `flag` names: the first `max_samples` of each source, then mixed.
+    """The records that `flag` names: its entries mixed, and of the mixture the first `max_samples`.
 
-    `spec` is a comma list of `name[@data_dir]`. Without `probs` the sources follow one another. With them each
-    next record is drawn from a source with that probability until every source has been read to its end; those
+    `spec` is a comma list of `name[@data_dir]`, `file://…`, `hf://datasets/…` and patterns such as `folder/*.jsonl`,
+    whose files follow one another and are one entry. Without `probs` the entries follow one another. With them each
+    next record is drawn from an entry with that probability until every entry has been read to its end; those
     that ended earlier start over (what `datasets.interleave_datasets` calls "all_exhausted").
 
     A single file has no splits: `split` applies to folders and Hub names. Raises DataError.
@@ -102,13 +109,16 @@ def load_records(
     if max_samples is not None and max_samples < 1:
         raise DataError(f"--data.max_samples must be >= 1, got {max_samples}")
     weights = None if probs is None else parse_probabilities(probs, count=len(names), flag=flag)
-    sources = [
-        _load_source(name, split=split, limit=max_samples, trust_remote_code=trust_remote_code, flag=flag)
+    entries = [
+        _load_entry(name, split=split, limit=max_samples, trust_remote_code=trust_remote_code, flag=flag)
         for name in names
     ]
-    lengths = [len(source.records) for source in sources]
+    lengths = [sum(len(source.records) for source in entry) for entry in entries]
     rows = concatenated_rows(lengths) if weights is None else interleaved_rows(lengths, probs=weights, seed=seed)
-    return Records(sources, rows)
+    rows = rows[:max_samples]
+    if unread := [name for number, name in enumerate(names) if not (rows[:, 0] == number).any()]:
+        logger.warning("%s: --data.max_samples %s leaves no record of %s", flag, max_samples, ", ".join(unread))
+    return Records([source for entry in entries for source in entry], _rows_of_files(rows, entries))
 
 
 def warn_left_out(records: Records, rows: Sequence[int], *, why: str, what: str, flag: str) -> None:
@@ -169,7 +179,61 @@ def interleaved_rows(lengths: Sequence[int], *, probs: Sequence[float], seed: in
     return np.array(rows, dtype=np.int64)
 
 
-# ---------------------------------------------------------------------------------------------- one source
+def _rows_of_files(rows: np.ndarray, entries: Sequence[Sequence[Source]]) -> np.ndarray:
+    """int64 [N, 2]: from (entry, its record) to (source, its record), the sources of all entries numbered together."""
+    result = np.empty_like(rows)
+    first_source = 0
+    for number, entry in enumerate(entries):
+        mine = rows[:, 0] == number
+        starts = np.cumsum([0, *(len(source.records) for source in entry)])
+        which = np.searchsorted(starts, rows[mine, 1], side="right") - 1
+        result[mine] = np.stack([first_source + which, rows[mine, 1] - starts[which]], axis=1)
+        first_source += len(entry)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------- one entry
+
+
+def _load_entry(name: str, *, split: str, limit: int | None, trust_remote_code: bool, flag: str) -> list[Source]:
+    """The sources of one entry of the comma list: one, or the files of a pattern in the order of their names."""
+    load = functools.partial(_load_source, split=split, trust_remote_code=trust_remote_code, flag=flag)
+    if name.startswith("hf://"):
+        return [_load_url(name, split=split, limit=limit, flag=flag)]
+    if name.startswith("file://"):
+        name = unquote(name.removeprefix("file://localhost").removeprefix("file://"))
+    pattern = str(Path(name).expanduser())
+    if not glob.has_magic(pattern) or Path(pattern).exists():
+        return [load(name, limit=limit)]
+    files = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    if not files:
+        raise DataError(f"{flag}: {name} matches no file (looked in {Path.cwd()}): give {ACCEPTED}")
+    sources: list[Source] = []
+    for path in files:
+        left = None if limit is None else limit - sum(len(source.records) for source in sources)
+        if left == 0:
+            break
+        sources.append(load(path, limit=left))
+    return sources
+
+
+def _load_url(url: str, *, split: str, limit: int | None, flag: str) -> Source:
+    """`hf://datasets/org/name[@revision][/files]`, as `huggingface_hub` writes it."""
+    parts = url.removeprefix("hf://").removeprefix("datasets/").strip("/").split("/")
+    named = 1 if len(parts) == 2 and Path(parts[1]).suffix.lower() in FILE_KINDS else 2
+    name, _, revision = "/".join(parts[:named]).partition("@")
+    if not HUB_NAME.fullmatch(name):
+        raise DataError(f"{flag}: {url} must be hf://datasets/ORG/NAME, with @REVISION and /FILES if need be")
+    files = "/".join(parts[named:]) or None
+    with _about(url, split=split, flag=flag):
+        records = read_hub(name, data_dir=None, split=split, revision=revision or None, data_files=files)
+    return _source(name, records, limit=limit, flag=flag)
+
+
+def _source(name: str, records: Sequence[Record], *, limit: int | None, flag: str) -> Source:
+    if len(records) == 0:
+        raise DataError(f"{flag}: {name} has no records")
+    return Source(name, _First(records, limit) if limit is not None and limit < len(records) else records)
 
 
 def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code: bool, flag: str) -> Source:
@@ -204,9 +268,7 @@ def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code:
             logger.warning("--data.trust_remote_code does nothing for %s: datasets runs no loading scripts", name)
         with _about(name, split=split, flag=flag):
             records = read_hub(name, data_dir=data_dir, split=split)
-    if len(records) == 0:
-        raise DataError(f"{flag}: {name} has no records")
-    return Source(name, _First(records, limit) if limit is not None and limit < len(records) else records)
+    return _source(name, records, limit=limit, flag=flag)
 
 
 @contextlib.contextmanager

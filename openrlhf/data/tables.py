@@ -57,25 +57,29 @@ def read_folder(path: Path, *, data_dir: str | None, split: str) -> Sequence[Rec
     return data[split]
 
 
-def read_hub(name: str, *, data_dir: str | None, split: str) -> Sequence[Record]:
+def read_hub(
+    name: str, *, data_dir: str | None, split: str, revision: str | None = None, data_files: str | None = None
+) -> Sequence[Record]:
     """A data set of the Hub, or its cached copy when the Hub cannot be reached."""
+    options = {"revision": revision, "data_files": data_files}
     if hub_reachable():
-        return _load(name, data_dir=data_dir, split=split)
+        return _load(name, data_dir=data_dir, split=split, **options)
     try:
         with offline():
-            return _load(name, data_dir=data_dir, split=split)
+            return _load(name, data_dir=data_dir, split=split, **options)
     except UnknownSplitError:
         raise
     except DataError as error:
         raise HubUnreachableError(str(error)) from error
 
 
-def _load(name: str, *, data_dir: str | None, split: str) -> Sequence[Record]:
+def _load(name: str, *, data_dir: str | None, split: str, **options: str | None) -> Sequence[Record]:
     from datasets import load_dataset
 
+    given = {option: value for option, value in options.items() if value is not None}
     try:
         with _quiet():
-            return load_dataset(name, data_dir=data_dir, split=split)
+            return load_dataset(name, data_dir=data_dir, split=split, **given)
     except ConnectionError as error:
         raise HubUnreachableError(str(error)) from error
     except Exception as error:  # whatever its many readers raise

@@ -207,7 +207,7 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
     records = load_records(
         spec,
         split=config.eval.split if evaluation else config.data.prompt_split,
-        max_samples=None if evaluation else config.data.max_samples,
+        max_samples=config.data.max_samples,
         probs=None if evaluation else config.data.prompt_probs,
         seed=config.train.seed,
         trust_remote_code=config.data.trust_remote_code,

@@ -393,7 +393,7 @@ def _samples(config: SupervisedConfig, kind: _Kind, tokenizer: Any, *, evaluatio
     records = load_records(
         config.eval.dataset if evaluation else config.data.dataset,
         split=config.eval.split if evaluation else config.data.dataset_split,
-        max_samples=None if evaluation else config.data.max_samples,
+        max_samples=config.data.max_samples,
         probs=None if evaluation else config.data.dataset_probs,
         seed=config.train.seed,
         trust_remote_code=config.data.trust_remote_code,

@@ -14,7 +14,7 @@ from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.observability.loggers import read_metrics, without_times
 
 TWO_SMALL_ROUNDS = [
-    *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "4", "--data.max_samples", "64"),
+    *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "4"),
     *("--train.batch_size", "32"),
 ]
 """Of four optimizer steps each, as the demo's are: for what nothing has to be learnt for."""

@@ -117,7 +117,7 @@ def test_a_multi_turn_agent_and_a_checkpoint_that_one_process_goes_on_from(demo,
     assert min(column(run_dir, "actor_grad_norm")) > 0
     assert max(column(run_dir, "logprobs_diff")) < 1e-4
     assert max(column(run_dir, "sync/probe_gap")) < 1e-4
-    on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", "--train.num_episodes", "2", steps=2, without=others)
+    on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", "--train.total_steps", "4", steps=2, without=others)
     assert column(on, "global_step") == [3, 4]
     assert max(column(on, "logprobs_diff")) < 1e-4
 

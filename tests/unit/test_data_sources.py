@@ -109,6 +109,36 @@ class TestJson:
         (in_tmp / "empty.json").write_text("[]")
         assert refused("empty.json") == "--data.prompt_dataset: empty.json has no records"
 
+    @pytest.mark.parametrize(
+        ("content", "where"),
+        [
+            (b'{"input": "fine"}\n{"input": "half \\ud83d"}\n', "a.jsonl, line 2"),
+            (b'{"input": [{"role": "user", "content": "\\uDE00"}]}\n', "a.jsonl, line 1"),
+            (b'{"input": "\xed\xa0\x80"}\n', "a.jsonl, line 1"),
+            (b'[{"input": "x"},\n{"input": "\\ud83d"}]', "a.jsonl, item 2 of the list"),
+        ],
+    )
+    def test_half_a_character_is_named(self, in_tmp, content, where):
+        """Python reads a lone surrogate, and no tokenizer takes it."""
+        (in_tmp / "a.jsonl").write_bytes(content)
+        message = refused("a.jsonl")
+        assert message.startswith(f"{where} has half a character under 'input' (\\ud")
+        assert "\n" not in message
+
+    def test_both_halves_are_a_character(self, in_tmp):
+        (in_tmp / "a.jsonl").write_bytes('{"input": "\\ud83d\\ude00 한국어"}\n'.encode())
+        assert load_records("a.jsonl")[0] == {"input": "\N{GRINNING FACE} 한국어"}
+
+    def test_a_very_long_line_is_named(self, in_tmp, caplog, monkeypatch):
+        monkeypatch.setattr("openrlhf.data.json_files.LONG_LINE", 3_000_000)
+        write_jsonl(in_tmp / "a.jsonl", [{"input": "x"}, {"input": "y" * 4_000_000}])
+        assert len(load_records("a.jsonl")) == 2
+        assert caplog.messages == ["a.jsonl, line 2 is one record of 4 MB: is a line break missing?"]
+
+    def test_lists_in_lists_without_end(self, in_tmp):
+        (in_tmp / "a.jsonl").write_text('{"input": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+        assert refused("a.jsonl").startswith("a.jsonl, line 1 is not JSON (maximum recursion depth")
+
     def test_file_edited_later_changes_nothing(self, in_tmp):
         path = write_jsonl(in_tmp / "a.jsonl", [{"input": "x"}, {"input": "y"}])
         records = load_records("a.jsonl")
@@ -196,13 +226,79 @@ class TestFolders:
         assert len(load_records("me@home.jsonl")) == 1
 
 
+class TestPatternsAndAddresses:
+    @pytest.fixture
+    def parts(self, in_tmp):
+        (in_tmp / "parts").mkdir()
+        for name in ("b", "a", "c"):
+            write_jsonl(in_tmp / "parts" / f"{name}.jsonl", [{"input": f"{name}{i}"} for i in range(2)])
+        return "parts/*.jsonl"
+
+    def test_the_files_of_a_pattern_follow_one_another(self, parts):
+        records = load_records(parts)
+        assert [record["input"] for record in records] == ["a0", "a1", "b0", "b1", "c0", "c1"]
+        assert records.where(3) == "record 2 of b.jsonl"
+        limited = load_records(parts, max_samples=3)
+        assert [record["input"] for record in limited] == ["a0", "a1", "b0"]
+
+    def test_a_pattern_is_one_entry_of_a_mixture(self, in_tmp, parts):
+        write_jsonl(in_tmp / "other.jsonl", [{"input": f"x{i}"} for i in range(6)])
+        records = load_records(f"{parts},other.jsonl", probs="0.5,0.5", seed=1)
+        theirs = interleaved_rows([6, 6], probs=[0.5, 0.5], seed=1)
+        names = [["a0", "a1", "b0", "b1", "c0", "c1"], [f"x{i}" for i in range(6)]]
+        assert [record["input"] for record in records] == [names[entry][row] for entry, row in theirs.tolist()]
+
+    def test_a_pattern_without_a_file(self, in_tmp):
+        assert refused("parts/*.jsonl").startswith(
+            f"--data.prompt_dataset: parts/*.jsonl matches no file (looked in {in_tmp}): give a .jsonl"
+        )
+
+    def test_a_file_with_a_star_in_its_name(self, in_tmp):
+        write_jsonl(in_tmp / "a*.jsonl", [{"input": "starred"}])
+        write_jsonl(in_tmp / "ab.jsonl", [{"input": "other"}])
+        assert list(load_records("a*.jsonl")) == [{"input": "starred"}]
+
+    def test_addresses_of_files(self, in_tmp):
+        write_jsonl(in_tmp / "my data.jsonl", [{"input": "x"}])
+        for address in (f"file://{in_tmp}/my%20data.jsonl", f"file://localhost{in_tmp}/my data.jsonl"):
+            assert list(load_records(address)) == [{"input": "x"}]
+        assert "there is no file /nope.jsonl" in refused("file:///nope.jsonl")
+
+    @pytest.mark.parametrize(
+        ("url", "asked"),
+        [
+            ("hf://datasets/org/name", ("org/name", {})),
+            ("hf://org/name", ("org/name", {})),
+            ("hf://datasets/squad", ("squad", {})),
+            ("hf://datasets/org/name@v2", ("org/name", {"revision": "v2"})),
+            ("hf://datasets/org/name@v2/data/*.parquet", ("org/name", {"revision": "v2", "data_files": "data/*.parquet"})),
+            ("hf://datasets/squad/train.parquet", ("squad", {"data_files": "train.parquet"})),
+        ],
+    )  # fmt: skip
+    def test_addresses_of_the_hub(self, monkeypatch, url, asked):
+        """What `datasets` is asked for; the Hub itself cannot be reached from a test."""
+        calls = []
+
+        def load_dataset(name, *, split, data_dir, **options):
+            calls.append((name, options))
+            return datasets.Dataset.from_list([{"input": split}])
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr("openrlhf.data.tables.hub_reachable", lambda: True)
+        assert list(load_records(url, split="dev")) == [{"input": "dev"}]
+        assert calls == [asked]
+
+    def test_an_address_of_the_hub_without_a_name(self):
+        assert "hf://datasets/ must be hf://datasets/ORG/NAME" in refused("hf://datasets/")
+
+
 class TestMissing:
     @pytest.mark.parametrize("name", ["nope.jsonl", "data/nope.json", "./nope", "/nope/at/all", "a/b/c"])
     def test_path_is_not_tried_on_the_hub(self, in_tmp, name, monkeypatch):
         monkeypatch.setattr("openrlhf.data.sources.read_hub", lambda *_, **__: pytest.fail("asked the Hub"))
         assert refused(name) == (
             f"--data.prompt_dataset: there is no file {name} (looked in {in_tmp}): give a .jsonl, .json, .csv, "
-            f".parquet or .arrow file, a folder, or a Hub name such as org/name"
+            f".parquet or .arrow file, a pattern such as 'folder/*.jsonl', a folder, or a Hub name such as org/name"
         )
 
     def test_unreachable_hub_is_said_quickly(self, in_tmp, monkeypatch):
@@ -239,15 +335,22 @@ class TestMixing:
         return "a.jsonl,b.csv"
 
     def test_one_after_the_other_with_different_keys(self, two):
-        records = load_records(two, max_samples=2)
-        assert list(records) == [
-            {"input": "a0"},
-            {"input": "a1"},
-            {"input": "b0", "label": 0},
-            {"input": "b1", "label": 1},
-        ]
-        assert records.where(2) == "record 1 of b.csv"
+        records = load_records(two)
+        assert [record["input"] for record in records] == ["a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1", "b2"]
+        assert records[7] == {"input": "b1", "label": 1}
+        assert records.where(6) == "record 1 of b.csv"
         assert records[1:].where(0) == "record 2 of a.jsonl"
+
+    def test_a_limit_is_of_the_mixture(self, two, caplog):
+        """As many records as asked for, not as many of each source; a source that has none left is named."""
+        assert [record["input"] for record in load_records(two, max_samples=7)] == [*(f"a{i}" for i in range(6)), "b0"]
+        assert not caplog.messages
+        assert [record["input"] for record in load_records(two, max_samples=2)] == ["a0", "a1"]
+        assert caplog.messages == ["--data.prompt_dataset: --data.max_samples 2 leaves no record of b.csv"]
+        drawn = load_records(two, probs="0.5,0.5", max_samples=4)
+        # Of six and three records the first four and three are mixed: the beginning of that mixture.
+        assert list(drawn) == list(load_records(two, probs="0.5,0.5"))[:4]
+        assert len(drawn) == 4
 
     def test_drawn_until_every_source_has_been_read(self, two):
         records = load_records(two, probs="0.5,0.5", seed=3)
