@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -17,11 +16,8 @@ class Checkpointer(Protocol):
         """The one that was saved last, after `step`, has turned out to be the best: it is kept until another is."""
         ...
 
-    def load(self, take_up: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """What is trained becomes as it was at the latest checkpoint, and `take_up` gets the loop's own state of then.
-
-        Returns that state. None: there is no checkpoint, the run starts anew.
-        """
+    def load(self) -> dict[str, Any] | None:
+        """What is trained is as it was at the latest checkpoint; the loop's own state of then. None: start anew."""
         ...
 
 
@@ -34,5 +30,5 @@ class NoCheckpoints:
     def keep_best(self, step: int) -> None:
         pass
 
-    def load(self, take_up: Callable[[dict[str, Any]], None]) -> None:
+    def load(self) -> None:
         return None

@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 from openrlhf.config.fields import Flag
 
+DEEPSPEED = "train.backend=deepspeed train.launcher=ray"
+"""Condition of what plain torch does not do. Supervised commands have the first flag, RL the second."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DTypeSection:
@@ -23,7 +26,10 @@ class InferenceBackendSection(DTypeSection):
         Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None, Flag("kernel of mixture-of-experts layers")
     ] = None
     load_in_4bit: Annotated[bool, Flag("hold frozen weights in 4 bits (NF4)", flat="load_in_4bit")] = False
-    packing_samples: Annotated[bool, Flag("accepted; batches are always packed", flat="packing_samples")] = False
+    packing_samples: Annotated[
+        bool,
+        Flag("accepted; batches are always packed", flat="packing_samples", no_effect="batches are always packed"),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,7 @@ class ValueHeadSection:
         Flag(
             "name of the scalar head; one stored with the model wins",
             flat="value_head_prefix head_prefix value_prefix_head",
+            only_with="uses_critic|uses_reward_model",
         ),
     ] = "score"
 
@@ -45,11 +52,11 @@ class ValueHeadSection:
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
     rank: Annotated[int, Flag("LoRA rank; 0 = train all weights", flat="lora_rank")] = 0
-    alpha: Annotated[int, Flag("LoRA alpha", flat="lora_alpha")] = 16
-    target_modules: Annotated[tuple[str, ...], Flag("modules that get an adapter", flat="target_modules")] = (
-        "all-linear",
-    )
-    dropout: Annotated[float, Flag("LoRA dropout", flat="lora_dropout")] = 0.0
+    alpha: Annotated[int, Flag("LoRA alpha", flat="lora_alpha", only_with=".rank")] = 16
+    target_modules: Annotated[
+        tuple[str, ...], Flag("modules that get an adapter", flat="target_modules", only_with=".rank")
+    ] = ("all-linear",)
+    dropout: Annotated[float, Flag("LoRA dropout", flat="lora_dropout", only_with=".rank")] = 0.0
 
     @property
     def targets(self) -> str | list[str]:
@@ -59,15 +66,21 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSection(InferenceBackendSection):
-    zero_stage: Annotated[int, Flag("ZeRO stage of trained models", flat="zero_stage")] = 2
-    zpg: Annotated[int, Flag("ZeRO++ partition size", flat="zpg")] = 1
-    adam_offload: Annotated[bool, Flag("optimizer state in CPU memory", flat="adam_offload")] = False
+    zero_stage: Annotated[int, Flag("ZeRO stage of trained models", flat="zero_stage", only_with=DEEPSPEED)] = 2
+    zpg: Annotated[int, Flag("ZeRO++ partition size (stage 3)", flat="zpg", only_with=f"{DEEPSPEED} .zero_stage=3")] = 1
+    adam_offload: Annotated[bool, Flag("optimizer state in CPU memory", flat="adam_offload", only_with=DEEPSPEED)] = (
+        False
+    )
     grad_accum_dtype: Annotated[str | None, Flag("dtype gradients are summed in", flat="grad_accum_dtype")] = None
-    overlap_comm: Annotated[bool, Flag("overlap reduction of gradients with backward", flat="overlap_comm")] = False
+    overlap_comm: Annotated[
+        bool, Flag("overlap reduction of gradients with backward", flat="overlap_comm", only_with=DEEPSPEED)
+    ] = False
     deepcompile: Annotated[bool, Flag("compile the layers of models", flat="deepcompile torch_compile")] = False
     tensor_parallel_size: Annotated[int, Flag("devices that share one layer", flat="ds_tensor_parallel_size")] = 1
     ring_attn_size: Annotated[int, Flag("devices that share one sequence", flat="ring_attn_size")] = 1
-    ring_attn_head_stride: Annotated[int, Flag("heads per step of the ring", flat="ring_head_stride")] = 1
+    ring_attn_head_stride: Annotated[
+        int, Flag("heads per step of the ring", flat="ring_head_stride", only_with=".ring_attn_size!=1")
+    ] = 1
     use_universal_ckpt: Annotated[
         bool, Flag("read a DeepSpeed universal checkpoint", flat="use_ds_universal_ckpt universal_ckpt")
     ] = False
@@ -87,7 +100,12 @@ class RMBackendSection(ValueHeadSection, BackendSection):
 @dataclass(frozen=True, kw_only=True)
 class RLBackendSection(LigerSection, ValueHeadSection, BackendSection):
     enable_sleep: Annotated[
-        bool, Flag("optimizer state leaves the device between phases", flat="deepspeed_enable_sleep")
+        bool,
+        Flag(
+            "optimizer state leaves the device between phases",
+            flat="deepspeed_enable_sleep",
+            only_with="!train.async_enable train.colocate_all|train.launcher=local",
+        ),
     ] = False
 
 

@@ -20,12 +20,19 @@ class DataSection(TokenizerSection):
         int, Flag("take at most this many records, of the mixture; of evaluation data as well", flat="max_samples")
     ] = 1_000_000
     input_template: Annotated[
-        str | None, Flag("text around the prompt, with {} for it; chat templates replace it", flat="input_template")
+        str | None,
+        Flag(
+            "text around the prompt, with {} for it; chat templates replace it",
+            flat="input_template",
+            only_with="!model.pretrain_mode_enable !.apply_chat_template",
+        ),
     ] = None
     apply_chat_template: Annotated[
         bool, Flag("format with the tokenizer's chat template", flat="apply_chat_template")
     ] = False
-    dataloader_num_workers: Annotated[int, Flag("data loading processes", flat="dataloader_num_workers")] = 0
+    dataloader_num_workers: Annotated[
+        int, Flag("processes that tokenise; 0 = chosen by the data's size", flat="dataloader_num_workers")
+    ] = 0
     trust_remote_code: Annotated[bool, Flag("run Python code that comes with a dataset; off unless you trust it")] = (
         False
     )
@@ -44,11 +51,17 @@ class SupervisedDataSection(DataSection):
         Flag("training data: comma list of files, patterns, folders, name[@folder], file://, hf://", flat="dataset"),
     ] = None
     dataset_probs: Annotated[
-        str | None, Flag("comma list of mixing probabilities; unset: one after the other", flat="dataset_probs")
+        str | None,
+        Flag("comma list of mixing probabilities; unset: one after the other", flat="dataset_probs"),
     ] = None
     dataset_split: Annotated[str, Flag("split of the training data", flat="dataset_split train_split")] = "train"
     tokenizer_chat_template: Annotated[
-        str | None, Flag("Jinja text that replaces the tokenizer's chat template", flat="tokenizer_chat_template")
+        str | None,
+        Flag(
+            "Jinja text that replaces the tokenizer's chat template",
+            flat="tokenizer_chat_template",
+            only_with=".apply_chat_template",
+        ),
     ] = None
 
 
@@ -58,9 +71,14 @@ class SFTDataSection(SupervisedDataSection):
     output_key: Annotated[str | None, Flag("record key of the answer; unset: the last message", flat="output_key")] = (
         None
     )
-    multiturn: Annotated[bool, Flag("loss on every assistant turn; needs apply_chat_template", flat="multiturn")] = (
-        False
-    )
+    multiturn: Annotated[
+        bool,
+        Flag(
+            "loss on every assistant turn; needs apply_chat_template",
+            flat="multiturn",
+            only_with="!model.pretrain_mode_enable",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +86,23 @@ class PreferenceDataSection(SupervisedDataSection):
     prompt_key: Annotated[
         str | None, Flag("record key of the shared prompt; unset: inside the answers", flat="prompt_key")
     ] = None
-    chosen_key: Annotated[str, Flag("record key of the preferred answer", flat="chosen_key")] = "chosen"
-    rejected_key: Annotated[str, Flag("record key of the other answer", flat="rejected_key")] = "rejected"
+    chosen_key: Annotated[
+        str, Flag("record key of the preferred answer", flat="chosen_key", only_with="model.loss_type!=kto")
+    ] = "chosen"
+    rejected_key: Annotated[
+        str, Flag("record key of the other answer", flat="rejected_key", only_with="model.loss_type!=kto")
+    ] = "rejected"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPODataSection(PreferenceDataSection):
-    response_key: Annotated[str, Flag("record key of the answer (kto)", flat="response_key")] = "response"
-    label_key: Annotated[str, Flag("record key of whether the answer is desirable (kto)", flat="label_key")] = "label"
+    response_key: Annotated[
+        str, Flag("record key of the answer (kto)", flat="response_key", only_with="model.loss_type=kto")
+    ] = "response"
+    label_key: Annotated[
+        str,
+        Flag("record key of whether the answer is desirable (kto)", flat="label_key", only_with="model.loss_type=kto"),
+    ] = "label"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +119,17 @@ class PromptDataSection(DataSection):
     label_key: Annotated[
         str | None, Flag("record key of the ground truth given to rewards and agents", flat="label_key")
     ] = None
-    image_key: Annotated[str, Flag("record key of images", flat="image_key")] = "images"
+    dataloader_num_workers: Annotated[
+        int,
+        Flag(
+            "accepted; prompts need no loading processes",
+            flat="dataloader_num_workers",
+            no_effect="prompts need no loading processes",
+        ),
+    ] = 0
+    image_key: Annotated[str, Flag("record key of images", flat="image_key", only_with=".max_images_per_prompt")] = (
+        "images"
+    )
     max_images_per_prompt: Annotated[
         int, Flag("images a prompt may have; > 0 turns vision on", flat="max_images_per_prompt")
     ] = 0

@@ -59,6 +59,12 @@ class Vocabulary:
         ptx = {"ptx_coef"} if self.command == "train_ppo_ray" else set()
         return {*self.fields, *self.value_switches, *self.halves, *INERT, *ptx}
 
+    def sets(self, item: Given) -> tuple[str, ...]:
+        """The flags that a setting sets on its own account; none for halves, of which it takes two."""
+        if item.name in self.value_switches:
+            return (self.value_switches[item.name].path,)
+        return tuple(spec.path for spec in self.fields.get(item.name, ()))
+
     def shape(self, name: str) -> Shape:
         """What values `name` takes on the command line."""
         if name in self.fields:

@@ -30,6 +30,7 @@ Commands: `rl` is `python -m openrlhf.cli.train_ppo_ray` (or `openrlhf rl`), `sf
 - `--config FILE.yaml` gives defaults, with nested or dotted keys; flags override it. `--print_config` prints the
   resolved configuration in that form and exits.
 - `None` unsets a flag that may be unset. Two settings of one flag that differ are an error.
+- A flag that has no effect with the others that were given is noted on stderr when the run begins, with what it needs.
 - `sft`, `rm` and `dpo` also know their model and optimizer flags as `--actor.*`.
 """
 

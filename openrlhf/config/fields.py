@@ -40,6 +40,16 @@ class Flag:
     """Choices that a registry knows; a fixed set is a `Literal` instead."""
     unlimited: bool = False
     """Infinity is a value: it means that there is no limit."""
+    only_with: str = ""
+    """What this flag needs to have an effect: conditions separated by spaces, all of which must hold.
+
+    `algo.kl.target` holds where that flag is on (given, true, more than 0), `!algo.kl.target` where it is off,
+    `optim=muon` and `actor.policy_loss_type!=sapo,gspo` compare, `a|b` holds where one of them does. `.optim` is a
+    flag of the same section. A property of the configuration (`uses_critic`) counts like a flag. A condition on a flag
+    that a command does not have holds there. A section says it of all its flags, with `metadata={"only_with": …}`.
+    """
+    no_effect: str = ""
+    """Why it changes nothing, of a flag that is accepted for the sake of commands written elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The models of a run: actor, critic, reference, reward (RL) and the one model of SFT, RM and DPO."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
@@ -8,25 +8,33 @@ from openrlhf.algorithms.preferences import PREFERENCE_LOSSES
 from openrlhf.config.fields import Flag
 from openrlhf.config.optimizer import AdamSection, OptimizerSection
 
+NODES = Flag("nodes of this model's worker group", flat="{owner}num_nodes")
+WORKERS = Flag(
+    "workers per node of this group; unset: the devices that are there, 1 on CPU",
+    flat="{owner}num_gpus_per_node",
+    shown_default="auto",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSection:
     """A group of workers that hold one model: `num_nodes` × `num_gpus_per_node` of them."""
 
-    num_nodes: Annotated[int, Flag("nodes of this model's worker group", flat="{owner}num_nodes")] = 1
-    num_gpus_per_node: Annotated[
-        int | None,
-        Flag(
-            "workers per node of this group; unset: the devices that are there, 1 on CPU",
-            flat="{owner}num_gpus_per_node",
-            shown_default="auto",
-        ),
-    ] = None
+    num_nodes: Annotated[int, NODES] = 1
+    num_gpus_per_node: Annotated[int | None, WORKERS] = None
 
     @property
     def world_size(self) -> int | None:
         """Workers in the group; None while `num_gpus_per_node` is left to the machine."""
         return None if self.num_gpus_per_node is None else self.num_nodes * self.num_gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherGroupSection(GroupSection):
+    """Beside the actor's. A local run has no groups: of the actor's size it says so by itself."""
+
+    num_nodes: Annotated[int, replace(NODES, only_with="train.launcher=ray")] = 1
+    num_gpus_per_node: Annotated[int | None, replace(WORKERS, only_with="train.launcher=ray")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +54,12 @@ class TrainedModelSection(TrustSection):
         Flag("recompute activations in the backward pass (in RL also the critic's)", flat="gradient_checkpointing"),
     ] = False
     gradient_checkpointing_reentrant: Annotated[
-        bool, Flag("re-entrant variant of it", flat="gradient_checkpointing_use_reentrant")
+        bool,
+        Flag(
+            "re-entrant variant of it",
+            flat="gradient_checkpointing_use_reentrant",
+            only_with=".gradient_checkpointing_enable",
+        ),
     ] = False
     aux_loss_coef: Annotated[
         float, Flag("weight of the mixture-of-experts load-balancing loss", flat="aux_loss_coef balancing_loss_coef")
@@ -55,10 +68,21 @@ class TrainedModelSection(TrustSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
-    eps_clip: Annotated[float, Flag("policy ratio is clipped to [1 − eps, 1 + eps]", flat="eps_clip")] = 0.2
+    eps_clip: Annotated[
+        float,
+        Flag(
+            "policy ratio is clipped to [1 − eps, 1 + eps]",
+            flat="eps_clip",
+            only_with=".policy_loss_type!=sapo !.eps_clip_low_high",
+        ),
+    ] = 0.2
     eps_clip_low_high: Annotated[
         tuple[float, float] | None,
-        Flag("separate eps below and above 1; unset: eps_clip twice", flat="eps_clip_low_high"),
+        Flag(
+            "separate eps below and above 1; unset: eps_clip twice",
+            flat="eps_clip_low_high",
+            only_with=".policy_loss_type!=sapo",
+        ),
     ] = None
     dual_clip: Annotated[
         float | None, Flag("bound c > 1 on the loss of negative advantages; unset = off", flat="dual_clip")
@@ -86,7 +110,7 @@ class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticSection(OptimizerSection, GroupSection):
+class CriticSection(OptimizerSection, OtherGroupSection):
     model_name_or_path: Annotated[
         str | None,
         Flag("critic to start from (gae only); unset: the first reward model, else the actor", flat="critic_pretrain"),
@@ -102,9 +126,13 @@ class CriticSection(OptimizerSection, GroupSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefSection(GroupSection):
+class RefSection(OtherGroupSection):
     offload: Annotated[
-        bool, Flag("keep the reference model's weights in CPU memory", flat="ref_offload ref_reward_offload")
+        bool,
+        Flag(
+            "keep the reference model's weights in CPU memory",
+            flat="ref_offload ref_reward_offload",
+        ),
     ] = False
 
 
@@ -113,7 +141,10 @@ class DPORefSection:
     model_name_or_path: Annotated[str | None, Flag("reference model; unset: the trained one", flat="ref_pretrain")] = (
         None
     )
-    offload: Annotated[bool, Flag("keep the reference model's weights in CPU memory", flat="ref_offload")] = False
+    offload: Annotated[
+        bool,
+        Flag("keep the reference model's weights in CPU memory", flat="ref_offload", only_with="!reference_is_base"),
+    ] = False
 
 
 class RewardEntry(NamedTuple):
@@ -127,22 +158,34 @@ class RewardEntry(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class ServedRewardSection:
     model_name_or_path: Annotated[
-        str | None, Flag("reward model, Hugging Face name or folder; in RL a comma list", flat="reward_pretrain")
+        str | None,
+        Flag(
+            "reward model, Hugging Face name or folder; in RL a comma list",
+            flat="reward_pretrain",
+            only_with="!reward.remote_url|reward.weights",
+        ),
     ] = None
     normalize_enable: Annotated[
-        bool, Flag("(r − mean) / std with the statistics stored in the reward model", flat="normalize_reward")
+        bool,
+        Flag(
+            "(r − mean) / std with the statistics stored in the reward model",
+            flat="normalize_reward",
+            only_with="uses_reward_model",
+        ),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSection(GroupSection, ServedRewardSection):
+    num_nodes: Annotated[int, replace(NODES, only_with="uses_reward_model train.launcher=ray")] = 1
+    num_gpus_per_node: Annotated[int | None, replace(WORKERS, only_with="uses_reward_model train.launcher=ray")] = None
     remote_url: Annotated[
         str | None,
         Flag("reward server URLs, .py files with reward_func, or both, separated by commas", flat="remote_rm_url"),
     ] = None
-    api_key: Annotated[str | None, Flag("reward servers get it as a bearer token", secret=True)] = field(
-        default=None, repr=False
-    )
+    api_key: Annotated[
+        str | None, Flag("reward servers get it as a bearer token", secret=True, only_with="asks_reward_servers")
+    ] = field(default=None, repr=False)
     clip_range: Annotated[
         tuple[float, float],
         Flag(
@@ -157,19 +200,31 @@ class RewardSection(GroupSection, ServedRewardSection):
         Flag("tokens before the length limit in which the reward falls; unset = off", flat="overlong_buffer_len"),
     ] = None
     overlong_penalty_factor: Annotated[
-        float, Flag("penalty at the end of that buffer", flat="overlong_penalty_factor")
+        float,
+        Flag("penalty at the end of that buffer", flat="overlong_penalty_factor", only_with=".overlong_buffer_len"),
     ] = 1.0
     stop_properly_penalty_coef: Annotated[
         float | None,
         Flag("truncated answers: 0…1 scales the reward, < 0 replaces it", flat="stop_properly_penalty_coef"),
     ] = None
     offload: Annotated[
-        bool, Flag("keep the reward model's weights in CPU memory", flat="reward_offload ref_reward_offload")
+        bool,
+        Flag(
+            "keep the reward model's weights in CPU memory",
+            flat="reward_offload ref_reward_offload",
+            only_with="uses_reward_model",
+        ),
     ] = False
-    timeout: Annotated[float, Flag("seconds a reward call may take, attempts at reward servers together")] = 180.0
+    timeout: Annotated[
+        float,
+        Flag("seconds a reward call may take, attempts at reward servers together", only_with=".remote_url"),
+    ] = 180.0
     weights: Annotated[
         tuple[float, ...] | None,
-        Flag("one per entry of reward.remote_url, then of reward.model_name_or_path; unset: all 1"),
+        Flag(
+            "one per entry of reward.remote_url, then of reward.model_name_or_path; unset: all 1",
+            only_with=".remote_url|.model_name_or_path",
+        ),
     ] = None
 
     @property
@@ -211,11 +266,17 @@ class RMModelSection(TrainedModelSection):
     loss_type: Annotated[str, Flag("sigmoid: −log σ(rc − rr); anything else: log(1 + exp(rr − rc))", flat="loss")] = (
         "sigmoid"
     )
-    margin_loss_enable: Annotated[bool, Flag("subtract the record's margin inside the sigmoid", flat="margin_loss")] = (
-        False
-    )
+    margin_loss_enable: Annotated[
+        bool,
+        Flag("subtract the record's margin inside the sigmoid", flat="margin_loss", only_with=".loss_type=sigmoid"),
+    ] = False
     compute_fp32_loss_enable: Annotated[
-        bool, Flag("accepted; rewards and their loss are always fp32", flat="compute_fp32_loss")
+        bool,
+        Flag(
+            "accepted; rewards and their loss are always fp32",
+            flat="compute_fp32_loss",
+            no_effect="rewards and their loss are always fp32",
+        ),
     ] = False
 
 
@@ -231,7 +292,10 @@ class DPOModelSection(TrainedModelSection):
     ] = "dpo"
     beta: Annotated[float, Flag("beta of DPO, IPO and KTO", flat="beta")] = 0.1
     ipo_enable: Annotated[bool, Flag("IPO loss instead of DPO", flat="ipo")] = False
-    label_smoothing: Annotated[float, Flag("share of labels taken as flipped (cDPO)", flat="label_smoothing")] = 0.0
+    label_smoothing: Annotated[
+        float,
+        Flag("share of labels taken as flipped (cDPO)", flat="label_smoothing", only_with="!.ipo_enable"),
+    ] = 0.0
     nll_loss_coef: Annotated[float, Flag("weight of the chosen answers' own NLL", flat="nll_loss_coef")] = 0.0
 
 

@@ -46,14 +46,22 @@ class OptimizerSection:
         Literal["adam", "muon"],
         Flag("optimizer; muon leaves vectors, embeddings, the head and stacked experts to AdamW"),
     ] = "adam"
-    muon: MuonSection = field(default=MuonSection())
+    muon: MuonSection = field(default=MuonSection(), metadata={"only_with": ".optim=muon"})
     adam: AdamSection = field(default=AdamSection())
     lr_scheduler: Annotated[
         str, Flag(f"schedule, by its Hugging Face name: {', '.join(SCHEDULES)}", flat="lr_scheduler")
     ] = "cosine_with_min_lr"
-    lr_warmup_ratio: Annotated[float, Flag("share of the schedule spent warming up", flat="lr_warmup_ratio")] = 0.03
+    lr_warmup_ratio: Annotated[
+        float,
+        Flag("share of the schedule spent warming up", flat="lr_warmup_ratio", only_with=".lr_scheduler!=constant"),
+    ] = 0.03
     min_lr_ratio: Annotated[
-        float, Flag("final over peak learning rate, for the *_with_min_lr schedules", flat="min_lr_ratio")
+        float,
+        Flag(
+            "final over peak learning rate, for the *_with_min_lr schedules",
+            flat="min_lr_ratio",
+            only_with=f".lr_scheduler={','.join(name for name in SCHEDULES if name.endswith('with_min_lr'))}",
+        ),
     ] = 0.1
     max_norm: Annotated[
         float, Flag("gradients are scaled down to this norm; 0 = never (muon's steps hardly change)", flat="max_norm")

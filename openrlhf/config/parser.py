@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import functools
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,13 +30,15 @@ def parse(command: str, argv: Sequence[str] | None = None) -> Config:
     found, unknown = build_parser(command).parse_known_args(words_given, namespace=blank)
     if unknown:
         raise ConfigError(_explain_unknown(unknown, words=words))
-    values = {path: spec.default for path, spec in flags_of(command).items()}
-    if found.config is not None:
-        values |= resolve(list(_read_file(found.config, words=words)), words=words, below=values, note=_note)
+    defaults = {path: spec.default for path, spec in flags_of(command).items()}
+    in_file = list(_read_file(found.config, words=words)) if found.config is not None else []
+    values = defaults | resolve(in_file, words=words, below=defaults, note=_note)
+    # A file that --print_config wrote has every flag: of a file, what differs from the default was meant.
+    meant = [words.sets(item) for item in in_file if any(values[p] != defaults[p] for p in words.sets(item))]
     values |= resolve(found.given, words=words, below=values, note=_note)
     config = build(command, values)
     check(config)
-    for line in notes_on(config):
+    for line in notes_on(config, [*meant, *(words.sets(item) for item in found.given if not _by_launcher(item))]):
         _note(line)
     if found.print_config:
         print(to_yaml(config), end="")
@@ -44,7 +47,14 @@ def parse(command: str, argv: Sequence[str] | None = None) -> Config:
 
 
 def _note(line: str) -> None:
-    print(f"note: {line}", file=sys.stderr)
+    """Once for a run: of several processes the first says it."""
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
+        print(f"note: {line}", file=sys.stderr)
+
+
+def _by_launcher(item: Given) -> bool:
+    """Whether a launcher gave it, beside the variable that counts."""
+    return item.name == "local_rank" and item.raw == os.environ.get("LOCAL_RANK")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -12,9 +12,14 @@ DEFAULT_OUTPUT = "./ckpt"
 @dataclass(frozen=True, kw_only=True)
 class EvalSection:
     dataset: Annotated[str | None, Flag("evaluation data: comma list, as for training", flat="eval_dataset")] = None
-    split: Annotated[str, Flag("split of the evaluation data", flat="eval_split")] = "train"
+    split: Annotated[str, Flag("split of the evaluation data", flat="eval_split", only_with=".dataset")] = "train"
     steps: Annotated[
-        int, Flag("steps between evaluations; -1 = each epoch (SFT, RM, DPO) or never (RL)", flat="eval_steps")
+        int,
+        Flag(
+            "steps between evaluations; -1 = each epoch (SFT, RM, DPO) or never (RL)",
+            flat="eval_steps",
+            only_with=".dataset",
+        ),
     ] = -1
 
     @property
@@ -24,28 +29,62 @@ class EvalSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RMEvalSection(EvalSection):
+    """Without evaluation data a reward model is measured on a part of the training data."""
+
+    steps: Annotated[int, Flag("steps between evaluations; -1 = each epoch", flat="eval_steps")] = -1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLEvalSection(EvalSection):
-    temperature: Annotated[float, Flag("sampling temperature in evaluation", flat="eval_temperature")] = 0.6
-    n_samples_per_prompt: Annotated[int, Flag("responses per evaluation prompt", flat="eval_n_samples_per_prompt")] = 4
-    at_start: Annotated[bool, Flag("also evaluate before the first step and after the last")] = False
+    dataset: Annotated[
+        str | None,
+        Flag("evaluation data: comma list, as for training", flat="eval_dataset", only_with=".steps|.at_start"),
+    ] = None
+    temperature: Annotated[
+        float, Flag("sampling temperature in evaluation", flat="eval_temperature", only_with=".dataset")
+    ] = 0.6
+    n_samples_per_prompt: Annotated[
+        int, Flag("responses per evaluation prompt", flat="eval_n_samples_per_prompt", only_with=".dataset")
+    ] = 4
+    at_start: Annotated[bool, Flag("also evaluate before the first step and after the last", only_with=".dataset")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     output_dir: Annotated[str, Flag("folder of the final model", flat="save_path")] = DEFAULT_OUTPUT
-    path: Annotated[str, Flag("folder of resumable checkpoints", flat="ckpt_path")] = f"{DEFAULT_OUTPUT}/checkpoints"
+    path: Annotated[str, Flag("folder of resumable checkpoints", flat="ckpt_path", only_with="ckpt.uses_folder")] = (
+        f"{DEFAULT_OUTPUT}/checkpoints"
+    )
     save_steps: Annotated[int, Flag("steps between checkpoints; -1 = none", flat="save_steps")] = -1
-    save_hf: Annotated[bool, Flag("each checkpoint also as <tag>_hf", flat="save_hf_ckpt")] = False
-    disable_ds: Annotated[bool, Flag("checkpoints without training state", flat="disable_ds_ckpt")] = False
-    max_num: Annotated[int, Flag("checkpoints kept, best ones apart", flat="max_ckpt_num")] = 3
+    save_hf: Annotated[
+        bool, Flag("each checkpoint also as <tag>_hf", flat="save_hf_ckpt", only_with="ckpt.uses_folder")
+    ] = False
+    disable_ds: Annotated[
+        bool, Flag("checkpoints without training state", flat="disable_ds_ckpt", only_with="ckpt.uses_folder")
+    ] = False
+    max_num: Annotated[
+        int, Flag("checkpoints kept, best ones apart", flat="max_ckpt_num", only_with="ckpt.uses_folder")
+    ] = 3
     load_enable: Annotated[bool, Flag("continue from ckpt.path if something is there", flat="load_checkpoint")] = False
     auto_resume: Annotated[
         bool,
         Flag("the same command again goes on: load_enable, and an unset ckpt.path is a folder in ckpt.output_dir"),
     ] = False
     signal_deadline: Annotated[
-        float, Flag("seconds that a step has to end, and be saved, after SIGTERM or SIGUSR1; 0 = end at once")
+        float,
+        Flag(
+            "seconds that a step has to end, and be saved, after SIGTERM or SIGUSR1; 0 = end at once",
+            only_with="ckpt.uses_folder",
+        ),
     ] = 90.0
+
+    @property
+    def uses_folder(self) -> bool:
+        """Whether a run has a folder of checkpoints: it saves some, or goes on from one."""
+        return self.period is not None or self.resumes
 
     @property
     def resumes(self) -> bool:
@@ -68,16 +107,29 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedCheckpointSection(CheckpointSection):
-    max_mem: Annotated[int, Flag("GiB all checkpoints may take", flat="max_ckpt_mem")] = 100_000_000
+    max_mem: Annotated[int, Flag("GiB all checkpoints may take", flat="max_ckpt_mem", only_with="ckpt.uses_folder")] = (
+        100_000_000
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLCheckpointSection(CheckpointSection):
     max_mem: Annotated[
-        float, Flag("GiB all checkpoints may take; inf = no limit", flat="max_ckpt_mem", unlimited=True)
+        float,
+        Flag(
+            "GiB all checkpoints may take; inf = no limit",
+            flat="max_ckpt_mem",
+            unlimited=True,
+            only_with="ckpt.uses_folder",
+        ),
     ] = float("inf")
     best_metric_key: Annotated[
-        str, Flag('metric of the best checkpoint; "" = the first *_pass1, "none" = off', flat="best_metric_key")
+        str,
+        Flag(
+            'metric of the best checkpoint; "" = the first *_pass1, "none" = off',
+            flat="best_metric_key",
+            only_with="eval.dataset",
+        ),
     ] = ""
 
 
@@ -86,9 +138,9 @@ class WandbSection:
     key: Annotated[
         str | None, Flag("W&B key, or True to use your login; turns W&B on", flat="use_wandb", secret=True)
     ] = field(default=None, repr=False)
-    org: Annotated[str | None, Flag("W&B entity", flat="wandb_org")] = None
-    group: Annotated[str | None, Flag("W&B group", flat="wandb_group")] = None
-    project: Annotated[str, Flag("W&B project", flat="wandb_project")] = "openrlhf"
+    org: Annotated[str | None, Flag("W&B entity", flat="wandb_org", only_with=".key")] = None
+    group: Annotated[str | None, Flag("W&B group", flat="wandb_group", only_with=".key")] = None
+    project: Annotated[str, Flag("W&B project", flat="wandb_project", only_with=".key")] = "openrlhf"
     run_name: Annotated[
         str,
         Flag("name of the run, everywhere", flat="wandb_run_name", shown_default="<kind>_<month day T hour:minute>"),

@@ -15,16 +15,27 @@ class AdvantageSection:
         str,
         Flag("advantage estimator; only gae has a critic", flat="advantage_estimator", choices=tuple(ESTIMATORS)),
     ] = "gae"
-    lambd: Annotated[float, Flag("lambda of GAE", flat="lambd")] = 1.0
-    gamma: Annotated[float, Flag("discount per action token; group estimators use 1", flat="gamma")] = 1.0
-    no_std_norm: Annotated[bool, Flag("whiten advantages by their mean only", flat="no_advantage_std_norm")] = False
+    lambd: Annotated[float, Flag("lambda of GAE", flat="lambd", only_with="uses_critic")] = 1.0
+    gamma: Annotated[
+        float,
+        Flag("discount per action token; group estimators use 1", flat="gamma", only_with="!uses_group_baseline"),
+    ] = 1.0
+    no_std_norm: Annotated[
+        bool,
+        Flag("whiten advantages by their mean only", flat="no_advantage_std_norm", only_with="whitens_advantages"),
+    ] = False
     is_correction_enable: Annotated[
         bool,
         Flag("weight tokens by training over rollout probability", flat="enable_vllm_is_correction"),
     ] = False
     is_correction_threshold: Annotated[
         tuple[float, float],
-        Flag("bounds of that weight; one value X means 0 X", flat="vllm_is_truncated_threshold", one_value="upper"),
+        Flag(
+            "bounds of that weight; one value X means 0 X",
+            flat="vllm_is_truncated_threshold",
+            one_value="upper",
+            only_with=".is_correction_enable",
+        ),
     ] = (0.5, 5.0)
     is_correction_type: Annotated[
         str,
@@ -32,6 +43,7 @@ class AdvantageSection:
             "clamp (tis), drop tokens (icepop) or drop sequences (seq-mask-tis)",
             flat="vllm_is_correction_type",
             choices=tuple(CORRECTIONS),
+            only_with=".is_correction_enable",
         ),
     ] = "tis"
 
@@ -42,12 +54,22 @@ class KLSection:
     target: Annotated[
         float | None, Flag("KL aimed at by adapting the coefficient; unset: it is fixed", flat="kl_target")
     ] = None
-    horizon: Annotated[int, Flag("samples over which the coefficient adapts", flat="kl_horizon")] = 10000
+    horizon: Annotated[
+        int, Flag("samples over which the coefficient adapts", flat="kl_horizon", only_with=".target")
+    ] = 10000
     estimator: Annotated[
         str,
-        Flag("d, d²/2 or exp(−d) − 1 + d, d = log π − log π_ref", flat="kl_estimator", choices=tuple(KL_ESTIMATORS)),
+        Flag(
+            "d, d²/2 or exp(−d) − 1 + d, d = log π − log π_ref",
+            flat="kl_estimator",
+            choices=tuple(KL_ESTIMATORS),
+            only_with="uses_reference",
+        ),
     ] = "k1"
-    use_loss: Annotated[bool, Flag("KL is a loss term instead of a per-token reward", flat="use_kl_loss")] = False
+    use_loss: Annotated[
+        bool,
+        Flag("KL is a loss term instead of a per-token reward", flat="use_kl_loss", only_with="uses_reference"),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +80,12 @@ class AlgoSection:
         bool, Flag("replace prompt groups whose mean score is outside the range", flat="dynamic_filtering")
     ] = False
     dynamic_filtering_range: Annotated[
-        tuple[float, float], Flag("the range, both ends excluded", flat="dynamic_filtering_reward_range")
+        tuple[float, float],
+        Flag(
+            "the range, both ends excluded",
+            flat="dynamic_filtering_reward_range",
+            only_with=".dynamic_filtering_enable",
+        ),
     ] = (0.0, 1.0)
     loss_agg: Annotated[
         Literal["token", "sequence", "constant"] | None,
@@ -90,13 +117,19 @@ class RolloutSection:
         Flag("sync: a round ends with its batch_size-th group; what is in play stops, and goes on in the next round"),
     ] = False
     micro_batch_size: Annotated[
-        int, Flag("samples per forward when scoring", flat="micro_rollout_batch_size micro_forward_batch_size")
+        int,
+        Flag(
+            "samples per forward when scoring",
+            flat="micro_rollout_batch_size micro_forward_batch_size",
+            only_with="!train.dynamic_batch_enable",
+        ),
     ] = 1
     max_tokens_per_gpu: Annotated[
         int | None,
         Flag(
             "token budget of those forwards with dynamic batches; unset: train.max_tokens_per_gpu",
             flat="rollout_max_tokens_per_gpu max_tokens_per_gpu",
+            only_with="train.dynamic_batch_enable|uses_reward_model",
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -106,9 +139,14 @@ class RolloutSection:
     top_p: Annotated[float, Flag("sample from the smallest set with this probability", flat="top_p")] = 1.0
     top_k: Annotated[int, Flag("sample from this many likeliest tokens; -1 = all", flat="top_k")] = -1
     agent_hosts: Annotated[
-        int | None, Flag("processes for agents' and rewards' code; unset: chosen by load, 0: this process")
+        int | None,
+        Flag(
+            "processes for an agent's code; unset: chosen by load, 0: this process", only_with="train.agent_func_path"
+        ),
     ] = None
-    step_timeout: Annotated[float, Flag("seconds one step of an agent's environment may take")] = 600.0
+    step_timeout: Annotated[
+        float, Flag("seconds one step of an agent's environment may take", only_with="train.agent_func_path")
+    ] = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,41 +158,69 @@ class VLLMSection:
             flat="vllm_num_engines",
         ),
     ] = None
-    tensor_parallel_size: Annotated[int, Flag("devices that share a layer", flat="vllm_tensor_parallel_size")] = 1
-    pipeline_parallel_size: Annotated[int, Flag("stages of layers, each on devices of its own")] = 1
+    tensor_parallel_size: Annotated[
+        int, Flag("devices that share a layer", flat="vllm_tensor_parallel_size", only_with=".num_engines!=0")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Flag("stages of layers, each on devices of its own", only_with=".num_engines!=0")
+    ] = 1
     sync_backend: Annotated[
         str,
         Flag(
             "how weights reach engines: nccl (GPU to GPU; where one is shared they stay on it), or gloo (CPU memory)",
             flat="vllm_sync_backend",
+            only_with=".num_engines!=0",
         ),
     ] = "nccl"
-    sync_with_ray: Annotated[bool, Flag("weights travel through Ray's object store", flat="vllm_sync_with_ray")] = False
+    sync_with_ray: Annotated[
+        bool,
+        Flag(
+            "weights travel through Ray's object store",
+            flat="vllm_sync_with_ray",
+            only_with=".num_engines!=0 train.launcher=ray",
+        ),
+    ] = False
     sync_verify: Annotated[
-        bool, Flag("compare checksums, and log-probs of engine and policy, after every transport of weights")
+        bool,
+        Flag(
+            "compare checksums, and log-probs of engine and policy, after every transport of weights",
+            only_with=".num_engines!=0",
+        ),
     ] = False
     enable_prefix_caching: Annotated[
         bool,
         Flag(
             "engines cache prompt prefixes; on in any case where samples or turns share them",
             flat="enable_prefix_caching",
+            only_with=".num_engines!=0",
         ),
     ] = False
-    enforce_eager: Annotated[bool, Flag("engines capture no CUDA graphs", flat="enforce_eager")] = False
+    enforce_eager: Annotated[
+        bool, Flag("engines capture no CUDA graphs", flat="enforce_eager", only_with=".num_engines!=0")
+    ] = False
     enable_sleep: Annotated[
         bool | None,
         Flag(
             "engines that share the actor's devices free their memory while training; auto: if both do not fit",
             flat="vllm_enable_sleep",
             shown_default="auto",
+            only_with=".num_engines!=0 train.colocate_all|train.launcher=local",
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Flag("share of device memory an engine may take", flat="vllm_gpu_memory_utilization")
+        float,
+        Flag(
+            "share of device memory an engine may take",
+            flat="vllm_gpu_memory_utilization",
+            only_with=".num_engines!=0",
+        ),
     ] = 0.95
     health_timeout: Annotated[
         float,
-        Flag("Ray: seconds without a sign of life after which an engine with requests is replaced; 0 = never"),
+        Flag(
+            "Ray: seconds without a sign of life after which an engine with requests is replaced; 0 = never",
+            only_with=".num_engines!=0 train.launcher=ray",
+        ),
     ] = 120.0
 
     @property

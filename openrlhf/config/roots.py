@@ -42,6 +42,7 @@ from openrlhf.config.reporting import (
     LoggerSection,
     RLCheckpointSection,
     RLEvalSection,
+    RMEvalSection,
     SupervisedCheckpointSection,
     logger_for,
 )
@@ -61,7 +62,14 @@ class HubSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSection(HubSection):
-    local_rank: Annotated[int, Flag("set by distributed launchers", flat="local_rank")] = -1
+    local_rank: Annotated[
+        int,
+        Flag(
+            "accepted; launchers give it beside the variable that counts",
+            flat="local_rank",
+            no_effect="the variable LOCAL_RANK counts, which launchers set",
+        ),
+    ] = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +77,8 @@ class RLConfig(TrainerSection):
     """`train_ppo_ray`: reinforcement learning."""
 
     actor: ActorSection = field(default=ActorSection())
-    critic: CriticSection = field(default=CriticSection())
-    ref: RefSection = field(default=RefSection())
+    critic: CriticSection = field(default=CriticSection(), metadata={"only_with": "uses_critic"})
+    ref: RefSection = field(default=RefSection(), metadata={"only_with": "uses_reference !reference_is_base"})
     reward: RewardSection = field(default=RewardSection())
     algo: AlgoSection = field(default=AlgoSection())
     rollout: RolloutSection = field(default=RolloutSection())
@@ -81,11 +89,18 @@ class RLConfig(TrainerSection):
     eval: RLEvalSection = field(default=RLEvalSection())
     ckpt: RLCheckpointSection = field(default=RLCheckpointSection(path="./ckpt/checkpoints_ppo_ray"))
     logger: LoggerSection = field(default_factory=lambda: logger_for("ppo", project="openrlhf_train_ppo"))
-    max_steps: Annotated[int | None, Flag("turns a multi-turn episode may have; unset: the environment decides")] = None
+    max_steps: Annotated[
+        int | None,
+        Flag("turns a multi-turn episode may have; unset: the environment decides", only_with="train.agent_func_path"),
+    ] = None
 
     @property
     def uses_group_baseline(self) -> bool:
         return ESTIMATORS[self.algo.advantage.estimator].needs_group
+
+    @property
+    def whitens_advantages(self) -> bool:
+        return ESTIMATORS[self.algo.advantage.estimator].whiten
 
     @property
     def samples_per_prompt(self) -> int:
@@ -168,6 +183,10 @@ class RLConfig(TrainerSection):
         return any(source.kind == "model" for source in self.reward.sources)
 
     @property
+    def asks_reward_servers(self) -> bool:
+        return any(source.kind == "http" for source in self.reward.sources)
+
+    @property
     def critic_path(self) -> str | None:
         """Model the critic starts from; None without a critic. Default: first reward model, else the actor."""
         if not self.uses_critic:
@@ -193,6 +212,11 @@ class RLConfig(TrainerSection):
         if self.train.async_enable and not self.train.async_share_device:
             return False
         return self.train.colocate_all or self.train.launcher == "local"
+
+    @property
+    def optimizer_sleeps(self) -> bool:
+        """Optimizer states leave the devices while engines on them sample: not where both go on at the same time."""
+        return self.ds.enable_sleep and self.engines_share_devices and not self.train.async_enable
 
     @property
     def engines_sleep(self) -> bool | None:
@@ -228,7 +252,7 @@ class RMConfig(TrainerSection, OptimizerSection):
     data: PreferenceDataSection = field(default=PreferenceDataSection(max_len=512))
     train: SupervisedTrainSection = field(default=SupervisedTrainSection())
     ds: RMBackendSection = field(default=RMBackendSection())
-    eval: EvalSection = field(default=EvalSection())
+    eval: RMEvalSection = field(default=RMEvalSection())
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_rm"))
     logger: LoggerSection = field(default_factory=lambda: logger_for("rm", project="openrlhf_train_rm"))
 

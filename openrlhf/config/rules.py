@@ -4,7 +4,7 @@ A rule is a small generator of messages. Contradictions are refused when parsing
 run (`require_runnable`), so that `--print_config` works without it; the rest is told (`notes_on`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from openrlhf.config import agreements, limits, needs, notes
@@ -80,32 +80,18 @@ NEEDS: dict[type, tuple[Rule, ...]] = {
     ServeRMConfig: (needs.reward_model_is_named,),
     LoraCombinerConfig: (needs.merge_paths_are_named,),
 }
+_SUPERVISED_NOTES = (notes.template_is_not_used, notes.nothing_to_go_on_from)
 NOTES: dict[type, tuple[Rule, ...]] = {
-    SFTConfig: (notes.template_is_not_used, notes.raw_text_has_no_template, notes.nothing_to_go_on_from),
-    RMConfig: (notes.template_is_not_used, notes.nothing_to_go_on_from),
-    DPOConfig: (
-        notes.template_is_not_used,
-        notes.smoothing_is_not_used,
-        notes.reference_offload_is_not_used,
-        notes.nothing_to_go_on_from,
-    ),
+    SFTConfig: (*_SUPERVISED_NOTES, notes.raw_text_has_no_template),
+    RMConfig: _SUPERVISED_NOTES,
+    DPOConfig: _SUPERVISED_NOTES,
     RLConfig: (
         notes.template_is_not_used,
-        notes.gamma_is_one,
         notes.kl_estimator_fits_its_use,
-        notes.clip_is_not_used,
-        notes.normalisation_is_not_used,
-        notes.kl_settings_are_not_used,
-        notes.reference_offload_is_not_used,
         notes.agent_replaces_remote_reward,
         notes.reward_servers_have_a_path,
-        notes.reward_key_is_not_used,
-        notes.engines_stay_awake,
-        notes.engine_settings_are_not_used,
-        notes.local_weights_have_one_way,
         notes.async_engines_have_own_devices,
         notes.evaluations_beside_training_are_saved,
-        notes.critic_is_not_used,
         notes.local_launcher_is_one_process,
         notes.nothing_to_go_on_from,
     ),
@@ -123,10 +109,14 @@ def require_runnable(config: Config) -> None:
     _refuse(config, NEEDS[type(config)])
 
 
-def notes_on(config: Config) -> Iterator[str]:
-    """What the user wrote and this run will not do as written, one line each."""
+def notes_on(config: Config, given: Sequence[tuple[str, ...]] = ()) -> Iterator[str]:
+    """What the user wrote and this run will not do as written, one line each.
+
+    `given`: the flags that each of the user's settings set.
+    """
     for rule in NOTES.get(type(config), ()):
         yield from rule(config)
+    yield from notes.flags_without_effect(config, given)
 
 
 def _refuse(config: Config, rules: tuple[Rule, ...]) -> None:

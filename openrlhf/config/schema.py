@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class FlagSpec:
     shape: Shape
     flag: Flag
     default: Any
+    only_with: tuple[str, ...] = ()
+    """Conditions without which it has no effect (`Flag.only_with`), its sections' among them, with full names."""
 
     @property
     def section(self) -> str:
@@ -54,19 +57,26 @@ class FlagSpec:
 @functools.cache
 def flags_of(command: str) -> dict[str, FlagSpec]:
     """Every flag of a command by its dotted name, top-level ones first, sections in their order."""
-    specs = list(_walk(ROOTS[command](), prefix=""))
+    specs = list(_walk(ROOTS[command](), prefix="", only_with=()))
     return {spec.path: spec for spec in sorted(specs, key=lambda spec: "." in spec.path)}
 
 
-def _walk(section: Any, *, prefix: str) -> Iterator[FlagSpec]:
+def _walk(section: Any, *, prefix: str, only_with: tuple[str, ...]) -> Iterator[FlagSpec]:
     hints = typing.get_type_hints(type(section), include_extras=True)
     for field in dataclasses.fields(section):
         value, path = getattr(section, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, prefix=f"{path}.")
+            inherited = (*only_with, *_conditions(field.metadata.get("only_with", ""), prefix=prefix))
+            yield from _walk(value, prefix=f"{path}.", only_with=inherited)
         else:
             flag = next(extra for extra in typing.get_args(hints[field.name]) if isinstance(extra, Flag))
-            yield FlagSpec(path=path, shape=shape_of(hints[field.name]), flag=flag, default=value)
+            conditions = (*only_with, *_conditions(flag.only_with, prefix=prefix))
+            yield FlagSpec(path, shape_of(hints[field.name]), flag, default=value, only_with=conditions)
+
+
+def _conditions(text: str, *, prefix: str) -> tuple[str, ...]:
+    """Each with full names: `.optim=muon` in the section `actor` is `actor.optim=muon`."""
+    return tuple(re.sub(r"(?<![\w.])\.", prefix, condition) for condition in text.split())
 
 
 def value_at(config: Any, path: str) -> Any:

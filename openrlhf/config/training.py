@@ -20,6 +20,7 @@ class TrainSection:
         Flag(
             "samples per forward and worker; SFT, RM, DPO: as many as fit into the tokens of so many longest ones",
             flat="micro_train_batch_size",
+            only_with="!train.dynamic_batch_enable",
         ),
     ] = 1
     max_epochs: Annotated[
@@ -53,7 +54,12 @@ class RLTrainSection(TrainSection):
         bool, Flag("micro-batches are cut by tokens, not by samples", flat="use_dynamic_batch")
     ] = False
     max_tokens_per_gpu: Annotated[
-        int, Flag("token budget of such a micro-batch", flat="train_max_tokens_per_gpu max_tokens_per_gpu")
+        int,
+        Flag(
+            "token budget of such a micro-batch",
+            flat="train_max_tokens_per_gpu max_tokens_per_gpu",
+            only_with=".dynamic_batch_enable|uses_reward_model",
+        ),
     ] = 16192
     agent_func_path: Annotated[str | None, Flag("Python file with class AgentExecutor", flat="agent_func_path")] = None
     launcher: Annotated[
@@ -62,20 +68,37 @@ class RLTrainSection(TrainSection):
     colocate_all: Annotated[
         bool, Flag("all models, and engines unless async, share the actor's devices", flat="colocate_all_models")
     ] = False
-    colocate_actor_ref: Annotated[bool, Flag("actor and reference share devices", flat="colocate_actor_ref")] = False
+    colocate_actor_ref: Annotated[
+        bool, Flag("actor and reference share devices", flat="colocate_actor_ref", only_with="uses_reference")
+    ] = False
     colocate_critic_reward: Annotated[
-        bool, Flag("critic and reward model share devices", flat="colocate_critic_reward")
+        bool,
+        Flag(
+            "critic and reward model share devices",
+            flat="colocate_critic_reward",
+            only_with="uses_critic uses_reward_model",
+        ),
     ] = False
     async_enable: Annotated[bool, Flag("generate the next rollouts while training", flat="async_train")] = False
-    async_queue_size: Annotated[int, Flag("rollout batches generation may be ahead", flat="async_queue_size")] = 1
-    async_share_device: Annotated[bool, Flag("let async generation and training share a single device")] = False
+    async_queue_size: Annotated[
+        int, Flag("rollout batches generation may be ahead", flat="async_queue_size", only_with=".async_enable")
+    ] = 1
+    async_share_device: Annotated[
+        bool, Flag("let async generation and training share a single device", only_with=".async_enable")
+    ] = False
     partial_rollout_enable: Annotated[
         bool, Flag("async: weights change in the middle of responses", flat="partial_rollout")
     ] = False
     max_restarts: Annotated[
-        int, Flag("Ray: how often a run that lost a worker or a node goes on from its last checkpoint by itself")
+        int,
+        Flag(
+            "Ray: how often a run that lost a worker or a node goes on from its last checkpoint by itself",
+            only_with=".launcher=ray",
+        ),
     ] = 3
     enable_ema: Annotated[
         bool, Flag("average the actor's weights and save the average; sampling uses the live ones", flat="enable_ema")
     ] = False
-    ema_beta: Annotated[float, Flag("decay β of that average, per optimizer step", flat="ema_beta")] = 0.992
+    ema_beta: Annotated[
+        float, Flag("decay β of that average, per optimizer step", flat="ema_beta", only_with=".enable_ema")
+    ] = 0.992

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -103,6 +103,11 @@ class Distribution:
         from openrlhf.backends.deepspeed import shard_frozen
 
         return shard_frozen(module, self._zero, offload=offload)
+
+    @property
+    def backend(self) -> Literal["torch", "deepspeed"]:
+        """As --train.backend calls it."""
+        return "torch" if self._zero is None else "deepspeed"
 
     @property
     def forwards_together(self) -> bool:

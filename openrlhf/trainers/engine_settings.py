@@ -57,7 +57,7 @@ def transfer_backend(config: RLConfig, device: torch.device) -> str:
         raise ConfigError(f"--vllm.sync_backend {wanted}: give nccl, or gloo for weights that travel by CPU memory")
     if wanted == "gloo":
         return GROUP_BACKEND if config.train.launcher == "ray" and not config.vllm.sync_with_ray else RPC_BACKEND
-    if device.type != "cuda" or config.vllm.sync_with_ray:
+    if device.type != "cuda" or (config.vllm.sync_with_ray and config.train.launcher != "local"):
         return RPC_BACKEND
     return IPC_BACKEND if config.engines_share_devices else GROUP_BACKEND
 
@@ -78,7 +78,7 @@ def engine_memory(config: RLConfig, models: LocalModels, device: torch.device) -
     checkpointing = config.actor.gradient_checkpointing_enable
     trained = [_shape(m, checkpointing=checkpointing) for m in (models.policy, models.critic) if m is not None]
     free, total = torch.cuda.mem_get_info(device)
-    staying = [] if config.ds.enable_sleep else [shape.state_bytes for shape in trained]
+    staying = [] if config.optimizer_sleeps else [shape.state_bytes for shape in trained]
     share = engine_share(asked, free=free, total=total, staying=staying)
     if share < asked:
         logger.info(

@@ -14,6 +14,7 @@ import torch
 
 from openrlhf.checkpoint.manager import Kept
 from openrlhf.cluster.placement import plan, requested
+from openrlhf.config.notes import settled_differently
 from openrlhf.config.roots import RLConfig
 from openrlhf.learners.base import Workers
 from openrlhf.rewards.base import RewardSource
@@ -63,7 +64,7 @@ def launched(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launche
 def settled(config: RLConfig) -> RLConfig:
     """With a launcher, and of a local run with a number of engines, where these were left to the machine."""
     if needs_ray(config, os.environ, devices=torch.cuda.device_count()):
-        return dataclasses.replace(config, train=dataclasses.replace(config.train, launcher="ray"))
+        return _told(config, dataclasses.replace(config, train=dataclasses.replace(config.train, launcher="ray")))
     workers, engines = config.actor.world_size or 1, config.vllm.num_engines
     if workers > 1 and config.train.launcher == "auto":
         logger.info(
@@ -73,11 +74,21 @@ def settled(config: RLConfig) -> RLConfig:
         )
     if engines is None:
         engines = int(torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None)
-    return dataclasses.replace(
+    return _told(
         config,
-        train=dataclasses.replace(config.train, launcher="local"),
-        vllm=dataclasses.replace(config.vllm, num_engines=engines),
+        dataclasses.replace(
+            config,
+            train=dataclasses.replace(config.train, launcher="local"),
+            vllm=dataclasses.replace(config.vllm, num_engines=engines),
+        ),
     )
+
+
+def _told(config: RLConfig, settled: RLConfig) -> RLConfig:
+    """`settled`; what it leaves of the user's flags without an effect is said."""
+    for line in settled_differently(config, settled):
+        logger.info(line)
+    return settled
 
 
 def needs_ray(config: RLConfig, environment: Mapping[str, str], *, devices: int) -> bool:

@@ -43,8 +43,8 @@ class LocalLauncher:
         models = load_models(self.config, self.device)
         with opened_engine(self.config, models, self.tokenizer, self.device) as opened:
             training = LocalTraining(self.config, models, total_steps=total_steps, device=self.device)
-            in_turns = self.config.ds.enable_sleep and not self.config.train.async_enable
-            switch = HybridSwitch(engines=opened.sleepers, backends=training.backends if in_turns else ())
+            sleepers = training.backends if self.config.optimizer_sleeps else ()
+            switch = HybridSwitch(engines=opened.sleepers, backends=sleepers)
             with _usage(self.device) as usage:
                 yield Bound(
                     opened.engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from openrlhf.checkpoint.base import Checkpointer
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import CheckpointManager, Trained
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
+from openrlhf.config.notes import settled_differently
 from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
@@ -38,14 +40,13 @@ from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preflight import (
     checked_model_dir,
-    claimed_model_dir,
     create_run_directory,
     reading_model,
     warn_of_few_steps,
     warn_of_positions,
 )
 from openrlhf.trainers.reference import Reference
-from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
+from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import (
     RunResult,
@@ -81,11 +82,13 @@ def train(config: SupervisedConfig) -> RunResult:
     distribution = Distribution.of(config.train.backend, config.ds)
     ranks = distribution.ranks
     device = prepare_process(config.train, ranks)
+    settled = dataclasses.replace(config, train=dataclasses.replace(config.train, backend=distribution.backend))
+    for line in settled_differently(config, settled):
+        logger.info(line)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with (
         watchdog(config.train, ranks) as watching,
-        claimed_model_dir(model_dir, ranks),
         opened_checkpoints(
             config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
         ) as checkpoints,
@@ -143,7 +146,6 @@ def _train(
             tokens_per_forward=config.tokens_per_forward,
             logger=seen.logger,
             progress=seen.progress,
-            warnings=seen.warnings,
             ranks=ranks,
             checkpointer=checkpointer,
             stop=stop,
@@ -173,15 +175,13 @@ def _checkpointer(
 ) -> Checkpointer | None:
     if checkpoints.folder is None:
         return None
-    identity = {
-        "what is trained": _kind(config),
-        "the digest of --data.dataset's tokens": samples.digest,
-        # Of the model below an adapter nothing is in the checkpoint.
-        f"the digest of {MODEL_FLAG}'s weights": weights_digest(config.model.model_name_or_path),
-    }
+    identity = {"what is trained": _kind(config), "the digest of --data.dataset's tokens": samples.digest}
     if isinstance(config, DPOConfig):
         # What it said of the samples is in the checkpoint.
-        identity["the digest of the reference model's weights"] = weights_digest(config.reference_path)
+        identity["the reference model"] = config.reference_path
+    if config.ds.lora.rank > 0:
+        # Of the model below it nothing is in the checkpoint.
+        identity[MODEL_FLAG] = config.model.model_name_or_path
     return CheckpointManager(
         checkpoints.folder,
         {
@@ -194,7 +194,6 @@ def _checkpointer(
         found=checkpoints.found,
         identity=identity,
         notes={"run_directory": str(run_dir.path.resolve())} if run_dir else {},
-        settings=recorded_settings(config),
         resumable=not config.ckpt.disable_ds,
         ranks=ranks,
     )

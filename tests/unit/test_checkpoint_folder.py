@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 
 import pytest
 
@@ -162,9 +161,7 @@ class TestWriting:
 
     def test_one_run_at_a_time(self, tmp_path):
         first = opened(tmp_path)
-        with pytest.raises(
-            CheckpointError, match=f"the run with process id {os.getpid()} on {socket.gethostname()} writes checkpoints"
-        ):
+        with pytest.raises(CheckpointError, match="another run writes checkpoints there"):
             opened(tmp_path)
         first.close()
         opened(tmp_path).close()

@@ -168,27 +168,26 @@ def test_every_need_is_tested_and_a_complete_run_needs_nothing():
 NOTED = [
     ("template_is_not_used", "train_sft", ["--input_template", "no braces"], "--data.input_template has no {}"),
     ("template_is_not_used", "train_rm", ["--input_template", "{}\\n"], "backslash"),
-    ("raw_text_has_no_template", "train_sft", ["--pretrain_mode", "--input_template", "Q: {}"], "--data.input_template is not used"),
+    ("flags_without_effect", "train_sft", ["--pretrain_mode", "--input_template", "Q: {}"], "--data.input_template is not used"),
     ("raw_text_has_no_template", "train_sft", ["--pretrain_mode", "--apply_chat_template"], "--data.apply_chat_template is for lists of messages"),
-    ("smoothing_is_not_used", "train_dpo", ["--ipo", "--label_smoothing", "0.1"], "--model.label_smoothing is not used"),
-    ("reference_offload_is_not_used", "train_dpo", ["--lora_rank", "4", "--ref_offload"], "--ref.offload is not used"),
-    ("reference_offload_is_not_used", "train_ppo_ray", ["--lora_rank", "4", "--ref.offload"], "--ref.offload is not used"),
-    ("gamma_is_one", "train_ppo_ray", ["--gamma", "0.9", "--advantage_estimator", "rloo"], "--algo.advantage.gamma 0.9 is not used"),
+    ("flags_without_effect", "train_dpo", ["--ipo", "--label_smoothing", "0.1"], "--model.label_smoothing is not used"),
+    ("flags_without_effect", "train_dpo", ["--lora_rank", "4", "--ref_offload"], "--ref.offload is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--lora_rank", "4", "--ref.offload"], "--ref.offload is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--gamma", "0.9", "--advantage_estimator", "rloo"], "--algo.advantage.gamma is not used with --algo.advantage.estimator rloo"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--use_kl_loss"], "k2 or k3 is recommended"),
     ("kl_estimator_fits_its_use", "train_ppo_ray", ["--kl_estimator", "k3"], "k1 is recommended"),
-    ("kl_settings_are_not_used", "train_ppo_ray", ["--use_kl_loss", "--init_kl_coef", "0"], "--algo.kl.use_loss is not used"),
-    ("clip_is_not_used", "train_ppo_ray", ["--policy_loss_type", "sapo", "--eps_clip_low_high", "0.2", "0.3"], "--actor.eps_clip_low_high is not used"),
-    ("normalisation_is_not_used", "train_ppo_ray", ["--normalize_reward", "--remote_rm_url", "r.py"], "--reward.normalize_enable is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--use_kl_loss", "--init_kl_coef", "0"], "--algo.kl.use_loss is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--policy_loss_type", "sapo", "--eps_clip_low_high", "0.2", "0.3"], "--actor.eps_clip_low_high is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--normalize_reward", "--remote_rm_url", "r.py"], "--reward.normalize_enable is not used"),
     ("agent_replaces_remote_reward", "train_ppo_ray", ["--agent_func_path", "a.py", "--remote_rm_url", "r.py"], "--reward.remote_url judges only"),
     ("reward_servers_have_a_path", "train_ppo_ray", ["--remote_rm_url", "http://a/x,http://b:5000/"], "--reward.remote_url http://b:5000/ names no path: http://b:5000/get_reward is asked"),
-    ("reward_key_is_not_used", "train_ppo_ray", ["--reward.api_key", "k", "--remote_rm_url", "r.py"], "--reward.api_key is not used"),
-    ("engines_stay_awake", "train_ppo_ray", ["--vllm_enable_sleep"], "--vllm.enable_sleep is not used"),
-    ("engine_settings_are_not_used", "train_ppo_ray", ["--vllm_num_engines", "0", "--enforce_eager"], "--vllm.enforce_eager is not used"),
-    ("local_weights_have_one_way", "train_ppo_ray", ["--vllm_num_engines", "1", "--vllm_sync_backend", "gloo"], "--vllm.sync_backend gloo is not used"),
-    ("local_weights_have_one_way", "train_ppo_ray", ["--vllm_num_engines", "1", "--vllm_sync_with_ray"], "--vllm.sync_with_ray is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--reward.api_key", "k", "--remote_rm_url", "r.py"], "--reward.api_key is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--vllm_enable_sleep", "--train.launcher", "ray"], "--vllm.enable_sleep is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--vllm_num_engines", "0", "--enforce_eager"], "--vllm.enforce_eager is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--vllm_num_engines", "1", "--train.launcher", "local", "--vllm_sync_with_ray"], "--vllm.sync_with_ray is not used"),
     ("evaluations_beside_training_are_saved", "train_ppo_ray", ["--async_train", "--eval_dataset", "d", "--eval_steps", "3", "--save_steps", "2"], "--eval.steps 3"),
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
-    ("critic_is_not_used", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
     ("server_is_open", "serve_rm", ["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
     ("nothing_to_go_on_from", "train_sft", ["--ckpt.auto_resume"], "--ckpt.auto_resume without --ckpt.save_steps"),
     ("local_launcher_is_one_process", "train_ppo_ray", ["--actor_num_gpus_per_node", "8", "--train.launcher", "local"], "the actor's 8 workers"),
@@ -204,7 +203,8 @@ def test_a_choice_that_is_not_followed_is_noted(rule, command, argv, expected, c
 
 
 def test_every_note_is_tested_and_defaults_are_silent(capsys):
-    assert {rule.__name__ for some in rules.NOTES.values() for rule in some} == {note[0] for note in NOTED}
+    noted = {rule.__name__ for some in rules.NOTES.values() for rule in some} | {"flags_without_effect"}
+    assert noted == {note[0] for note in NOTED}
     for command in ("train_sft", "train_rm", "train_dpo", "train_ppo_ray", "serve_rm", "lora_combiner"):
         parse(command, [])
     assert capsys.readouterr().err == ""

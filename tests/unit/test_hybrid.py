@@ -197,6 +197,7 @@ def test_an_engine_sleeps_where_it_leaves_too_little(share, expected):
         ("--train.launcher local", "cuda", "openrlhf_ipc"),
         ("--train.launcher local", "cpu", "openrlhf_rpc"),
         ("--train.launcher local --vllm.sync_backend gloo", "cuda", "openrlhf_rpc"),
+        ("--train.launcher local --vllm.sync_with_ray", "cuda", "openrlhf_ipc"),
         ("--train.launcher ray --train.colocate_all", "cuda", "openrlhf_ipc"),
         ("--train.launcher ray --train.colocate_all --train.async_enable", "cuda", "openrlhf_group"),
         ("--train.launcher ray", "cuda", "openrlhf_group"),
