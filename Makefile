@@ -26,9 +26,9 @@ demo: $(VENV)/base.stamp
 UNIT        = $(BIN)/pytest -n logical --dist loadfile tests/unit
 INTEGRATION = $(BIN)/pytest -n logical --dist loadfile --no-loadscope-reorder tests/integration $(ARGS)
 
-# A unit test that fails hides no integration test. 2 is pytest's status after Ctrl-C, which ends both.
+# A unit test that fails, or a file that cannot be read, hides no integration test; Ctrl-C ends both.
 test: $(VENV)/test.stamp
-	@echo '$(UNIT)'; $(UNIT); unit=$$?; if [ $$unit -eq 2 ]; then exit 2; fi; \
+	@trap 'exit 130' INT; echo '$(UNIT)'; $(UNIT); unit=$$?; \
 	$(INTEGRATION) && exit $$unit
 
 unit: $(VENV)/test.stamp

@@ -147,12 +147,14 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)
 
 
+_LARGEST = 3.4e38
+"""Engines compute in float32."""
 _SAMPLING_RULES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
-    "temperature": (numbers.Real, ">= 0", lambda x: x >= 0),
+    "temperature": (numbers.Real, ">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
     "top_p": (numbers.Real, "in (0, 1]", lambda x: 0 < x <= 1),
-    "top_k": (numbers.Integral, "-1 (no limit) or > 0", lambda x: x == -1 or x > 0),
+    "top_k": (numbers.Integral, "-1 (no limit) or > 0, in 32 bits", lambda x: x == -1 or 0 < x < 1 << 31),
     "min_p": (numbers.Real, "in [0, 1]", lambda x: 0 <= x <= 1),
-    "repetition_penalty": (numbers.Real, "> 0", lambda x: x > 0),
+    "repetition_penalty": (numbers.Real, "> 0 and finite", lambda x: 0 < x <= _LARGEST),
     "presence_penalty": (numbers.Real, "in [-2, 2]", lambda x: -2 <= x <= 2),
     "frequency_penalty": (numbers.Real, "in [-2, 2]", lambda x: -2 <= x <= 2),
     "max_tokens": (numbers.Integral, ">= 1 or None", lambda x: x >= 1),

@@ -6,7 +6,10 @@
     POST /v1/chat/completions
 
 Each is also there under `/session/<id>`, which says whose request it is; otherwise the header `X-Session-Id` does, or
-the field `session_id` of the request.
+the field `session_id` of the request. All but `/health` need a session: its id is a secret of the episode's program.
+
+The loop that serves all episodes only moves bytes; JSON is read, templates are rendered and text is tokenised in a few
+threads.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ import socket
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -29,18 +35,24 @@ from openrlhf.agents.openai_protocol import (
     ChatRequest,
     chat_completion,
     chunk,
+    parse_body,
     parse_chat_request,
     token_ids,
     usage,
     write_calls,
     write_logprobs,
 )
-from openrlhf.agents.openai_session import ChatSession, Delta, Turn
+from openrlhf.agents.openai_session import LEAST_LIMIT, ChatSession, Delta, Turn
+from openrlhf.agents.values import shown
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 32 << 20
-"""Of a request."""
+T = TypeVar("T")
+
+MOST_THREADS = 4
+"""In which requests are read, rendered and tokenised. More wait for their turn."""
+BODY_SECONDS = 60.0
+"""How long a client may take to send a request."""
 MOST_SESSIONS = 4096
 HOST = "127.0.0.1"
 NO_RETRY = {"X-Should-Retry": "false"}
@@ -60,9 +72,10 @@ class AgentServer:
         # Bound right here, so that requests wait from now on, even if the thread is late.
         listening = socket.create_server((HOST, 0), backlog=1024)
         self.port: int = listening.getsockname()[1]
-        app = _App(self._sessions).app()
+        work = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="openai-work")
+        app = _App(self._sessions, work).app()
         threading.Thread(target=_serve, args=(self._loop, app, listening), name="openai-server", daemon=True).start()
-        weakref.finalize(self, _stop, self._loop)
+        weakref.finalize(self, _stop, self._loop, work)
 
     @property
     def url(self) -> str:
@@ -90,7 +103,8 @@ def _serve(loop: asyncio.AbstractEventLoop, app: web.Application, listening: soc
     loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, work: ThreadPoolExecutor) -> None:
+    work.shutdown(wait=False, cancel_futures=True)
     with contextlib.suppress(RuntimeError):  # closed already
         loop.call_soon_threadsafe(loop.stop)
 
@@ -105,11 +119,12 @@ async def _give_up(session: ChatSession) -> None:
 class _App:
     """The routes. All on the server's loop."""
 
-    def __init__(self, sessions: dict[str, ChatSession]) -> None:
+    def __init__(self, sessions: dict[str, ChatSession], work: ThreadPoolExecutor) -> None:
         self._sessions = sessions
+        self._work = work
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_errors_as_objects])
+        app = web.Application(middlewares=[_errors_as_objects, _only_from_here])
         for prefix in ("", "/session/{session}"):
             app.router.add_get(f"{prefix}/health", self._health)
             app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -118,47 +133,49 @@ class _App:
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+        return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
+        self._session(_named(request))
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await _read(request)
-        # All sessions have the same tokenizer.
-        session = self._session(request, body, otherwise=next(iter(self._sessions.values()), None))
-        if "messages" in body:
-            ids = session.prompt(parse_chat_request(body)).token_ids
-        elif isinstance(body.get("prompt"), str):
-            special = body.get("add_special_tokens", True)
-            ids = session.tokenizer(body["prompt"], add_special_tokens=bool(special))["input_ids"]
-        else:
-            raise ApiError("give prompt (text) or messages")
+        session, body = await self._read(request)
+        ids = await self._off_the_loop(_tokens, session, body)
         return web.json_response({"count": len(ids), "max_model_len": session.max_length, "tokens": ids})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await _read(request)
-        session = self._session(request, body)
+        session, body = await self._read(request)
         chat = parse_chat_request(body)
         task = asyncio.current_task()
         assert task is not None
         session.tasks.add(task)
         try:
-            turn = session.begin(chat)
-            if chat.stream:
-                return await _Stream(request, session, chat, turn).send()
-            return web.json_response(_whole(session, chat, turn, await turn.whole()))
+            with session.answering() as ticket:
+                turn = await self._off_the_loop(session.begin, chat, ticket)
+                if chat.stream:
+                    return await _Stream(request, session, chat, turn).send()
+                answer = await turn.whole()
+                return web.json_response(await self._off_the_loop(_whole, session, chat, turn, answer))
         finally:
             session.tasks.discard(task)
 
-    def _session(
-        self, request: web.Request, body: dict[str, Any], *, otherwise: ChatSession | None = None
-    ) -> ChatSession:
-        """`otherwise` serves when the request names none."""
-        name = request.match_info.get("session") or request.headers.get("X-Session-Id") or body.get("session_id")
-        if name is None and otherwise is not None:
-            return otherwise
+    async def _read(self, request: web.Request) -> tuple[ChatSession, dict[str, Any]]:
+        """Whose request it is, and what is in it."""
+        named = _named(request)
+        if named is not None:
+            session = self._session(named)
+            return session, await self._off_the_loop(parse_body, await _content(request, session.most_bytes, session))
+        most = max((session.most_bytes for session in list(self._sessions.values())), default=LEAST_LIMIT)
+        content = await _content(request, most)
+        body = await self._off_the_loop(parse_body, content)
+        session = self._session(body.get("session_id"))
+        if len(content) > session.most_bytes:
+            raise _too_large(session.most_bytes, session)
+        return session, body
+
+    def _session(self, name: Any) -> ChatSession:
         if not isinstance(name, str):
             raise ApiError(
                 "the request names no session: use the episode's base URL, /session/<id>/v1, or the field session_id"
@@ -167,6 +184,49 @@ class _App:
         if session is None:
             raise ApiError(f"there is no session {name}, or it has ended", status=404, code="session_not_found")
         return session
+
+    async def _off_the_loop(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._work, function, *args)
+
+
+def _named(request: web.Request) -> str | None:
+    return request.match_info.get("session") or request.headers.get("X-Session-Id")
+
+
+async def _content(request: web.Request, most: int, session: ChatSession | None = None) -> bytes:
+    """What was sent, if it is no more than `most` bytes."""
+    if (request.content_length or 0) > most:
+        raise _too_large(most, session)
+    content = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.content.iter_any():
+                content += part
+                if len(content) > most:
+                    raise _too_large(most, session)
+    except TimeoutError:
+        raise ApiError(f"the request was not there after {BODY_SECONDS:g} s", status=408) from None
+    return bytes(content)
+
+
+def _too_large(most: int, session: ChatSession | None) -> ApiError:
+    if session is not None:
+        session.refused_for_length = True
+    return ApiError(
+        f"Request Entity Too Large: more than {most} bytes cannot fit into the model's context",
+        status=413,
+        code="request_too_large",
+    )
+
+
+def _tokens(session: ChatSession, body: dict[str, Any]) -> list[int]:
+    if "messages" in body:
+        return session.prompt(parse_chat_request(body)).token_ids
+    if not isinstance(body.get("prompt"), str):
+        raise ApiError("give prompt (text) or messages")
+    special = bool(body.get("add_special_tokens", True))
+    ids: list[int] = session.tokenizer(body["prompt"], add_special_tokens=special)["input_ids"]
+    return ids
 
 
 def _whole(session: ChatSession, chat: ChatRequest, turn: Turn, answer: Delta) -> dict[str, Any]:
@@ -241,24 +301,12 @@ class _Stream:
         await self._response.write(f"data: {data}\n\n".encode())
 
 
-async def _read(request: web.Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.text())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError("the request must be a JSON object")
-    return body
-
-
 @web.middleware
 async def _errors_as_objects(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except ApiError as error:
-        refused = error
     except web.HTTPException as error:  # no such path, too large
         refused = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
     except Exception as error:
@@ -266,7 +314,32 @@ async def _errors_as_objects(
     return web.json_response(refused.body, status=refused.status, headers=NO_RETRY)
 
 
+@web.middleware
+async def _only_from_here(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """A page in a browser on this machine can send requests here: by a name that its owner has made to mean 127.0.0.1
+    (then `Host` is that name), or from its own origin (then `Origin` says so). No program of ours does either."""
+    host = request.headers.get("Host", "")
+    if not _is_here(host):
+        raise ApiError(f"the server is 127.0.0.1 or localhost to its clients, not {shown(host)} (Host)", status=403)
+    origin = request.headers.get("Origin")
+    if origin is not None and origin != f"http://{host}":
+        raise ApiError(f"requests from {shown(origin)} (Origin) are not answered", status=403)
+    return await handler(request)
+
+
+def _is_here(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
 def _failure(error: Exception) -> ApiError:
     """What went wrong here and not in the request. The episode is told too, by the engine's record or this log."""
+    if isinstance(error, ApiError):
+        return error
     logger.debug("a request failed", exc_info=error)
     return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")

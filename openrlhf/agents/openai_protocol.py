@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,16 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Fields that change the distribution which answers are sampled from."""
+
+
+NO_OPTIONS = frozenset(
+    (
+        *("self", "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""What `apply_chat_template` takes beside a template's variables. Templates are programs: none comes from outside."""
 
 
 class ApiError(Exception):
@@ -57,6 +68,35 @@ class ChatRequest:
     logprobs: bool
 
 
+def parse_body(content: bytes) -> dict[str, Any]:
+    """The JSON object in a request. Raises ApiError.
+
+    What JSON does not have, or UTF-8 cannot express, is refused here, so that nothing behind meets it: NaN, numbers
+    that overflow, halves of surrogate pairs.
+    """
+    try:
+        body = json.loads(content.decode(), parse_constant=_not_json, parse_float=_finite)
+        if b"\\ud" in content.lower():  # perhaps half a pair
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(f"the request is not JSON: {reason}") from error
+    if not isinstance(body, dict):
+        raise ApiError("the request must be a JSON object")
+    return body
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is too large")
+    return number
+
+
 def parse_chat_request(body: Any) -> ChatRequest:
     """From the JSON of `/v1/chat/completions`. Raises ApiError.
 
@@ -72,6 +112,12 @@ def parse_chat_request(body: Any) -> ChatRequest:
         tools = None
     options = body.get("chat_template_kwargs")
     options = {} if options is None else _object(options, "chat_template_kwargs")
+    for name in options:
+        if name in NO_OPTIONS:
+            raise ApiError(
+                f"chat_template_kwargs.{name} is not for requests: messages are rendered with the model's own template",
+                param="chat_template_kwargs",
+            )
     limits = [_given(body, name, int, "a whole number") for name in ("max_completion_tokens", "max_tokens")]
     return ChatRequest(
         conversation=Conversation(read_messages(body.get("messages")), tools, options),
@@ -98,7 +144,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 def _message(value: Any, what: str) -> dict[str, Any]:
     given = _object(value, what)
     role = given.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ApiError(f"{what}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=what)
     message: dict[str, Any] = {"role": ROLES[role], "content": _content(given.get("content"), f"{what}.content")}
     for name in ("name", "tool_call_id"):
@@ -151,6 +197,7 @@ _IMPOSSIBLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "nothing here forces a format",
         lambda wanted: isinstance(wanted, Mapping) and wanted.get("type") == "text",
     ),
+    "chat_template": ("messages are rendered with the model's own template", lambda _: False),
     "functions": ("use tools", lambda _: False),
     "function_call": ("use tool_choice", lambda _: False),
     "modalities": ("there is text only", lambda wanted: wanted == ["text"]),
@@ -181,6 +228,8 @@ def _given(body: Mapping[str, Any], name: str, kind: type, wanted: str) -> Any:
     value = body.get(name)
     if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
         raise ApiError(f"{name} must be {wanted}, got {shown(value)}", param=name)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ApiError(f"{name} must fit in 64 bits, got {shown(value)}", param=name)
     return value
 
 

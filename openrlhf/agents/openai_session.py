@@ -15,6 +15,11 @@ from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.tool_calls import GrowingReply, Reply
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
+BYTES_PER_TOKEN = 64
+"""Of JSON. Tokens have 4 characters or so; some have 16, and JSON may spell each in 6 bytes."""
+LEAST_LIMIT = 1 << 20
+"""Bytes of a request that are for everything else: tools, ids, and messages that are found to be too long."""
+
 
 class Delta(NamedTuple):
     """What is new in an answer that is being written."""
@@ -37,25 +42,28 @@ class Delta(NamedTuple):
 class Turn:
     """One request that can be answered."""
 
-    def __init__(self, session: ChatSession, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams) -> None:
+    def __init__(
+        self, session: ChatSession, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams, ticket: object
+    ) -> None:
         self._session = session
         self._request = request
         self._params = params
+        self._ticket = ticket
         self.prompt = prompt
         self.written: list[int] = []
         """Tokens so far."""
 
     async def whole(self) -> Delta:
         """The answer in one piece."""
-        with self._session.answering():
+        with _refusals():
             generation = await self._session.engine.generate(self.prompt.token_ids, self._params)
-            growing = GrowingReply(tools=self._request.calls_tools)
-            return self._end(generation, growing, before=growing.feed(generation.text))
+        growing = GrowingReply(tools=self._request.calls_tools)
+        return self._end(generation, growing, before=growing.feed(generation.text))
 
     async def parts(self) -> AsyncGenerator[Delta]:
         """The answer as it is written. Closing the iterator gives it up."""
         growing = GrowingReply(tools=self._request.calls_tools)
-        with self._session.answering():
+        with _refusals():
             stream = self._session.engine.stream(self.prompt.token_ids, self._params)
             async with contextlib.aclosing(stream) as parts:
                 async for part in parts:
@@ -68,9 +76,18 @@ class Turn:
 
     def _end(self, last: Generation, growing: GrowingReply, *, before: str) -> Delta:
         self.written += last.token_ids
+        self._session.answered(self._ticket)
         rest, reply = growing.finish()
         self._session.history.remember(self.prompt, self.written, reply)
         return Delta(before + rest, last, reply)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # the engine does not answer such questions
+        raise ApiError(str(error)) from error
 
 
 class ChatSession:
@@ -108,7 +125,7 @@ class ChatSession:
         self._params = sampling_params
         self._max_turns = max_turns
         self._client_sampling = client_sampling
-        self._under_way = 0
+        self._under_way: set[object] = set()
         self._requests = 0
 
     @property
@@ -117,16 +134,38 @@ class ChatSession:
         reasons = (call.generation.finish_reason for call in self.engine.calls)
         return self.refused_for_length or any(reason is FinishReason.LENGTH for reason in reasons)
 
+    @property
+    def most_bytes(self) -> int:
+        """Of a request. More cannot fit into the context, whatever is in it."""
+        return LEAST_LIMIT + BYTES_PER_TOKEN * self.max_length
+
     def next_id(self) -> str:
         self._requests += 1
         return f"chatcmpl-{self.id}-{self._requests}"
 
-    def begin(self, request: ChatRequest) -> Turn:
-        """Whatever can be wrong with a request is found here. Raises ApiError."""
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[object]:
+        """Around all that is done for one request, which counts as a turn. Raises ApiError when there were enough.
+
+        Gives what stands for the request until its answer is recorded.
+        """
         self.refused_for_length = False
-        if self._max_turns is not None and len(self.engine.calls) + self._under_way >= self._max_turns:
+        if self._max_turns is not None and len(self.engine.calls) + len(self._under_way) >= self._max_turns:
             self.refused_for_length = True
             raise ApiError(f"the limit of {self._max_turns} turns is met (--max_steps)", code="turn_limit_exceeded")
+        ticket = object()
+        self._under_way.add(ticket)
+        try:
+            yield ticket
+        finally:
+            self._under_way.discard(ticket)
+
+    def answered(self, ticket: object) -> None:
+        """The engine's record has it now."""
+        self._under_way.discard(ticket)
+
+    def begin(self, request: ChatRequest, ticket: object) -> Turn:
+        """Whatever can be wrong with a request is found here. May take long; in any thread. Raises ApiError."""
         prompt = self.prompt(request)
         if len(prompt.token_ids) >= self.max_length:
             self.refused_for_length = True
@@ -136,7 +175,7 @@ class ChatSession:
                 code="context_length_exceeded",
                 param="messages",
             )
-        return Turn(self, request, prompt, self._sampling(request))
+        return Turn(self, request, prompt, self._sampling(request), ticket)
 
     def prompt(self, request: ChatRequest) -> ChatPrompt:
         """What the engine would read. Raises ApiError."""
@@ -144,16 +183,6 @@ class ChatSession:
             return self.history.prompt(request.conversation)
         except TemplateError as error:
             raise ApiError(str(error), param="messages") from error
-
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        self._under_way += 1
-        try:
-            yield
-        except ValueError as error:  # the engine does not answer such questions
-            raise ApiError(str(error)) from error
-        finally:
-            self._under_way -= 1
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:
         run = self._params

@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-OPENING = "<tool_call>"
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -30,6 +30,9 @@ class Reply(NamedTuple):
 
 def parse_reply(text: str) -> Reply:
     """The calls, and the text around them. One that is malformed makes all of it text: nothing is guessed."""
+    # One that is never closed. Looked for first: for each such opening the expression would read on to the end.
+    if text.rfind(OPENING) > text.rfind(CLOSING):
+        return Reply(text)
     calls = [_parse_call(block) for block in _CALL.findall(text)]
     before, *others = _CALL.split(text)[::2]
     if not calls or None in calls or any(OPENING in piece for piece in (before, *others)):

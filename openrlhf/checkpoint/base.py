@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -16,8 +17,11 @@ class Checkpointer(Protocol):
         """The one that was saved last, after `step`, has turned out to be the best: it is kept until another is."""
         ...
 
-    def load(self) -> dict[str, Any] | None:
-        """What is trained is as it was at the latest checkpoint; the loop's own state of then. None: start anew."""
+    def load(self, take_up: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """What is trained becomes as it was at the latest checkpoint, and `take_up` gets the loop's own state of then.
+
+        Returns that state. None: there is no checkpoint, the run starts anew.
+        """
         ...
 
 
@@ -30,5 +34,5 @@ class NoCheckpoints:
     def keep_best(self, step: int) -> None:
         pass
 
-    def load(self) -> None:
+    def load(self, take_up: Callable[[dict[str, Any]], None]) -> None:
         return None

@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from openrlhf.checkpoint.claims import Claim, ClaimedError
 from openrlhf.checkpoint.disk import Disk
 from openrlhf.utils import waits
 
@@ -51,19 +50,17 @@ class CheckpointFolder:
         self._retention = retention
         self._link_model = link_model
         self._disk = disk or Disk()
-        self._lock = FileLock(path / ".lock")
+        self._claim = Claim(path / ".lock", flag=f"--ckpt.path {path}")
 
     def open(self) -> None:
         """Take the folder for this process, and remove what a killed one left half done."""
         try:
             self._disk.make_folder(self.path)
-            self._lock.acquire(timeout=0)
-        except Timeout:
+            self._claim.take()
+        except ClaimedError as holder:
             raise CheckpointError(
-                f"--ckpt.path {self.path}: another run writes checkpoints there; wait for it, or name another folder"
+                f"--ckpt.path {self.path}: {holder} writes checkpoints there; wait for it, or name another folder"
             ) from None
-        except NotImplementedError:
-            logger.warning("--ckpt.path %s: this file system has no locks; start no second run on it", self.path)
         except OSError as error:
             raise CheckpointError(f"--ckpt.path {self.path}: cannot be written ({error.strerror})") from error
         self.remove_leftovers()
@@ -74,7 +71,7 @@ class CheckpointFolder:
             self._disk.remove(leftover)
 
     def close(self) -> None:
-        self._lock.release()
+        self._claim.release()
 
     # ------------------------------------------------------------------------------------------------ reading
 

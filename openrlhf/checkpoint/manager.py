@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import TRAINING_STATE, CheckpointError, CheckpointFolder
 from openrlhf.checkpoint.random_state import random_state, restore_random_state
 from openrlhf.checkpoint.training_state import read_state, read_training_state, write_state, write_training_state
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -60,11 +63,25 @@ class Trained:
             together(self.ranks, lambda: write_training_state(target, numbers, tensors, writes=self.ranks.is_main))
 
     def load(self, folder: Path) -> None:
-        numbers, tensors = read_training_state(folder / TRAINING_STATE)
         try:
-            self.backend.load(numbers, tensors)
+            self.backend.load(*read_training_state(folder / TRAINING_STATE))
         except ValueError as error:
             raise CheckpointError(f"{folder.parent} cannot be continued: {error}") from error
+        except NOT_OURS as error:
+            raise foreign(folder / TRAINING_STATE, error) from error
+
+
+NOT_OURS = (LookupError, TypeError, AttributeError)
+"""What reading a file raises that holds something else than we have written."""
+
+
+def foreign(place: Path, why: Exception | str) -> CheckpointError:
+    """`place`: a file or folder of a checkpoint that is whole, and was not written by this version of openrlhf."""
+    reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+    return CheckpointError(
+        f"{place} does not hold what a checkpoint of this version has there ({reason}): restore it, remove its "
+        "checkpoint to go on from the one before, or name another --ckpt.path"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +99,44 @@ class Found:
     def require_same(self, identity: Mapping[str, str]) -> None:
         """CheckpointError if a run with this identity would not be the same run."""
         for name, now in identity.items():
-            then = self.state["identity"].get(name)
+            then = self.state["identity"].get(name, now)  # older checkpoints do not have all of them
             if then != now:
                 raise CheckpointError(
                     f"{self.path} cannot be continued: {name} was {then}, and is {now} now; resume with the same, name "
                     "another --ckpt.path, or leave --ckpt.load_enable out and start from the checkpoint's model folder"
                 )
+
+    def changes(self, settings: Mapping[str, Any]) -> list[str]:
+        """Flags that were different in the run which wrote it, a line for each."""
+        then = self.state.get("settings", {})  # older checkpoints have none
+        return [
+            f"--{name} was {_shown(then[name])} up to {self.path.name}, and is {_shown(now)} from here on"
+            for name, now in settings.items()
+            if name in then and then[name] != now
+        ]
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)
+
+
+PARTS: dict[str, type] = {"resumable": bool, "identity": dict, "notes": dict, "random": list, "loop": dict}
+"""Of a checkpoint's state.json."""
+
+
+def _read_state(checkpoint: Path) -> State:
+    """Raises CheckpointError for a state that is not ours."""
+    file = checkpoint / "state.json"
+    try:
+        state = read_state(checkpoint)
+    except (OSError, ValueError, SafetensorError, *NOT_OURS) as error:
+        raise foreign(file, error) from error
+    if not isinstance(state, dict):
+        raise foreign(file, f"it is a {type(state).__name__}, not an object")
+    for name, kind in PARTS.items():
+        if not isinstance(state.get(name), kind):
+            raise foreign(file, f"its {name!r} is missing or of another kind")
+    return state
 
 
 def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Found | None:
@@ -96,7 +145,7 @@ def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Found 
     path = next((path for path in ranks.gather(mine) if path is not None), None)
     if path is None:
         return None
-    state = read_state(path)
+    state = together(ranks, lambda: _read_state(path))
     if not state["resumable"]:
         raise CheckpointError(
             f"{path} has no training state (--ckpt.disable_ds): start a new run from its model folder, with another "
@@ -116,19 +165,22 @@ class CheckpointManager:
         found: Found | None = None,
         identity: Mapping[str, str],
         notes: State,
+        settings: Mapping[str, Any] | None = None,
         resumable: bool = True,
         ranks: Ranks = ALONE,
     ) -> None:
         """`models`: by the folder each has in a checkpoint. `found`: what `load` continues from.
 
-        `identity`: what a run may not change when it continues, by the names users know it by. `resumable` False
-        leaves the training state out, which is most of the size.
+        `identity`: what a run may not change when it continues, by the names users know it by. `settings`: flags, as
+        JSON has them, that it may change; it is said then. `resumable` False leaves the training state out, which is
+        most of the size.
         """
         self._folder = folder
         self._models = models
         self._found = found
         self._identity = dict(identity)
         self._notes = notes
+        self._settings = dict(settings or {})
         self._resumable = resumable
         self._ranks = ranks
 
@@ -139,6 +191,7 @@ class CheckpointManager:
             "resumable": self._resumable,
             "identity": self._identity,
             "notes": self._notes,
+            "settings": self._settings,
             "random": self._ranks.gather(random_state()),
             "loop": state,
         }
@@ -158,17 +211,28 @@ class CheckpointManager:
         """Collective. Raises CheckpointError."""
         self._on_main(lambda: self._folder.keep_best(step))
 
-    def load(self) -> State | None:
-        """Models and generators are as they were; returns the loop's state. None: nothing to continue from."""
-        if self._found is None:
+    def load(self, take_up: Callable[[State], None]) -> State | None:
+        """Models and generators become as they were. Flags that have changed since are said, or refused.
+
+        Raises CheckpointError.
+        """
+        found = self._found
+        if found is None:
             return None
-        self._found.require_same(self._identity)
+        found.require_same(self._identity)
+        if self._ranks.is_main:
+            for change in found.changes(self._settings):
+                logger.warning("%s", change)
         for name, model in self._models.items():
-            model.load(self._found.path / name)
-        states = self._found.state["random"]
-        if self._ranks.index < len(states):
-            restore_random_state(states[self._ranks.index])
-        return self._found.state["loop"]
+            model.load(found.path / name)
+        try:
+            states = found.state["random"]
+            if self._ranks.index < len(states):
+                restore_random_state(states[self._ranks.index])
+            take_up(found.state["loop"])
+        except NOT_OURS as error:
+            raise foreign(found.path / "state.json", error) from error
+        return found.state["loop"]
 
     def _on_main(self, work: Callable[[], object]) -> None:
         together(self._ranks, lambda: work() if self._ranks.is_main else None)

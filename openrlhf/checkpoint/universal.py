@@ -134,13 +134,15 @@ class UniversalStart:
     def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
         self._saver.save(step, state, best=best)
 
-    def load(self) -> dict[str, Any]:
+    def load(self, take_up: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         tensors = self._checkpoint.tensors(self._trained, aliases=self._aliases)
         try:
             self._backend.load({"steps": self._checkpoint.steps}, tensors)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.path} cannot be continued: {error}") from error
-        return self._loop_state(self._checkpoint.steps)
+        state = self._loop_state(self._checkpoint.steps)
+        take_up(state)
+        return state
 
 
 def _plain(name: str, aliases: Mapping[str, str]) -> str:

@@ -82,7 +82,9 @@ def load_policy(
         attn_implementation=native,
         **_how(dtype, device, load_in_4bit=load_in_4bit, experts_implementation=experts_implementation),
     )
-    if not load_in_4bit:
+    if load_in_4bit:
+        _keep_layout(model)
+    else:
         model = model.to(device)
     if use_liger_kernel:
         _use_liger_kernels(model)
@@ -161,7 +163,9 @@ def load_value_model(
     head = ScalarHead(weight.shape[1])
     head.weight.data = weight
     head = head.to(dtype=dtype, device=device)
-    if not load_in_4bit:
+    if load_in_4bit:
+        _keep_layout(body)
+    else:
         body = body.to(device)
     if not compiled:
         fuse_norms(body)
@@ -282,6 +286,20 @@ def _how(
             "device_map": {"": device},
         }
     return how
+
+
+def _keep_layout(model: Any) -> None:
+    """Layers of 4 bits keep the layout that they were quantised in, whatever the CPU.
+
+    On CPUs with AVX512-BF16 bitsandbytes rearranges a layer's weights, for good, at its first forward without
+    gradients. A rearranged layer passes no gradient to the layers below it, rounds its inputs to bf16, cannot be made
+    whole again, and has to have a multiple of 32 outputs and of 64 inputs.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 @contextlib.contextmanager

@@ -133,6 +133,8 @@ class Metrics:
     """Named reductions. Writing a name again merges into what is there."""
 
     reductions: dict[str, Reduction] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What people should know of how these numbers came about: a step that was left out, and why."""
 
     def add(self, name: str, reduction: Reduction) -> None:
         known = self.reductions.get(name)
@@ -169,8 +171,14 @@ class Metrics:
     def last(self, name: str, value: float) -> None:
         self.add(name, Last(float(value)))
 
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
     def merge(self, other: Metrics) -> None:
         """Take in `other`, which came later."""
+        for text in other.notes:
+            self.note(text)
         for name, reduction in other.reductions.items():
             self.add(name, reduction)
 

@@ -19,6 +19,7 @@ class RunDirectory:
     metrics.jsonl   one line per training step and per evaluation
     rollouts.jsonl  a few trajectories of every step
     trained.jsonl   which samples every step was trained on (RL)
+    warnings.jsonl  what was said about steps that went wrong; usually empty
     model/          the trained model
     report.html     all of it as one page
     stacks-1.txt    what everybody did when nothing happened any more; usually there is none
@@ -63,6 +64,10 @@ class RunDirectory:
     @property
     def trained(self) -> Path:
         return self.path / "trained.jsonl"
+
+    @property
+    def warnings(self) -> Path:
+        return self.path / "warnings.jsonl"
 
     @property
     def model(self) -> Path:

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from openrlhf.utils import waits
 from openrlhf.utils.waits import Wait, WaitError
@@ -91,11 +91,14 @@ class Watchdog:
             self._stalls = False
 
     def dump(self, reason: str) -> Path:
-        """Everybody's stacks, in the next of stacks-1.txt, stacks-2.txt, …"""
-        folder = self._folder or Path(tempfile.gettempdir()) / f"openrlhf-{os.getpid()}"
+        """Everybody's stacks, in the next of stacks-1.txt, stacks-2.txt, …
+
+        Before a run has a folder they go into a temporary one that only this user may read.
+        """
+        folder = self._folder = self._folder or Path(tempfile.mkdtemp(prefix="openrlhf-stacks-"))
         folder.mkdir(parents=True, exist_ok=True)
-        path = next(path for n in self._numbers if not (path := folder / f"stacks-{n}.txt").exists())
-        with path.open("w", encoding="utf-8") as file:
+        path, file = self._next_file(folder)
+        with file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n\n== waits\n")
             file.writelines(f"{line(wait)}\n" for wait in waits.open_waits())
             file.write(f"\n== threads of process {os.getpid()}\n")
@@ -107,6 +110,14 @@ class Watchdog:
                     file.write(f"\n== {name}\n{text.rstrip()}\n")
                     file.flush()
         return path
+
+    def _next_file(self, folder: Path) -> tuple[Path, IO[str]]:
+        """A new one: "x" replaces nothing, and follows no link that somebody has put there."""
+        for number in self._numbers:
+            path = folder / f"stacks-{number}.txt"
+            with contextlib.suppress(FileExistsError):
+                return path, path.open("x", encoding="utf-8")
+        raise AssertionError("numbers do not end")
 
     # ------------------------------------------------------------------------------------------- in its thread
 

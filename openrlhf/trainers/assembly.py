@@ -30,9 +30,15 @@ from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
 from openrlhf.trainers.launching import Launch, launched, settled
 from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.pipelines import pipeline
-from openrlhf.trainers.preflight import checked_model_dir, create_run_directory, policy_tokenizer, warn_of_few_steps
+from openrlhf.trainers.preflight import (
+    checked_model_dir,
+    claimed_model_dir,
+    create_run_directory,
+    policy_tokenizer,
+    warn_of_few_steps,
+)
 from openrlhf.trainers.restarting import with_restarts
-from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
+from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.trainers.running import (
     RunResult,
@@ -64,7 +70,11 @@ def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
     config = settled(config)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
-    with watchdog(config.train) as watching, opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints:
+    with (
+        watchdog(config.train) as watching,
+        claimed_model_dir(model_dir),
+        opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints,
+    ):
         return with_restarts(
             lambda now: _train(config, launched, now, watching, model_dir=model_dir),
             checkpoints,
@@ -140,6 +150,7 @@ def _train(
                 rollout_log=rollout_log,
                 ledger=ledger,
                 progress=seen.progress,
+                warnings=seen.warnings,
                 checkpointer=_checkpointer(config, checkpoints, bound.kept, run_dir),
                 stop=stop,
             )
@@ -173,16 +184,18 @@ def _checkpointer(
     identity = {
         "what is trained": f"rl with {' and '.join(kept)}",
         "--rollout.batch_size": str(config.rollout.batch_size),
-    }
-    if config.uses_reference or config.ds.lora.rank > 0:
+        "--rollout.n_samples_per_prompt": str(config.samples_per_prompt),
+        "--train.batch_size": str(config.train.batch_size),
         # Neither the reference nor the model below an adapter is in the checkpoint.
-        identity["--actor.model_name_or_path"] = config.actor.model_name_or_path
+        "the digest of --actor.model_name_or_path's weights": weights_digest(config.actor.model_name_or_path),
+    }
     return CheckpointManager(
         checkpoints.folder,
         kept,
         found=checkpoints.found,
         identity=identity,
         notes={"run_directory": str(run_dir.path.resolve())},
+        settings=recorded_settings(config),
         resumable=not config.ckpt.disable_ds,
     )
 

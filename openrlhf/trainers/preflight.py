@@ -11,7 +11,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from openrlhf.checkpoint.manager import Found
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.checkpoint.claims import Claim, ClaimedError
+from openrlhf.checkpoint.folder import CheckpointError
+from openrlhf.checkpoint.manager import Found, together
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import Config, RLConfig
 from openrlhf.config.schema import to_dict
@@ -36,6 +39,31 @@ def checked_model_dir(output_dir: str) -> Path:
     except OSError as error:
         raise ConfigError(f"{flag}: cannot be written ({error.strerror}); name another folder") from error
     return target
+
+
+@contextlib.contextmanager
+def claimed_model_dir(folder: Path, ranks: Ranks = ALONE) -> Iterator[None]:
+    """While open no other run may write its model there. Raises CheckpointError where one is about to.
+
+    The lock is beside the folder, which the export may replace. The ranks of a run have it together.
+    """
+    flag = f"--ckpt.output_dir {folder}"
+    claim = Claim(folder.with_name(f".{folder.name}.lock"), flag=flag)
+
+    def take() -> None:
+        try:
+            claim.take()
+        except ClaimedError as holder:
+            raise CheckpointError(
+                f"{flag}: {holder} writes its model there; wait for it, or name another folder"
+            ) from None
+
+    together(ranks, lambda: take() if ranks.is_main else None)
+    try:
+        yield
+    finally:
+        if ranks.is_main:
+            claim.release(remove=True)
 
 
 def create_run_directory(config: Config, found: Found | None = None) -> RunDirectory:

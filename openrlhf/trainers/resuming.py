@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
@@ -15,6 +16,8 @@ from openrlhf.checkpoint.manager import Found, find_checkpoint, together
 from openrlhf.checkpoint.universal import UniversalCheckpoint, find_universal
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.reporting import LoggerSection, RLCheckpointSection, SupervisedCheckpointSection
+from openrlhf.config.roots import Config
+from openrlhf.config.schema import to_dict
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +88,8 @@ def run_directory_of(section: LoggerSection, found: Found | None) -> tuple[str, 
     A continued run goes on in the directory it began in, unless that is gone or another one is asked for. (One whose
     name was taken has a number behind it.)
     """
-    begun = Path(found.notes["run_directory"]) if found else None
+    noted = found.notes.get("run_directory") if found else None
+    begun = Path(noted) if isinstance(noted, str) else None
     if begun is not None and begun.is_dir():
         if section.run_dir is None:
             return str(begun), True
@@ -93,3 +97,42 @@ def run_directory_of(section: LoggerSection, found: Found | None) -> tuple[str, 
         if begun.parent == wanted.parent and re.fullmatch(re.escape(wanted.name) + r"(-\d+)?", begun.name):
             return str(begun), True
     return section.directory, False
+
+
+def recorded_settings(config: Config) -> dict[str, Any]:
+    """Flag → value, as JSON has it: what a checkpoint remembers of the run that wrote it.
+
+    Where things are written is left out: that has no influence on what is trained.
+    """
+    return dict(_flat({name: value for name, value in to_dict(config).items() if name not in ("ckpt", "logger")}))
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+SAMPLES, SAMPLE_BYTES = 16, 4096
+
+
+def weights_digest(model: str) -> str:
+    """Tells a model's weights from others, also of the same shape, wherever its folder is; a Hub's name is its own.
+
+    Of every file of weights a few blocks are read: enough for weights that were trained, and nothing beside loading.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return model
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES and path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{size};".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

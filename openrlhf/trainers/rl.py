@@ -13,6 +13,7 @@ from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
+from openrlhf.observability.signs import NoWarnings, Warnings
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.rollout.collector import PromptsExhausted, Round
 from openrlhf.rollout.runner import RolloutError
@@ -90,6 +91,7 @@ class RLTrainer:
         progress: Progress,
         checkpointer: Checkpointer | None = None,
         stop: StopRequest | None = None,
+        warnings: Warnings | None = None,
     ) -> None:
         """`stop`: who may ask for the end of the run, after a checkpoint; None: nobody."""
         self.collector = collector
@@ -104,6 +106,7 @@ class RLTrainer:
         self.progress = progress
         self.checkpointer = checkpointer or NoCheckpoints()
         self.stop = stop or StopRequest()
+        self.warnings = warnings or NoWarnings()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.rounds_done = 0
         self.version = 0
@@ -118,8 +121,7 @@ class RLTrainer:
 
         Raises Stopped when it was asked to stop and has saved, and RolloutError when there was nothing to train on.
         """
-        if (state := self.checkpointer.load()) is not None:
-            self.load_state_dict(state)
+        state = self.checkpointer.load(self.load_state_dict)
         # An engine begins with whatever its files hold, or with nothing.
         self.weights.push(version=self.version)
         # A checkpoint has the very weights whose evaluation it interrupted.
@@ -192,6 +194,7 @@ class RLTrainer:
     def report(self, metrics: Metrics) -> None:
         values = metrics.values()
         self.progress.step(self.rounds_done, values)
+        self.warnings.after(self.rounds_done, values, metrics.notes)
         if self.rounds_done % self.schedule.log_every == 0:
             self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="train")
 

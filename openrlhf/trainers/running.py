@@ -25,10 +25,18 @@ from openrlhf.config.training import TrainSection
 from openrlhf.data.sources import DataError
 from openrlhf.learners.microbatch import DoesNotFitError
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
-from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, Logger, NullLogger, remote_loggers
+from openrlhf.observability.loggers import (
+    CompositeLogger,
+    JsonlLogger,
+    Logger,
+    NullLogger,
+    read_metrics,
+    remote_loggers,
+)
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import write_report
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.signs import NoWarnings, RunWarnings, Warnings
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rewards.base import RewardError, RewardGoneError
 from openrlhf.rollout.base import EngineError
@@ -132,6 +140,7 @@ class Observers:
 
     logger: Logger
     progress: Progress
+    warnings: Warnings
 
 
 @contextlib.contextmanager
@@ -150,7 +159,7 @@ def observed(
 def _told(config: Config, run_dir: RunDirectory | None, *, steps: int, title: str) -> Iterator[Observers]:
     if run_dir is None:
         with open(os.devnull, "w") as nowhere, Progress(steps, title, stream=nowhere, live=False) as progress:
-            yield Observers(logger=NullLogger(), progress=progress)
+            yield Observers(logger=NullLogger(), progress=progress, warnings=NoWarnings())
         return
     logger.info("run directory %s", run_dir.path)
     status = "failed"
@@ -160,7 +169,10 @@ def _told(config: Config, run_dir: RunDirectory | None, *, steps: int, title: st
             elsewhere = remote_loggers(config.logger, to_dict(config), directory=run_dir.path)
             remote = held.enter_context(contextlib.closing(elsewhere))
             progress = held.enter_context(Progress(steps, title))
-            yield Observers(logger=CompositeLogger([metrics, remote]), progress=progress)
+            earlier = read_metrics(run_dir.metrics)
+            warnings = RunWarnings(run_dir.warnings, progress.note, earlier=earlier)
+            held.enter_context(contextlib.closing(warnings))
+            yield Observers(logger=CompositeLogger([metrics, remote]), progress=progress, warnings=warnings)
         status = ""
     except KeyboardInterrupt:
         interrupts.end_at_once_on_the_next(last=kill_every_host)

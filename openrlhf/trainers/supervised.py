@@ -18,6 +18,7 @@ from openrlhf.learners.microbatch import Fitting, MicroBatching
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
+from openrlhf.observability.signs import NoWarnings, Warnings
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.utils import waits
 from openrlhf.utils.interrupts import Stopped, StopRequest
@@ -167,6 +168,7 @@ class SupervisedTrainer:
         checkpointer: Checkpointer | None = None,
         ranks: Ranks = ALONE,
         stop: StopRequest | None = None,
+        warnings: Warnings | None = None,
     ) -> None:
         """`evaluation`: the same objective on data that is measured only. `tokens_per_forward`: its token budget.
         `stop`: who may ask for the end of the run, after a checkpoint; None: nobody.
@@ -184,6 +186,7 @@ class SupervisedTrainer:
         self.checkpointer = checkpointer or NoCheckpoints()
         self.ranks = ranks
         self.stop = stop or StopRequest()
+        self.warnings = warnings or NoWarnings()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.steps_done = 0
         self.means = RunningMeans()
@@ -196,10 +199,8 @@ class SupervisedTrainer:
 
         Raises Stopped, on all ranks, when one was asked to stop and all have saved.
         """
-        if (state := self.checkpointer.load()) is not None:
-            self.load_state_dict(state)
-            if self._evaluation_is_due():
-                self.evaluate()  # left to this run by the one that was stopped
+        if self.checkpointer.load(self.load_state_dict) is not None and self._evaluation_is_due():
+            self.evaluate()  # left to this run by the one that was stopped
         for batch in self.schedule:
             metrics = self.step(batch)
             self.steps_done += 1
@@ -250,6 +251,7 @@ class SupervisedTrainer:
             if source in values:
                 values[name] = self.means.update(name, values[source])
         self.progress.step(self.steps_done, values)
+        self.warnings.after(self.steps_done, values, metrics.notes)
         if self.steps_done % self.periods.log_every == 0:
             self.logger.log(self.steps_done, {**values, "global_step": self.steps_done}, kind="train")
 

@@ -40,13 +40,14 @@ from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preflight import (
     checked_model_dir,
+    claimed_model_dir,
     create_run_directory,
     reading_model,
     warn_of_few_steps,
     warn_of_positions,
 )
 from openrlhf.trainers.reference import Reference
-from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints
+from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.running import (
     RunResult,
@@ -89,6 +90,7 @@ def train(config: SupervisedConfig) -> RunResult:
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with (
         watchdog(config.train, ranks) as watching,
+        claimed_model_dir(model_dir, ranks),
         opened_checkpoints(
             config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
         ) as checkpoints,
@@ -146,6 +148,7 @@ def _train(
             tokens_per_forward=config.tokens_per_forward,
             logger=seen.logger,
             progress=seen.progress,
+            warnings=seen.warnings,
             ranks=ranks,
             checkpointer=checkpointer,
             stop=stop,
@@ -175,13 +178,15 @@ def _checkpointer(
 ) -> Checkpointer | None:
     if checkpoints.folder is None:
         return None
-    identity = {"what is trained": _kind(config), "the digest of --data.dataset's tokens": samples.digest}
+    identity = {
+        "what is trained": _kind(config),
+        "the digest of --data.dataset's tokens": samples.digest,
+        # Of the model below an adapter nothing is in the checkpoint.
+        f"the digest of {MODEL_FLAG}'s weights": weights_digest(config.model.model_name_or_path),
+    }
     if isinstance(config, DPOConfig):
         # What it said of the samples is in the checkpoint.
-        identity["the reference model"] = config.reference_path
-    if config.ds.lora.rank > 0:
-        # Of the model below it nothing is in the checkpoint.
-        identity[MODEL_FLAG] = config.model.model_name_or_path
+        identity["the digest of the reference model's weights"] = weights_digest(config.reference_path)
     return CheckpointManager(
         checkpoints.folder,
         {
@@ -194,6 +199,7 @@ def _checkpointer(
         found=checkpoints.found,
         identity=identity,
         notes={"run_directory": str(run_dir.path.resolve())} if run_dir else {},
+        settings=recorded_settings(config),
         resumable=not config.ckpt.disable_ds,
         ranks=ranks,
     )

@@ -36,8 +36,10 @@ pytestmark = [
 ]
 
 VOCABULARY = 4096
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
-"""In bf16 the same model with two ways of attention differs by 0.13 on this probe, on a CPU."""
+LOADED_GAP = {torch.float32: 0.03, torch.bfloat16: 0.3}
+"""Log-probs of an engine that has read the weights from their file differ from the policy's by at most this much.
+Two ways of attention differ by 0.13 in bf16 on a CPU. In fp32 vLLM's Triton attention multiplies in TF32, which keeps
+10 bits of a mantissa."""
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Setup:
     sync: VllmWeightSync
     model: Any
     tolerance: float
+    """A push may bring the engine no further from the policy than reading a file does, up to a factor for the weights
+    being others."""
     version: int = 0
 
     def push(self) -> None:
@@ -64,7 +68,7 @@ class Setup:
         return max_gap(policy_logprobs(Policy(self.model), probe), self.engine.prompt_logprobs(probe))
 
 
-@pytest.fixture(scope="module", params=TOLERANCE, ids=str)
+@pytest.fixture(scope="module", params=LOADED_GAP, ids=str)
 def setup(request, tmp_path_factory) -> Iterator[Setup]:
     """150 MB in bf16: large enough to see its memory come and go, and for several blocks."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -100,7 +104,12 @@ def setup(request, tmp_path_factory) -> Iterator[Setup]:
     policy = Policy(model)
     source = PolicyWeights(policy, ModuleWeights(policy))
     sync = VllmWeightSync(engine, source, init_info=IpcTrainerInfo(rank=0, block_bytes=32 * 2**20))
-    yield Setup(engine, sync, model, TOLERANCE[request.param])
+    setup = Setup(engine, sync, model, tolerance=0.0)
+    loaded_gap = setup.gap()
+    assert loaded_gap < LOADED_GAP[request.param]
+    setup.tolerance = 1e-4 + 3 * loaded_gap
+    print(f"{request.param}: gap as loaded {loaded_gap:.2e}")
+    yield setup
     engine.close()
 
 

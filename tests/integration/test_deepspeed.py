@@ -99,6 +99,8 @@ class Runs:
         self.folder = folder
         self._model = model
         self._data = data
+        self._failed: dict[str, str] = {}
+        """What was said by the runs that did not end well. They fail the tests that ask for them, and no others."""
 
     def words(self, name: str, trainer: str, **flags) -> list[str]:
         command, own = TRAINERS[trainer]
@@ -136,21 +138,38 @@ class Runs:
             run_ranks(2, command, cwd=self.folder, said=said, environment=cache)
 
     def train(self, who: str, commands: list[list[str]]) -> None:
-        """One after the other."""
-        listed = self.folder / "runs.json"
-        listed.write_text(json.dumps(commands))
-        self.run(who, "many_runs.py", listed)
+        """One after the other. Where one does not end well, new processes go on with the next."""
+        listed, done = self.folder / "runs.json", self.folder / "runs.json.done"
+        while commands:
+            listed.write_text(json.dumps(commands))
+            done.write_text("0")
+            try:
+                self.run(who, "many_runs.py", listed)
+            except AssertionError as error:
+                ended = int(done.read_text())
+                if ended == len(commands):
+                    raise
+                run_dir = Path(commands[ended][commands[ended].index("--logger.run_dir") + 1])
+                self._failed[run_dir.parent.name] = str(error)
+                commands = commands[ended + 1 :]
+            else:
+                return
+
+    def _folder(self, name: str) -> Path:
+        if name in self._failed:
+            pytest.fail(f"the run {name!r} did not end well:\n{self._failed[name]}")
+        return self.folder / name
 
     def history(self, name: str, *metrics: str) -> list[list[float]]:
-        rows = [r for r in read_metrics(self.folder / name / "run" / "metrics.jsonl") if r["kind"] == "train"]
+        rows = [r for r in read_metrics(self._folder(name) / "run" / "metrics.jsonl") if r["kind"] == "train"]
         return [[row[metric] for metric in metrics] for row in rows]
 
     def evaluation(self, name: str) -> dict[str, float]:
-        rows = [r for r in read_metrics(self.folder / name / "run" / "metrics.jsonl") if r["kind"] == "eval"]
+        rows = [r for r in read_metrics(self._folder(name) / "run" / "metrics.jsonl") if r["kind"] == "eval"]
         return {key: value for key, value in rows[-1].items() if "loss" in key or "acc" in key or "reward" in key}
 
     def model(self, name: str) -> Path:
-        return self.folder / name / "model"
+        return self._folder(name) / "model"
 
 
 def write_model(folder: Path) -> Path:

@@ -18,6 +18,8 @@ class Parent:
 
     def __init__(self):
         self.events = []
+        self.release = asyncio.Event()
+        """Ends waits that have no time of their own."""
 
     async def answer(self, name, *args):
         match name:
@@ -27,7 +29,7 @@ class Parent:
             case "wait":
                 self.events.append("waiting")
                 try:
-                    await asyncio.sleep(*args or (600,))
+                    await (asyncio.sleep(*args) if args else self.release.wait())
                 except asyncio.CancelledError:
                     self.events.append("cancelled")
                     raise
@@ -68,7 +70,7 @@ async def outcome(call):
     return result, time.monotonic() - before
 
 
-async def eventually(condition, seconds=5.0):
+async def eventually(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
@@ -157,17 +159,17 @@ class TestBothKinds:
         asyncio.run(main())
 
     def test_only_users_time_counts(self, kind):
-        """Two stretches of 0.1 s between waits of 0.6 s, which alone are longer than the limit of 0.5 s."""
+        """Two stretches of 0.1 s between waits of 1.5 s, which alone are longer than the limit of 2.5 s."""
 
         async def main():
             async with hosting(kind) as (host, _):
-                return await host.call_timed("stretches", 2, timeout=0.5)
+                return await host.call_timed("stretches", 2, 1.5, timeout=2.5)
 
         reply = asyncio.run(main())
         assert reply.value == "done"
-        assert 0.2 <= reply.users_seconds < patience(0.5)
+        assert 0.2 <= reply.users_seconds < 2.5
         assert reply.slowest.function == "_pause"
-        assert 0.1 <= reply.slowest.seconds < patience(0.4)
+        assert 0.1 <= reply.slowest.seconds < 1.5
 
     def test_plain_functions_of_a_call_share_a_thread_and_coroutines_the_loop(self, kind):
         async def main():
@@ -204,17 +206,14 @@ class TestManyCalls:
         assert seconds < patience(3.0)
 
     def test_coroutines_that_block_get_threads(self, caplog):
-        """64 calls that sleep 0.3 s, one after another on one loop: 19 s. The first is one too many."""
+        """64 calls, each of which sleeps. The first is one too many; a thread of its own for each of the others."""
 
         async def main():
             async with many() as (host, _):
-                before = time.monotonic()
-                calls = [host.call("play", "blocks", timeout=2.0) for _ in range(64)]
-                return await asyncio.gather(*calls), time.monotonic() - before
+                return await asyncio.gather(*(host.call("play", "blocks", timeout=20.0) for _ in range(64)))
 
-        answers, seconds = asyncio.run(main())
+        answers = asyncio.run(main())
         assert sorted(answers) == [(2, False)] * 63 + [(2, True)]
-        assert seconds < patience(3.0)
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("test host: blocks() of ")
         assert line.endswith(
@@ -301,20 +300,20 @@ class TestTimeAndBlame:
         assert asyncio.run(main()) == ([(2, "slow")] * 5, True)
 
     def test_calls_that_wait_for_an_answer_when_the_process_dies_run_again_at_once(self, tmp_path):
-        """Nine calls wait 0.6 s twice each. Had they to run alone, one after another, it would take more than 10 s."""
+        """Nine calls, and all of them wait again before any has its answer: they do not run alone, one by one."""
 
         async def main():
             async with many() as (host, parent):
-                before = time.monotonic()
-                waiting = [asyncio.create_task(host.call("stretches", 2, timeout=1.0)) for _ in range(9)]
+                waiting = [asyncio.create_task(host.call("wait_for_answer", "/dev/null")) for _ in range(9)]
                 await eventually(lambda: parent.events.count("waiting") == 9)
-                assert await host.call("crash_once", str(tmp_path / "marker"), timeout=1.0) == "survived"
-                return await asyncio.gather(*waiting), time.monotonic() - before, parent.events
+                assert await host.call("crash_once", str(tmp_path / "marker"), timeout=5.0) == "survived"
+                await eventually(lambda: parent.events.count("waiting") == 18)
+                assert parent.events.count("cancelled") == 9
+                assert not any(call.done() for call in waiting)
+                parent.release.set()
+                await asyncio.gather(*waiting)
 
-        results, seconds, events = asyncio.run(main())
-        assert results == ["done"] * 9
-        assert seconds < patience(5.0)
-        assert events.count("cancelled") == 9
+        asyncio.run(main())
 
     def test_a_call_that_always_kills_the_process(self):
         async def main():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import http.client
 import importlib.util
 import json
 import socket
@@ -13,9 +14,13 @@ import openai
 import pytest
 import torch
 from chat_model import CALCULATOR, Speaker, chat_model, chat_tokenizer, learn_by_heart
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from scripted_engine import bpe_tokenizer
 
-from openrlhf.agents.openai_http import MOST_BYTES
+from openrlhf.agents.openai_http import AgentServer
+from openrlhf.agents.openai_session import ChatSession
+from openrlhf.agents.recording_engine import RecordingEngine
 from openrlhf.agents.user_calls import AgentError, AgentResultError
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.embedded import EmbeddedEngine
@@ -25,6 +30,8 @@ from openrlhf.utils.agent import OpenAIServerAgentExecutor
 TOKENIZER = chat_tokenizer()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python" / "agent_func_openai_server_executor.py"
 HI = [{"role": "user", "content": "hi"}]
+MOST_BYTES = (1 << 20) + 64 * 500
+"""Of a request where prompt and answer have 500 tokens at most."""
 CALL = 'I add.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+3"}}\n</tool_call>'
 
 
@@ -141,9 +148,10 @@ class TestReplies:
     def test_models_and_tokens(self):
         async def body(client):
             models = [model.id async for model in await client.models.list()]
-            root = str(client.base_url).split("/session")[0]
-            tokens = await client.post(f"{root}/tokenize", body={"prompt": "hi"}, cast_to=object)
-            chat = await client.post(f"{root}/tokenize", body={"messages": HI}, cast_to=object)
+            session = str(client.base_url).removesuffix("/v1/")
+            root = session.split("/session")[0]
+            tokens = await client.post(f"{session}/tokenize", body={"prompt": "hi"}, cast_to=object)
+            chat = await client.post(f"{session}/tokenize", body={"messages": HI}, cast_to=object)
             health = await client.get(f"{root}/health", cast_to=object)
             await create(client)
             return models, tokens, chat, health
@@ -227,6 +235,15 @@ BAD = [
     ({"functions": []}, "use tools"),
     ({"stream": "yes"}, "stream must be true or false"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
+    ({"chat_template": "{{ 1 }}"}, "rendered with the model's own template"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template is not for requests"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize is not for requests"),
+    ({"messages": [{"role": [], "content": "hi"}]}, "messages[0].role must be one of"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "the request is not JSON"),
+    ({"temperature": 10**400}, "temperature must be >= 0 and finite"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty must be > 0 and finite"),
+    ({"top_k": 1 << 40}, "top_k must be -1 (no limit) or > 0"),
+    ({"seed": 1 << 70}, "seed must fit in 64 bits"),
 ]
 
 
@@ -235,8 +252,9 @@ class TestErrors:
         async def body(client):
             said = []
             for fields, _ in BAD:
+                content = json.dumps({"messages": HI} | fields).encode()
                 with pytest.raises(openai.BadRequestError) as caught:
-                    await client.post("/chat/completions", body={"messages": HI} | fields, cast_to=object)
+                    await client.post("/chat/completions", content=content, cast_to=object)
                 said.append(caught.value.body["message"])
                 assert caught.value.type == "invalid_request_error"
             await create(client)
@@ -259,6 +277,9 @@ class TestErrors:
                 ("/v1/chat/completions", "{"),
                 ("/v1/chat/completions", "[]"),
                 ("/v1/chat/completions", " " * (MOST_BYTES + 1)),
+                ("/v1/chat/completions", '{"temperature": 1e999}'),
+                ("/v1/chat/completions", '{"temperature": NaN}'),
+                ("/v1/chat/completions", "[" * 100_000),
             ]:
                 with pytest.raises(openai.APIStatusError) as caught:
                     await client.post(f"{root}{path}", content=content.encode(), cast_to=object)
@@ -266,9 +287,12 @@ class TestErrors:
             return outcomes
 
         _, outcomes = play(body, Speaker(TOKENIZER, "yes"))
-        assert [status for status, _ in outcomes] == [404, 404, 400, 400, 400, 413]
+        assert [status for status, _ in outcomes] == [404, 404, 400, 400, 400, 413, 400, 400, 400]
         for expected, (_, message) in zip(
-            ["/v1/nothing", "there is no session none", "names no session", "is not JSON", "JSON object", "Too Large"],
+            [
+                *("/v1/nothing", "there is no session none", "names no session", "is not JSON", "JSON object"),
+                *("Too Large", "1e999 is too large", "NaN is no number of JSON", "nested too deeply"),
+            ],
             outcomes,
             strict=True,
         ):
@@ -524,6 +548,173 @@ def rescored(model, segments):
 
 def rollout_logprobs(segments):
     return torch.cat([segment.rollout_logprobs[segment.action_mask] for segment in segments])
+
+
+class SlowTokenizer:
+    """Tokenises when it may."""
+
+    def __init__(self):
+        self.began, self.may_go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(TOKENIZER, name)
+
+    def __call__(self, text, **options):
+        self.began.set()
+        assert self.may_go_on.wait(60)
+        return TOKENIZER(text, **options)
+
+
+class Door:
+    """A server with one session, and requests to it as anybody on this machine could send them."""
+
+    def __init__(self, tokenizer=TOKENIZER, *, max_length=500):
+        self.server = AgentServer()
+        params = SamplingParams(seed=7)
+        engine = RecordingEngine(Speaker(TOKENIZER, "yes"), sampling_params=params, max_length=max_length)
+        self.session = ChatSession(engine, tokenizer, sampling_params=params, max_length=max_length)
+        self.server.open(self.session)
+
+    def ask(self, method, path, body=None, **headers):
+        """The status, and what is in the reply."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        with contextlib.closing(connection):
+            connection.request(method, path.replace("ID", self.session.id), content, headers)
+            reply = connection.getresponse()
+            text = reply.read().decode()
+            return reply.status, text if text.startswith("data: ") else json.loads(text)
+
+
+# What a broken client may send: any JSON in any place of a request that would be good otherwise.
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.just(10**400)
+JSON = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+GOOD = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
+        {"role": "user", "content": "hi", "name": "me"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ],
+    "tools": [CALCULATOR],
+    **dict.fromkeys(("tool_choice", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k")),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "n", "logprobs")),
+    **dict.fromkeys(("top_logprobs", "logit_bias", "response_format", "functions", "modalities", "model", "stream")),
+    **dict.fromkeys(("stream_options", "chat_template_kwargs", "chat_template", "session_id", "prompt")),
+}
+
+
+def places(value, path=()):
+    """All ways into it."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in inside for place in places(item, (*path, key)))]
+
+
+def put(value, path, new):
+    if not path:
+        return new
+    copied = value.copy()
+    copied[path[0]] = put(value[path[0]], path[1:], new)
+    return copied
+
+
+class TestDoor:
+    def test_every_route_needs_a_session(self):
+        door = Door()
+        for method, path, body in [
+            ("GET", "/v1/models", None),
+            ("POST", "/tokenize", {"prompt": "hi"}),
+            ("POST", "/tokenize", {"messages": HI}),
+            ("POST", "/v1/chat/completions", {"messages": HI}),
+        ]:
+            status, reply = door.ask(method, path, body)
+            assert (status, reply["error"]["message"][:30]) == (400, "the request names no session: ")
+            assert door.ask(method, f"/session/other{path}", body)[0] == 404
+            assert door.ask(method, f"/session/ID{path}", body)[0] == 200
+            assert door.ask(method, path, body, **{"X-Session-Id": door.session.id})[0] == 200
+        assert door.ask("GET", "/health") == (200, {"status": "ok"})
+
+    def test_a_limit_that_fits_the_context(self):
+        """1 MiB and 64 bytes for each token; the session's own limit holds, also beside one that has a larger one."""
+        small, large = Door(max_length=100), Door(max_length=200_000)
+        small.server.open(large.session)
+        long = {"prompt": "x" * (MOST_BYTES + 1)}
+        for path, fields in [("/session/ID/tokenize", {}), ("/tokenize", {"session_id": small.session.id})]:
+            status, reply = small.ask("POST", path, long | fields)
+            assert (status, reply["error"]["code"]) == (413, "request_too_large")
+        assert small.session.refused_for_length
+        assert small.ask("POST", "/tokenize", long | {"session_id": large.session.id})[0] == 200
+
+    @pytest.mark.parametrize(
+        ("headers", "status"),
+        [
+            ({"Host": "localhost:1234"}, 200),
+            ({"Host": "[::1]:1234"}, 200),
+            ({"Host": "evil.example"}, 403),
+            ({"Host": "127.0.0.1.evil.example:80"}, 403),
+            ({"Host": "10.0.0.1"}, 403),
+            ({"Host": ""}, 403),
+            ({"Host": "[::1"}, 403),
+            ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
+            ({"Origin": "https://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
+        ],
+    )
+    def test_names_and_pages_that_are_not_the_servers(self, headers, status):
+        """A page in a browser may reach the port, by a name of its own that means 127.0.0.1 or from its own origin."""
+        door = Door()
+        for path in ("/health", "/session/ID/v1/models"):
+            assert door.ask("GET", path, **headers)[0] == status
+
+    def test_others_are_answered_while_a_long_text_is_tokenised(self):
+        tokenizer = SlowTokenizer()
+        door = Door(tokenizer)
+        replies = []
+        asking = threading.Thread(
+            target=lambda: replies.append(door.ask("POST", "/session/ID/tokenize", {"prompt": "a"}))
+        )
+        asking.start()
+        assert tokenizer.began.wait(60)
+        assert door.ask("GET", "/session/ID/v1/models")[0] == 200
+        assert replies == []
+        tokenizer.may_go_on.set()
+        asking.join(60)
+        assert replies[0][0] == 200
+
+    def test_no_request_is_the_servers_fault(self):
+        """Whatever stands wherever in a request: it is answered, or refused with OpenAI's error object."""
+        door = Door()
+        assert door.ask("POST", "/session/ID/v1/chat/completions", GOOD)[0] == 200
+
+        @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(path=st.sampled_from(places(GOOD)), new=JSON, stream=st.booleans(), route=st.booleans())
+        def ask(path, new, stream, route):
+            body = put(GOOD | {"stream": stream}, path, new)
+            where = "/session/ID/v1/chat/completions" if route else "/session/ID/tokenize"
+            status, reply = door.ask("POST", where, body)
+            assert status in (200, 400), reply
+            assert "server_error" not in str(reply), reply
+            assert (status == 200) != (isinstance(reply, dict) and isinstance(reply.get("error", 0), dict)), reply
+
+        ask()
+
+    @pytest.mark.parametrize(
+        ("content", "headers"),
+        [
+            (b"\xff\xfe", {}),
+            (b"", {}),
+            (b'{"messages": [{"role": "user", "content": "\xff"}]}', {}),
+            (b'{"max_tokens": ' + b"9" * 5000 + b"}", {}),
+            (b'{"tools": ' + b"[" * 900 + b"]" * 900 + b"}", {}),
+            (b"{}", {"Content-Type": "application/json; charset=nonsense"}),
+        ],
+    )
+    def test_bodies_that_are_no_request(self, content, headers):
+        for path in ("/session/ID/v1/chat/completions", "/session/ID/tokenize"):
+            status, reply = Door().ask("POST", path, content, **headers)
+            assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
 
 
 class TestRealEngine:

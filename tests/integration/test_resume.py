@@ -1,7 +1,9 @@
 """A run that was interrupted ends as one that was not; what cannot be continued is refused in a line."""
 
 import logging
+import os
 import shutil
+import socket
 from importlib import import_module
 
 import pytest
@@ -10,6 +12,8 @@ from killed_runs import Sft, assert_same_end, flags
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from openrlhf.checkpoint.claims import Claim
+from openrlhf.checkpoint.folder import CheckpointFolder, Retention
 from openrlhf.observability.loggers import read_metrics, without_times
 
 
@@ -147,22 +151,66 @@ def test_a_finished_run_started_again_exports_again(half_done, train):
         ({"train__seed": 7}, "--train.seed 42, now it is 7"),
         ({"train__batch_size": 16}, "--train.batch_size 8, now it is 16"),
         ({"data__max_samples": 32}, "the digest of --data.dataset's tokens was"),
-        ({"model__model_name_or_path": "wide"}, "in the saved state parameters/"),
+        ({"model__model_name_or_path": "wide"}, "the digest of --model.model_name_or_path's weights was"),
+        ({"model__model_name_or_path": "other"}, "the digest of --model.model_name_or_path's weights was"),
         ({"optim": "muon"}, "another optimizer"),
         ({"model__loss_type": "kto"}, "what is trained was sft, and is kto now"),
     ],
 )
 def test_what_cannot_be_continued_is_one_line(half_done, train, files, tmp_path, change, said):
     command = "train_sft"
-    if change.get("model__model_name_or_path"):
-        change = {"model__model_name_or_path": shutil.copytree(files / "model", tmp_path / "wide")}
-        config = AutoConfig.from_pretrained(tmp_path / "wide", intermediate_size=24)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
+    if name := change.get("model__model_name_or_path"):
+        change = {"model__model_name_or_path": shutil.copytree(files / "model", tmp_path / name)}
+        shape = {"intermediate_size": 24} if name == "wide" else {}
+        config = AutoConfig.from_pretrained(tmp_path / name, **shape)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
     if "model__loss_type" in change:
         command, change = "train_dpo", change | {"data__dataset": files / "judged.jsonl"}
     rc, err = train(command, "a", ckpt__load_enable=True, **change)
     assert rc == 1
     assert said in err
+    assert "Traceback" not in err
+
+
+def test_what_may_change_is_said_and_holds_from_then_on(half_done, train, files, tmp_path):
+    """A model that has moved is the same model. Steps 5 to 8 again, with a hundredth of the learning rate."""
+    back_to(4, half_done, tmp_path / "b")
+    moved = shutil.copytree(files / "model", tmp_path / "moved")
+    changes = {"model__model_name_or_path": moved, "adam__lr": 1e-5, "train__micro_batch_size": 1}
+    rc, err = train("train_sft", "b", ckpt__load_enable=True, **changes)
+    assert rc == 0, err
+    assert "--adam.lr was 0.001 up to global_step4, and is 1e-05 from here on" in err
+    assert "--train.micro_batch_size was" in err
+    assert "--ckpt." not in "".join(line for line in err.splitlines() if "from here on" in line)
+    rates = [r["lr"] for r in read_metrics(tmp_path / "b" / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert len(rates) == 4
+    assert max(rates) <= 1e-5
+
+
+def test_a_second_run_into_one_output_folder_is_refused(train, tmp_path):
+    """Without checkpoints, too: the model of one would replace that of the other."""
+    claim = Claim(tmp_path / "a" / ".out.lock", flag="--ckpt.output_dir")
+    (tmp_path / "a").mkdir()
+    claim.take()
+    rc, err = train("train_sft", "a", ckpt__save_steps=-1)
+    assert rc == 1
+    holder = f"the run with process id {os.getpid()} on {socket.gethostname()}"
+    assert f"--ckpt.output_dir {tmp_path / 'a' / 'out'}: {holder} writes its model there; wait for it" in err
+    assert not (tmp_path / "a" / "run").exists()
+    claim.release()
+    rc, err = train("train_sft", "a", ckpt__save_steps=-1)
+    assert rc == 0, err
+    assert not (tmp_path / "a" / ".out.lock").exists()
+
+
+def test_a_state_of_something_else_is_one_line(half_done, train):
+    """A checkpoint that is whole by its manifest, and whose state another program wrote."""
+    folder = CheckpointFolder(half_done / "checkpoints", Retention())
+    (folder.begin(8) / "state.json").write_text('{"epoch": 3, "global_step": 8}')
+    folder.commit(8)
+    rc, err = train("train_sft", "a", ckpt__load_enable=True)
+    assert rc == 1
+    assert f"{half_done}/checkpoints/global_step8/state.json does not hold what a checkpoint" in err
     assert "Traceback" not in err
 
 

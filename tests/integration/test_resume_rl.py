@@ -99,6 +99,8 @@ def test_killed_and_started_again_it_ends_the_same(cli, start_cli, run_cli, tmp_
     [
         ({"train__seed": 7}, "--train.seed 42, now it is 7"),
         ({"rollout__batch_size": 8}, "--rollout.batch_size was 4, and is 8 now"),
+        ({"rollout__n_samples_per_prompt": 4}, "--rollout.n_samples_per_prompt was 2, and is 4 now"),
+        ({"train__batch_size": 4}, "--train.batch_size was 8, and is 4 now"),
         ({"data__max_samples": 6}, "made with 8 prompts, now there are 6"),
         (
             {"algo__advantage__estimator": "gae"},
@@ -112,3 +114,21 @@ def test_what_cannot_be_continued_is_one_line(cli, change, said):
     assert ran.rc == 1
     assert said in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_another_model_of_the_same_shape_is_refused_and_another_learning_rate_is_said(cli, inputs, tmp_path):
+    """Without a reference as well: the run that is asked for is not the one that would go on."""
+    from openrlhf.demo.model import write_model
+
+    assert cli(**RUN).rc == 0
+    write_model(tmp_path / "other", seed=1)
+    ran = cli(**RUN, actor__model_name_or_path=tmp_path / "other", ckpt__load_enable=True)
+    assert ran.rc == 1
+    assert "the digest of --actor.model_name_or_path's weights was" in ran.err
+    changes = {"actor__adam__lr": 1e-4, "train__num_episodes": 4, "rollout__temperature": 0.5}
+    ran = cli(**RUN | changes, ckpt__load_enable=True)
+    assert ran.rc == 0, ran.err
+    assert "--actor.adam.lr was 0.001 up to global_step6, and is 0.0001 from here on" in ran.err
+    assert "--rollout.temperature was 1.0 up to global_step6, and is 0.5 from here on" in ran.err
+    assert ran.err.count("from here on") == 3
+    assert [r["actor_lr"] <= 1e-4 for r in read_metrics(ran.run_dir / "metrics.jsonl") if r["step"] > 6] == [True, True]

@@ -64,7 +64,7 @@ def alive(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -279,16 +279,17 @@ class TestFailures:
 
 class TestSeveral:
     def test_another_server_is_asked_at_once(self):
-        """No pause: with the real one of 0.25 s or more for each of 8 groups in a row it would take 2 s."""
+        """No pause: one of 15 s or more would be beyond the time that is allowed, and an error."""
         with (
             RewardServer() as good,
             RewardServer(lambda question, before: text(500)) as bad,
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(http, "FIRST_PAUSE", 0.5)
+            patch.setattr(http, "FIRST_PAUSE", 30.0)
+            patch.setattr(http, "LONGEST_PAUSE", 30.0)
             outcomes = judge(bad, good, requests=8, one_by_one=True)
         assert all(rewards == [2.0, 3.0] for rewards, _ in outcomes)
-        assert sum(seconds for _, seconds in outcomes) < 1.5
+        assert bad.questions
 
     def test_a_server_that_fails_is_left_alone(self, monkeypatch, caplog):
         """It answers its errors quickly, so it always seems the least busy; three of them are enough."""
@@ -329,7 +330,7 @@ class TestSeveral:
     def test_busier_than_anybody_waits(self):
         with RewardServer(lambda question, before: text(429, "later", **{"Retry-After": "20"})) as busy:
             message, seconds = judge(busy, timeout=1.0)[0]
-        assert seconds < patience(1.0)
+        assert seconds < patience(3.0)
         assert message == (
             f"prompt 0: the reward server is down or busy: {busy.url} answered 429 Too Many Requests: later "
             "(--reward.timeout 1)"

@@ -50,10 +50,10 @@ class Episodes:
         finally:
             open(path, "w").close()
 
-    async def stretches(self, count):
+    async def stretches(self, count, wait=0.6):
         for _ in range(count):
             await run_user(_pause, 0.1)
-            await ask("wait", 0.6)
+            await ask("wait", wait)
         return "done"
 
     async def play(self, function, *args):

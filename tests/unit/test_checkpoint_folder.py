@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 
 import pytest
 
@@ -161,7 +162,9 @@ class TestWriting:
 
     def test_one_run_at_a_time(self, tmp_path):
         first = opened(tmp_path)
-        with pytest.raises(CheckpointError, match="another run writes checkpoints there"):
+        with pytest.raises(
+            CheckpointError, match=f"the run with process id {os.getpid()} on {socket.gethostname()} writes checkpoints"
+        ):
             opened(tmp_path)
         first.close()
         opened(tmp_path).close()

@@ -143,7 +143,7 @@ class ShardedBackend:
         self.value = tensors["parameters/a"]
 
 
-def manager(path, ranks, backend, *, found=None, identity=None, export=None):
+def manager(path, ranks, backend, *, found=None, identity=None, export=None, settings=None):
     folder = CheckpointFolder(path, Retention())
 
     def export_model(target: Path, state, weights):
@@ -154,7 +154,7 @@ def manager(path, ranks, backend, *, found=None, identity=None, export=None):
         folder.open()
     return CheckpointManager(
         folder, {"model": Trained(backend, export or export_model, ranks)}, found=found, identity=identity or {"seed": "1"},
-        notes={"run_directory": "runs/x"}, ranks=ranks,
+        notes={"run_directory": "runs/x"}, ranks=ranks, settings=settings,
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_several_ranks_write_one_checkpoint_and_all_continue_from_it(tmp_path):
         kept = CheckpointManager(
             folder, {"model": Trained(backend, None, ranks)}, found=found, identity={"seed": "1"}, notes={}, ranks=ranks
         )
-        return kept.load(), backend.value.tolist(), found.notes
+        return kept.load(lambda state: None), backend.value.tolist(), found.notes
 
     assert outcomes(4, load) == [({"n": 3}, [0.5] * 3, {"run_directory": "runs/x"})] * 4
 
@@ -213,4 +213,74 @@ class TestWhatCannotBeContinued:
         found = self.saved(tmp_path)
         other = TorchBackend(nn.Linear(5, 3), OptimizerSettings(lr=0.1))
         with pytest.raises(CheckpointError, match=r"has shape \(3, 4\), in this run \(3, 5\)"):
-            manager(tmp_path, ALONE, other, found=found).load()
+            manager(tmp_path, ALONE, other, found=found).load(lambda state: None)
+
+    def test_an_older_checkpoint_that_knows_less_of_its_run(self, tmp_path):
+        self.saved(tmp_path, identity={"seed": "1"}).require_same({"seed": "1", "--train.batch_size": "8"})
+
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            (b"", "JSONDecodeError"),
+            (b"\xff\xfe\x00", "UnicodeDecodeError"),
+            (b"[1, 2]", "it is a list, not an object"),
+            (b"null", "it is a NoneType, not an object"),
+            (b'{"step": 3, "model": "theirs"}', "its 'resumable' is missing or of another kind"),
+            (
+                b'{"resumable": true, "identity": [], "notes": {}, "random": [], "loop": {}}',
+                "its 'identity' is missing",
+            ),
+            (b'{"loop": {"$tensor": "/loop"}}', "KeyError: '/loop'"),
+        ],
+    )
+    def test_a_state_that_is_not_ours(self, tmp_path, content, why):
+        """The checkpoint is whole as far as its manifest knows."""
+        folder = self.written(tmp_path, content)
+        with pytest.raises(CheckpointError) as refused:
+            find_checkpoint(folder)
+        assert str(refused.value).startswith(f"{tmp_path}/global_step1/state.json does not hold what a checkpoint")
+        assert why in str(refused.value)
+        assert "remove its checkpoint to go on from the one before, or name another --ckpt.path" in str(refused.value)
+
+    @pytest.mark.parametrize(
+        "part", [{"random": [{}]}, {"loop": {}}, {"loop": {"n": []}}], ids=["random", "no n", "list"]
+    )
+    def test_a_part_of_it_that_is_not_ours(self, tmp_path, part):
+        from openrlhf.backends.ranks import ALONE
+
+        found = self.saved(tmp_path)
+        found.state.update(part)
+        kept = CheckpointManager(found.path.parent, {}, found=found, identity={}, notes={}, ranks=ALONE)
+        with pytest.raises(CheckpointError, match=r"global_step1/state\.json does not hold what a checkpoint"):
+            kept.load(lambda state: 1 + state["n"])
+
+    @staticmethod
+    def written(tmp_path, content: bytes) -> CheckpointFolder:
+        folder = CheckpointFolder(tmp_path, Retention())
+        (folder.begin(1) / "state.json").write_bytes(content)
+        folder.commit(1)
+        return folder
+
+
+THEN = {"actor.adam.lr": 1e-6, "data.max_len": 64, "eval.dataset": None, "rollout.top_k": -1}
+
+
+class TestSettingsThatChange:
+    def test_one_line_for_each(self, tmp_path, caplog):
+        from openrlhf.backends.ranks import ALONE
+
+        saved = TestWhatCannotBeContinued.saved(tmp_path, settings=THEN)
+        now = THEN | {"actor.adam.lr": 5e-7, "eval.dataset": "held-out.jsonl", "new.flag": 3}
+        kept = manager(
+            tmp_path, ALONE, TorchBackend(nn.Linear(4, 3), OptimizerSettings(lr=0.1)), found=saved, settings=now
+        )
+        assert kept.load(lambda state: None) == {"n": 0}
+        assert caplog.messages == [
+            "--actor.adam.lr was 1e-06 up to global_step1, and is 5e-07 from here on",
+            "--eval.dataset was unset up to global_step1, and is held-out.jsonl from here on",
+        ]
+
+    def test_an_older_checkpoint_has_none(self, tmp_path):
+        saved = TestWhatCannotBeContinued.saved(tmp_path, settings=THEN)
+        del saved.state["settings"]
+        assert saved.changes({"actor.adam.lr": 5e-7}) == []

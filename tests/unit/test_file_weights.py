@@ -121,7 +121,10 @@ def test_a_model_with_these_weights_computes_what_the_policy_computes(folders, t
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
 
 
-def test_weights_of_four_bits_are_made_whole(folders, tmp_path):
+@pytest.mark.parametrize("bf16_instructions", [False, True])
+def test_weights_of_four_bits_are_made_whole(folders, tmp_path, monkeypatch, bf16_instructions):
+    """Also on a CPU for whose instructions bitsandbytes would rearrange them."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: bf16_instructions)
     policy = change(load(folders["untied"], lora=LoraSettings(rank=4, alpha=8, targets=("q_proj",)), load_in_4bit=True))
     found = weights(policy)
     assert found.keys() == load_file(folders["untied"] / "model.safetensors").keys()

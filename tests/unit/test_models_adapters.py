@@ -249,6 +249,13 @@ def test_dropout_acts_in_training_mode_only(folder):
     assert torch.equal(logprobs(policy, tokens), logprobs(policy, tokens))
 
 
+@pytest.fixture(params=[False, True], ids=["plain cpu", "avx512-bf16 cpu"])
+def cpu(request, monkeypatch):
+    """What bitsandbytes believes of this CPU: with AVX512-BF16 it rearranges weights where nobody keeps it from that."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
+
+
+@pytest.mark.usefixtures("cpu")
 class TestFourBit:
     def test_frozen_matrices_have_four_bits_and_the_rest_has_the_dtype(self, folder):
         """Two numbers to a byte; the head is tied to the embeddings and stays as it was."""
@@ -269,6 +276,42 @@ class TestFourBit:
         weight = whole.model.model.layers[1].self_attn.q_proj.weight
         error = (dequantize_4bit(quantised.data, quantised.quant_state) - weight).abs().max()
         assert 0 < error <= (0.152 + 0.02) * weight.abs().max()
+
+    @pytest.mark.parametrize("inputs", [64, 24])
+    def test_a_forward_without_gradients_changes_nothing_of_what_follows(self, tmp_path, inputs):
+        """Every layer is linear in its weights as they are dequantised, before and after; gradients reach the layers
+        below. 64 inputs are what bitsandbytes can rearrange; 24 it cannot."""
+        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes.nn import Linear4bit
+
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=13,
+            hidden_size=inputs,
+            intermediate_size=2 * inputs,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            pad_token_id=0,
+        )
+        Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+        policy = load(tmp_path, load_in_4bit=True).eval()
+        tokens = stream(7, 5)
+        with torch.no_grad():
+            before = logprobs(policy, tokens)
+            layers = [module for module in policy.modules() if isinstance(module, Linear4bit)]
+            assert len(layers) == 14
+            for layer in layers:
+                x = torch.randn(3, layer.in_features)
+                weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+                torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
+        policy.train()
+        torch.testing.assert_close(logprobs(policy, tokens).detach(), before, atol=1e-5, rtol=0)
+        x = torch.randn(3, inputs, requires_grad=True)
+        layer = policy.model.model.layers[0].mlp.up_proj.base_layer
+        layer(x).sum().backward()
+        weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
 
     @pytest.mark.parametrize("value", [False, True])
     def test_it_trains_and_writes_an_adapter_like_any_other(self, folder, tmp_path, value):

@@ -57,7 +57,9 @@ class Run:
         self.began_with.append(checkpoints.found and checkpoints.found.path.name)
         if self.folder is not None and self.saves:
             self.step += 1
-            write_state(self.folder.begin(self.step), {"resumable": True, "notes": {}, "identity": {}, "loop": {}})
+            write_state(
+                self.folder.begin(self.step), {"resumable": True, "notes": {}, "identity": {}, "random": [], "loop": {}}
+            )
             self.folder.commit(self.step)
             (self.folder.draft(self.step + 1)).mkdir()  # a write that came to no end
         end = self.ends.pop(0)

@@ -85,11 +85,23 @@ def test_one_that_fails_fails_the_group_and_ends_the_others():
 
 
 def test_they_judge_at_the_same_time():
-    async def main():
-        combined = CombinedReward({"a": Source(1, 1, seconds=0.2), "b": Source(1, 1, seconds=0.2)}, [1, 1])
-        await asyncio.wait_for(combined.score(REQUEST), 0.35)
+    """Each answers when all three have been asked: one after the other, the first would wait for ever."""
 
-    asyncio.run(main())
+    class Meeting(Source):
+        def __init__(self, barrier):
+            super().__init__(1, 1)
+            self.barrier = barrier
+
+        async def score(self, request):
+            await self.barrier.wait()
+            return await super().score(request)
+
+    async def main():
+        barrier = asyncio.Barrier(3)
+        combined = CombinedReward({name: Meeting(barrier) for name in "abc"}, [1, 1, 1])
+        return await asyncio.wait_for(combined.score(REQUEST), 60)
+
+    assert [reward.reward for reward in asyncio.run(main())] == [3, 3]
 
 
 def test_start_and_close_reach_all():

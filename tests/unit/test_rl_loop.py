@@ -353,7 +353,9 @@ class Shelf:
     def keep_best(self, step):
         self.best.append(step)
 
-    def load(self):
+    def load(self, take_up):
+        if self._state is not None:
+            take_up(self._state)
         return self._state
 
 

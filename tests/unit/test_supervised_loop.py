@@ -81,11 +81,12 @@ class Drawer:
         tensors = {name: tensor.clone() for name, tensor in self._backend.tensors()}
         self.saved[step] = copy.deepcopy((state, self._backend.numbers())), tensors
 
-    def load(self):
+    def load(self, take_up):
         if self._content is None:
             return None
         (state, numbers), tensors = self._content
         self._backend.load(numbers, tensors)
+        take_up(state)
         return state
 
 

@@ -38,6 +38,7 @@ def test_calls_and_the_text_around_them(text, content, calls):
         '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
         '<tool_call>["add"]</tool_call>',
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        "<tool_call>" * 20_000,  # reading to the end for each would take half a minute
         GET + "<tool_call>{}</tool_call>",  # one of two
         GET + "<tool_call>",
     ],

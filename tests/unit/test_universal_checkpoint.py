@@ -61,7 +61,7 @@ def begin(folder: Path, backend: TorchBackend) -> dict:
         trained=[name for name, _ in backend.module.named_parameters()],
         aliases={"head": "score"},
         loop_state=lambda steps: {"steps": steps},
-    ).load()
+    ).load(lambda state: None)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["stage 2", "stage 3"])

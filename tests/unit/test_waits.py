@@ -4,8 +4,10 @@ import asyncio
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -136,6 +138,34 @@ def test_the_stacks_show_threads_coroutines_and_waits(tmp_path):
     assert "a_thread_that_hangs" in text
     assert "a_coroutine_that_hangs" in text
     assert "waiting 0 s for the episodes of prompt 17" in text
+
+
+def test_stacks_never_go_through_a_link_and_replace_nothing(tmp_path):
+    """Somebody has put links where the first two would be: one to a file of the user's, one to nothing."""
+    mine, folder = tmp_path / "mine.txt", tmp_path / "run"
+    mine.write_text("precious")
+    folder.mkdir()
+    (folder / "stacks-1.txt").symlink_to(mine)
+    (folder / "stacks-2.txt").symlink_to(tmp_path / "made by a link")
+    dog, _ = watched()
+    with dog, dog.stalls_count(folder):
+        assert dog.dump("a reason") == folder / "stacks-3.txt"
+        assert dog.dump("another") == folder / "stacks-4.txt"
+    assert mine.read_text() == "precious"
+    assert not (tmp_path / "made by a link").exists()
+
+
+def test_stacks_of_a_run_without_a_folder_are_the_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    planted = tmp_path / f"openrlhf-{os.getpid()}"
+    planted.symlink_to(tmp_path / "elsewhere")
+    dog, _ = watched()
+    with dog:
+        first, second = dog.dump("a reason"), dog.dump("another")
+    assert first.parent == second.parent
+    assert first.parent.parent == tmp_path
+    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_nothing_happening_fails_the_wait_that_nothing_happens_in(tmp_path):
