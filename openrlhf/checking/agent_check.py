@@ -12,7 +12,8 @@ from openrlhf.agents.base import Episode
 from openrlhf.agents.episodes import AgentEpisodes, EpisodeError
 from openrlhf.checking.reward_check import SLOW_SECONDS, about_labels, range_warnings
 from openrlhf.checking.workbench import Workbench
-from openrlhf.types import Prompt, Segment
+from openrlhf.observability.turns import spans
+from openrlhf.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +21,6 @@ class PlayedEpisode:
     prompt: Prompt
     sample: int
     episode: Episode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Neighbouring tokens of one kind: a turn of the policy, or what it reads between turns."""
-
-    start: int
-    end: int
-    """Tokens [start, end) of the segment."""
-    action: bool
-    text: str
-    reward: float = 0.0
-    logprob: float | None = None
-    """Mean over the tokens; None where there is none."""
 
 
 async def check_agent(bench: Workbench) -> list[PlayedEpisode]:
@@ -65,25 +52,6 @@ async def check_agent(bench: Workbench) -> list[PlayedEpisode]:
         return [first, *await asyncio.gather(*(play(prompt, sample) for prompt, sample in keys[1:]))]
     finally:
         await episodes.close()
-
-
-def spans(segment: Segment, tokenizer: Any) -> list[Span]:
-    """The segment cut where its action mask changes, in order."""
-    mask = segment.action_mask.tolist()
-    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
-    return [
-        Span(
-            start=start,
-            end=end,
-            action=mask[start],
-            text=tokenizer.decode(segment.token_ids[start:end].tolist(), skip_special_tokens=False),
-            reward=float(segment.turn_rewards[start:end].sum()),
-            logprob=float(segment.rollout_logprobs[start:end].mean())
-            if mask[start] and segment.rollout_logprobs is not None
-            else None,
-        )
-        for start, end in pairwise(edges)
-    ]
 
 
 def agent_warnings(played: Sequence[PlayedEpisode], tokenizer: Any, *, max_steps: int) -> list[str]:

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.checking.agent_check import PlayedEpisode, Span, spans
+from openrlhf.checking.agent_check import PlayedEpisode
 from openrlhf.checking.reward_check import JudgedPrompt, log_names
+from openrlhf.observability.turns import Span, spans
 
 PIPE_WIDTH = 120
 MOST_CHARACTERS = 600
@@ -89,13 +90,17 @@ class Display:
         self._print(f"\nAll {len(played)} episodes:")
         self._print(table)
 
-    def verdict(self, warnings: Sequence[str]) -> None:
+    def verdict(self, file: Path, tried: Sequence[str], warnings: Sequence[str]) -> None:
+        """The warnings, then that the file works, with a sentence about what was tried."""
         if warnings:
             self._print("")
         for warning in warnings:
             self._print(Text.assemble(("warning: ", "yellow"), shown(warning, 2000)), soft_wrap=True)
         count = f", with {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else ""
-        self._print(Text(f"\nok{count}", style="green"))
+        works = Text(f"\nok{count}: ", style="green")
+        works.append(f"{shown(file.name, 200)} works. ", style="default")
+        works.append(" ".join(tried), style="default")
+        self._print(works, soft_wrap=True)
 
     def _episode(self, one: PlayedEpisode, tokenizer: Any) -> None:
         episode = one.episode
@@ -143,6 +148,50 @@ class Display:
 
     def _print(self, what: Any, **how: Any) -> None:
         self._console.print(what, **how)
+
+
+def reward_summary(judged: Sequence[JudgedPrompt]) -> str:
+    """What was called, how often, and what came back."""
+    rewards = [reward for call in judged for reward in call.rewards]
+    values = [reward.reward for reward in rewards]
+    also = [f"{name} in extra_logs" for name in log_names(judged)]
+    if any(reward.score is not None for reward in rewards):
+        also = ["a score for each", *also]
+    more = f", {', '.join(also)}" if also else ""
+    return (
+        f"reward_func was called {_times(len(judged))}, once for each prompt, and returned {len(values)} "
+        f"reward{'s' if len(values) > 1 else ''} {_range(values)}{more}. A run takes the file with --reward.remote_url."
+    )
+
+
+def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any) -> str:
+    """What was played, how far, and what it earned."""
+    turns = [_turns(one, tokenizer) for one in played]
+    rewards = [one.episode.reward for one in played if one.episode.reward is not None]
+    trained = sum(segment.num_actions for one in played for segment in one.episode.segments)
+    cut = sum(one.episode.truncated for one in played)
+    prompts = len({one.prompt.ordinal for one in played})
+    earned = f"they earned {_range(rewards)}" if rewards else "they have no reward of their own"
+    ends = f"{len(played) - cut} ended by {'itself' if len(played) - cut == 1 else 'themselves'}, {cut} by a limit"
+    return (
+        f"AgentExecutor played {len(played)} episode{'s' if len(played) > 1 else ''} of {prompts} "
+        f"prompt{'s' if prompts > 1 else ''}, with {_span(turns)} turns, {trained:,} of whose tokens would be trained "
+        f"on; {earned}; {ends}. A run takes the file with --train.agent_func_path."
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"of {low:.4g}" if low == high else f"from {low:.4g} to {high:.4g}"
+
+
+def _span(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def shown(text: str, most: int, *, lines: bool = False) -> str:

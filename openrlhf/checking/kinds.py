@@ -20,16 +20,17 @@ class Kind(StrEnum):
 EXPECTED = "a reward file defines reward_func(queries, prompts, labels), an agent file class AgentExecutor"
 
 
-async def kinds_of(file: Path, *, start_timeout: float) -> list[Kind]:
+async def kinds_of(file: Path, *, start_timeout: float, load: bool = False) -> list[Kind]:
     """At least one. Raises UserFileError, in one line, when the file cannot be loaded or defines neither.
 
-    Seldom is the file run for this: when neither name is assigned in its text, so that it is broken, has the name from
-    an `import *`, or is not what it was taken for.
+    `load` runs the file, in a process of its own: an import that fails is then found before anything else is loaded.
+    Otherwise it is run only when neither name is assigned in its text, so that it is broken, has the name from an
+    `import *`, or is not what it was taken for.
     """
     if not file.is_file():
         raise UserFileError(f"there is no file {file}")
     names = assigned_names(file)
-    if not names & set(Kind):
+    if load or not names & set(Kind):
         names = await _loaded_names(file, start_timeout=start_timeout)
     kinds = [kind for kind in Kind if kind in names]
     if not kinds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-LOAD_SECONDS = 30.0
+LOAD_SECONDS = 60.0
 """What loading a file may take at least: libraries take their time, however short its calls are."""
 
 

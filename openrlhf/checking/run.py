@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 
 from openrlhf.agents.episodes import AgentFileError, EpisodeError
 from openrlhf.checking.agent_check import agent_warnings, check_agent
-from openrlhf.checking.display import Display
+from openrlhf.checking.captured import captured_stderr, replay
+from openrlhf.checking.display import Display, agent_summary, reward_summary
 from openrlhf.checking.kinds import Kind
 from openrlhf.checking.options import CheckOptions
 from openrlhf.checking.reward_check import check_reward, reward_warnings
@@ -27,50 +26,54 @@ USER_ERRORS = (RewardError, AgentFileError, EpisodeError, DataError, ModelLoadEr
 RUN_FLAGS = ("--reward.remote_url: ", "--train.agent_func_path: ")
 """How errors of a run begin that name the file by its flag."""
 
-MOST_PRINTED = 40
-"""Lines that a file printed, of which the last ones are shown."""
-
 
 def check(options: CheckOptions, kinds: Sequence[Kind]) -> int:
     """Exit status: 0 when training can use the file, else 1 and one line on stderr that says why not."""
     display = Display(sys.stdout)
     with contextlib.ExitStack() as held:
-        printed = held.enter_context(_captured_stderr())
+        printed = held.enter_context(captured_stderr())
         said = held.enter_context(_collected_warnings())
         try:
             with display.working(options.file):
-                warnings = asyncio.run(_check(options, kinds, display))
+                tried, warnings = asyncio.run(_check(options, kinds, display))
         except USER_ERRORS as error:
             held.close()
-            _replay(printed)
+            replay(printed)
             print(f"error: {_one_line(error)}", file=sys.stderr)
             return 1
-    _replay(printed)
+    replay(printed)
     if printed:
         warnings.append(f"it printed {len(printed)} lines, shown above; a run has them on stderr, between its own")
-    display.verdict([*warnings, *said])
+    display.verdict(options.file, tried, [*warnings, *said])
     return 0
 
 
-async def _check(options: CheckOptions, kinds: Sequence[Kind], display: Display) -> list[str]:
-    """Shows what was seen; the warnings. Raises one of `USER_ERRORS`."""
+async def _check(options: CheckOptions, kinds: Sequence[Kind], display: Display) -> tuple[list[str], list[str]]:
+    """Shows what was seen. Returns what was tried, in a sentence for each kind, and the warnings.
+
+    Raises one of `USER_ERRORS`.
+    """
+    tried: list[str] = []
     warnings: list[str] = []
     with workbench(options) as bench:
         for kind in kinds:
-            warnings += await (_reward(bench, display) if kind is Kind.REWARD else _agent(bench, display))
-    return warnings
+            sentence, found = await (_reward(bench, display) if kind is Kind.REWARD else _agent(bench, display))
+            tried.append(sentence)
+            warnings += found
+    return tried, warnings
 
 
-async def _reward(bench: Workbench, display: Display) -> list[str]:
+async def _reward(bench: Workbench, display: Display) -> tuple[str, list[str]]:
     judged = await check_reward(bench)
     display.rewards(bench.options.file, judged)
-    return reward_warnings(judged)
+    return reward_summary(judged), reward_warnings(judged)
 
 
-async def _agent(bench: Workbench, display: Display) -> list[str]:
+async def _agent(bench: Workbench, display: Display) -> tuple[str, list[str]]:
     played = await check_agent(bench)
     display.episodes(bench.options.file, played, bench.tokenizer)
-    return agent_warnings(played, bench.tokenizer, max_steps=bench.options.max_steps)
+    warnings = agent_warnings(played, bench.tokenizer, max_steps=bench.options.max_steps)
+    return agent_summary(played, bench.tokenizer), warnings
 
 
 def _one_line(error: Exception) -> str:
@@ -78,31 +81,6 @@ def _one_line(error: Exception) -> str:
     for flag in RUN_FLAGS:
         text = text.removeprefix(flag)
     return text
-
-
-@contextlib.contextmanager
-def _captured_stderr() -> Iterator[list[str]]:
-    """What processes of users' code write meanwhile: a list of lines, filled when this ends."""
-    lines: list[str] = []
-    with tempfile.TemporaryFile() as file:
-        sys.stderr.flush()
-        before = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            file.seek(0)
-            lines += file.read().decode(errors="replace").splitlines()
-
-
-def _replay(lines: list[str]) -> None:
-    if len(lines) > MOST_PRINTED:
-        print(f"… {len(lines) - MOST_PRINTED} lines before", file=sys.stderr)
-    for line in lines[-MOST_PRINTED:]:
-        print(line, file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.agents.user_file import UserFileError
+from openrlhf.checking.captured import captured_stderr, replay
 from openrlhf.checking.kinds import kinds_of
 from openrlhf.checking.options import CheckOptions
 from openrlhf.utils import interrupts
@@ -31,11 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: CheckOptions) -> int:
-    try:
-        kinds = asyncio.run(kinds_of(options.file, start_timeout=options.start_timeout))
-    except UserFileError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    # With --agent_hosts 0 the file is loaded in this process alone, where a debugger can follow.
+    load = options.agent_hosts > 0
+    with contextlib.ExitStack() as held:
+        printed = held.enter_context(captured_stderr())  # it is loaded again for the check, and prints again
+        try:
+            kinds = asyncio.run(kinds_of(options.file, start_timeout=options.start_timeout, load=load))
+        except UserFileError as error:
+            held.close()
+            replay(printed)
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     from openrlhf.checking.run import (
         check,
     )  # seconds of imports, which a file that says nothing useful need not wait for
@@ -66,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         type=_seconds,
         default=30.0,
-        help="what a call of reward_func, reset, step or execute may take (30); loading the file may take 30 or more",
+        help="what a call of reward_func, reset, step or execute may take (30); loading the file may take 60 or more",
     )
     add("--max_len", "--data.max_len", metavar="TOKENS", type=_count, default=4096, help="of an episode at most (4096)")
     add(

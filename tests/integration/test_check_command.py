@@ -29,11 +29,18 @@ def check(capfd):
     return run
 
 
+def verdict(out: str) -> str:
+    """The last line: whether the file works, and what was tried."""
+    return out.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", [path.name for path in EXAMPLES.glob("*reward_func.py")])
 def test_example_rewards_are_fine(check, name):
     out, err = check(EXAMPLES / name, "--n", 2)
     assert f"{name}: reward_func" in out
-    assert out.endswith(("\nok\n", "warning\n", "warnings\n"))
+    assert f": {name} works. reward_func was called 4 times, once for each prompt, and returned " in verdict(out)
+    assert verdict(out).startswith(("ok: ", "ok, with "))
+    assert verdict(out).endswith("A run takes the file with --reward.remote_url.")
     assert err == ""
 
 
@@ -42,7 +49,7 @@ def test_the_example_agent_is_shown_as_it_is_trained_on(check):
     assert "?⟦" in out
     assert "Your next guess: ⟦" in out
     assert "All 8 episodes:" in out
-    assert out.endswith("\nok\n")
+    assert verdict(out).startswith("ok: agent_func.py works. AgentExecutor played 8 episodes of 4 prompts, with ")
     assert err == ""
 
 
@@ -58,7 +65,10 @@ def test_everything_odd_about_a_reward_is_said(check, tmp_path):
         "reward_func returned one number for 3 samples, so each gets it",
     ):
         assert f"warning: {text}" in out or f"{file}: {text}" in out
-    assert out.endswith("\nok, with 5 warnings\n")
+    assert verdict(out).startswith(
+        "ok, with 5 warnings: odd.py works. reward_func was called 4 times, once for each prompt, and returned 12 "
+        "rewards of 12, a score for each."
+    )
     assert err == "judging\n" * 4
 
 
@@ -115,6 +125,18 @@ def test_what_users_bring_may_be_wrong(capfd, inputs, tmp_path):
         said = capfd.readouterr()
         assert text in said.err
         assert said.out == ""
+
+
+def test_an_import_that_fails_is_told_before_a_model_is_looked_for(capfd, tmp_path):
+    """The model's folder does not exist either: whoever loads it first says so. What the file printed is shown once."""
+    file = tmp_path / "reward.py"
+    file.write_text("print('loading')\nimport nosuchmodule\ndef reward_func(queries):\n    return 1\n")
+    assert main(["check", str(file), "--pretrain", "/no/model"]) == 1
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"loading\nerror: {file}:2: ModuleNotFoundError: No module named 'nosuchmodule' (while the file was loaded)\n"
+    )
 
 
 def test_a_file_that_hangs_ends_with_its_time(tmp_path):

@@ -12,11 +12,12 @@ from scripted_engine import CharTokenizer
 from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.user_file import UserFileError
-from openrlhf.checking.agent_check import PlayedEpisode, Span, agent_warnings, spans
-from openrlhf.checking.display import Display, shown, told_apart
+from openrlhf.checking.agent_check import PlayedEpisode, agent_warnings
+from openrlhf.checking.display import Display, reward_summary, shown, told_apart
 from openrlhf.checking.kinds import Kind, kinds_of
 from openrlhf.checking.reward_check import Answer, JudgedPrompt, reward_warnings, written_answers
 from openrlhf.checking.tiny_model import END, builtin_prompts, make_model, make_tokenizer
+from openrlhf.observability.turns import Span, spans
 from openrlhf.rewards.base import Reward
 from openrlhf.types import FinishReason, Generation, Prompt
 
@@ -63,6 +64,13 @@ def test_a_file_that_is_neither_is_refused_in_one_line(tmp_path, source, text):
     assert "\n" not in str(refused.value)
 
 
+def test_a_file_can_be_loaded_for_it_so_that_imports_that_fail_are_found(tmp_path):
+    (tmp_path / "file.py").write_text("import nosuchmodule\ndef reward_func(queries): ...")
+    assert asyncio.run(kinds_of(tmp_path / "file.py", start_timeout=30)) == [Kind.REWARD]
+    with pytest.raises(UserFileError, match="file.py:1: ModuleNotFoundError: No module named 'nosuchmodule'"):
+        asyncio.run(kinds_of(tmp_path / "file.py", start_timeout=30, load=True))
+
+
 # ---------------------------------------------------------------------------------------------- the tiny model
 
 
@@ -95,6 +103,15 @@ def test_the_tiny_model_speaks_printable_characters_and_comes_to_an_end():
 
 
 # ---------------------------------------------------------------------------------------------- rewards
+
+
+def test_the_verdict_says_what_was_tried():
+    """Two calls, five rewards from 0 to 1."""
+    assert reward_summary([judged(0, 1), judged(0.5, 0, 0)]) == (
+        "reward_func was called 2 times, once for each prompt, and returned 5 rewards from 0 to 1. "
+        "A run takes the file with --reward.remote_url."
+    )
+    assert "returned 1 reward of 0.25, a score for each." in reward_summary([judged(0.25, score=1)])
 
 
 def judged(*rewards: float, score: float | None = None, seconds: float = 0.01, written: bool = False) -> JudgedPrompt:

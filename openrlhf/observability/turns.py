@@ -1,0 +1,211 @@
+"""An episode as people read it: turns with roles, from recorded tokens.
+
+What the policy sampled is known for sure, from the action mask. Who said the rest is read off the chat template's own
+tokens, as far as those are known here; without them it is the prompt, or the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openrlhf.types import Segment
+
+PROMPT, ENVIRONMENT, ASSISTANT, TOOL, HISTORY = "prompt", "environment", "assistant", "tool", "history"
+
+HEADERS = {
+    "<|im_start|>": re.compile(r"(\w+)[^\n]*\n"),
+    "<|start_header_id|>": re.compile(r"(\w+)<\|end_header_id\|>\s*"),
+    "<start_of_turn>": re.compile(r"(\w+)\n"),
+    "<|start|>": re.compile(r"(\w+)(?:.*?<\|message\|>|\s*\Z)", re.DOTALL),
+}
+"""Tokens that open a message -> what follows them, the role first."""
+
+OPENERS = {
+    "<|system|>": "system",
+    "<|user|>": "user",
+    "<|assistant|>": ASSISTANT,
+    "<|observation|>": TOOL,
+    "<|tool|>": TOOL,
+    "<｜User｜>": "user",
+    "<｜Assistant｜>": ASSISTANT,
+    "[SYSTEM_PROMPT]": "system",
+    "[AVAILABLE_TOOLS]": "system",
+    "[INST]": "user",
+    "[TOOL_RESULTS]": TOOL,
+}
+"""Tokens that open a message of one role."""
+
+ROLES = {"model": ASSISTANT, "human": "user", "developer": "system", "function": TOOL, "ipython": TOOL}
+"""Roles that have another name in some templates."""
+
+CLOSERS = re.compile(
+    r"\s*(?:<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|<end_of_turn>|<\|end\|>|<\|return\|>|<\|call\|>|</s>"
+    r"|<｜end▁of▁sentence｜>|\[/INST\]|\[/SYSTEM_PROMPT\]|\[/AVAILABLE_TOOLS\]|\[/TOOL_RESULTS\])\s*$"
+)
+NOTHING_SAID = re.compile(r"(?:\s|<\|?[\w▁]+\|?>|<｜[\w▁]+｜>)*")
+"""White space and special tokens: what stands between two messages."""
+PADS = re.compile(r"(<\|?\w*pad\|?>)(?:\1){3,}")
+"""A picture in a prompt: hundreds of the same token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Neighbouring tokens of one kind: a turn of the policy, or what it reads between turns."""
+
+    start: int
+    end: int
+    """Tokens [start, end) of the segment."""
+    action: bool
+    text: str
+    reward: float = 0.0
+    logprob: float | None = None
+    """Mean over the tokens; None where there is none."""
+
+
+def spans(segment: Segment, tokenizer: Any) -> list[Span]:
+    """The segment cut where its action mask changes, in order."""
+    mask = segment.action_mask.tolist()
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    return [
+        Span(
+            start=start,
+            end=end,
+            action=mask[start],
+            text=tokenizer.decode(segment.token_ids[start:end].tolist(), skip_special_tokens=False),
+            reward=float(segment.turn_rewards[start:end].sum()),
+            logprob=float(segment.rollout_logprobs[start:end].mean())
+            if mask[start] and segment.rollout_logprobs is not None
+            else None,
+        )
+        for start, end in pairwise(edges)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one side said: a message, or a part of a history."""
+
+    role: str
+    """`assistant`, and for what was read `system`, `user`, `tool` or another role of the template; without a template
+    that is known `prompt` before the first action and `environment` after it. `history`: the beginning of a later
+    segment, which is that of an earlier one."""
+    action: bool
+    """Whether the policy sampled it, so that it is trained on."""
+    text: str
+    """Of an action every token, of other messages without the template's tokens around them."""
+    tokens: int
+    reward: float = 0.0
+    """Earned by this action."""
+    versions: tuple[int, ...] = ()
+    """Of the weights that sampled it; several when new ones came in the middle."""
+    segment: int = 0
+
+
+class TurnReader:
+    """Reads the turns off recorded tokens, with the tokenizer that made them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_encoder", {})
+        self._marks = {added[mark]: mark for mark in (*HEADERS, *OPENERS) if mark in added}
+
+    def turns(self, segments: Sequence[Segment]) -> list[Turn]:
+        """Of a whole episode. What a later segment repeats of the one before it is one turn without a text."""
+        turns: list[Turn] = []
+        before: list[Turn] = []
+        for place, segment in enumerate(segments):
+            own = self._segment(segment, place)
+            turns += _without_repetition(own, before) if place else own
+            before = own
+        return turns
+
+    def _segment(self, segment: Segment, place: int) -> list[Turn]:
+        turns: list[Turn] = []
+        for span in spans(segment, self._tokenizer):
+            if span.action:
+                versions = segment.versions[span.start : span.end].unique().tolist()
+                turns.append(
+                    Turn(
+                        role=ASSISTANT,
+                        action=True,
+                        text=span.text,
+                        tokens=span.end - span.start,
+                        # float32 sums have digits that nobody gave
+                        reward=float(f"{span.reward:.6g}"),
+                        versions=tuple(versions),
+                        segment=place,
+                    )
+                )
+            else:
+                ids = segment.token_ids[span.start : span.end].tolist()
+                turns += self._observed(ids, first=not turns, place=place)
+        return turns
+
+    def _observed(self, ids: list[int], *, first: bool, place: int) -> list[Turn]:
+        """The messages in what the policy read. Each token counts for one of them."""
+        starts = [i for i, token in enumerate(ids) if token in self._marks]
+        edges = sorted({0, *starts, len(ids)})
+        turns: list[Turn] = []
+        waiting = 0
+        for start, end in pairwise(edges):
+            tokens = end - start + waiting
+            text = self._tokenizer.decode(ids[start:end], skip_special_tokens=False)
+            role, said = self._message(ids[start], text, otherwise=PROMPT if first else ENVIRONMENT)
+            between = start not in starts and NOTHING_SAID.fullmatch(text) is not None
+            if between and end < len(ids):
+                waiting = tokens  # what closes the message before, and opens the next
+                continue
+            waiting = 0
+            if turns and end == len(ids) and role == ASSISTANT and not said:
+                # The opening of the action that follows.
+                turns[-1] = replace(turns[-1], tokens=turns[-1].tokens + tokens)
+                continue
+            turns.append(Turn(role=role, action=False, text=said, tokens=tokens, segment=place))
+        return turns
+
+    def _message(self, token: int, text: str, *, otherwise: str) -> tuple[str, str]:
+        """(role, what was said)"""
+        mark = self._marks.get(token)
+        text = PADS.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
+        if mark is None:
+            return otherwise, text
+        text = text.strip().removeprefix(mark)
+        role = OPENERS.get(mark, "")
+        if not role:
+            header = HEADERS[mark].match(text + "\n")
+            if header is None:
+                return otherwise, text
+            role, text = header[1].lower(), text[header.end() :]
+        while closer := CLOSERS.search(text):
+            text = text[: closer.start()]
+        text = text.strip()
+        if text.startswith("<tool_response>"):
+            role = TOOL
+        return ROLES.get(role, role), text
+
+
+def _without_repetition(turns: list[Turn], before: list[Turn]) -> list[Turn]:
+    """The same with its common beginning with `before` as one turn."""
+    same = 0
+    for turn, earlier in zip(turns, before, strict=False):
+        if turn.action or _said(turn) != _said(earlier):
+            break
+        same += 1
+    if same == 0:
+        return turns
+    tokens = sum(turn.tokens for turn in turns[:same])
+    history = Turn(role=HISTORY, action=False, text="", tokens=tokens, segment=turns[0].segment)
+    return [history, *turns[same:]]
+
+
+def _said(turn: Turn) -> tuple[str, str]:
+    """To compare: an answer that is read again in a later segment has lost its end-of-sequence token to the template."""
+    text = turn.text
+    while closer := CLOSERS.search(text):
+        text = text[: closer.start()]
+    return turn.role, text.strip()
