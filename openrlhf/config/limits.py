@@ -75,6 +75,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.label_smoothing": (0, 0.5),
     "model.nll_loss_coef": (0, float("inf")),
     "ckpt.signal_deadline": (0, float("inf")),
+    "logger.rollouts": (0, float("inf")),
     "port": (0, 65535),
 }
 

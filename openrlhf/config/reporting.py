@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from openrlhf.config.fields import Flag
 
@@ -167,6 +167,17 @@ class LoggerSection:
         return self.wandb.run_name.replace("/", "_").replace(":", "")
 
 
-def logger_for(kind: str, *, project: str) -> LoggerSection:
+@dataclass(frozen=True, kw_only=True)
+class RLLoggerSection(LoggerSection):
+    rollouts: Annotated[
+        int,
+        Flag("groups of each step kept in rollouts.jsonl: the best, the worst and typical ones; 0 = none"),
+    ] = 4
+
+
+S = TypeVar("S", bound=LoggerSection)
+
+
+def logger_for(kind: str, *, project: str, section: type[S] = LoggerSection) -> S:
     """Logger defaults of one trainer: the run is named after its kind and the time it is parsed."""
-    return LoggerSection(wandb=WandbSection(project=project, run_name=f"{kind}_{time.strftime('%m%dT%H:%M')}"))
+    return section(wandb=WandbSection(project=project, run_name=f"{kind}_{time.strftime('%m%dT%H:%M')}"))

@@ -42,6 +42,7 @@ from openrlhf.config.reporting import (
     LoggerSection,
     RLCheckpointSection,
     RLEvalSection,
+    RLLoggerSection,
     RMEvalSection,
     SupervisedCheckpointSection,
     logger_for,
@@ -88,7 +89,9 @@ class RLConfig(TrainerSection):
     data: PromptDataSection = field(default=PromptDataSection(max_samples=100_000_000))
     eval: RLEvalSection = field(default=RLEvalSection())
     ckpt: RLCheckpointSection = field(default=RLCheckpointSection(path="./ckpt/checkpoints_ppo_ray"))
-    logger: LoggerSection = field(default_factory=lambda: logger_for("ppo", project="openrlhf_train_ppo"))
+    logger: RLLoggerSection = field(
+        default_factory=lambda: logger_for("ppo", project="openrlhf_train_ppo", section=RLLoggerSection)
+    )
     max_steps: Annotated[
         int | None,
         Flag("turns a multi-turn episode may have; unset: the environment decides", only_with="train.agent_func_path"),

@@ -1,59 +1,202 @@
-"""A few trajectories of every step, for people to read."""
+"""A few groups of every step, for people to read: the best, the worst, and some between, turn by turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from openrlhf.observability.jsonl import JsonLinesWriter
+from openrlhf.observability.turns import Turn, TurnReader
 
 if TYPE_CHECKING:
     from openrlhf.types import Group, Trajectory
 
+logger = logging.getLogger(__name__)
+
+MOST_EPISODES = 4
+"""Of a group."""
+MOST_CHARACTERS = 32_000
+"""Of a prompt, of a response, and of all turns of an episode together: the middle of what is longer is left out."""
+MOST_TURNS = 200
+"""Of an episode: those in the middle of a longer one are left out."""
+THINNED = ((256 << 20, 10), (1 << 30, 100))
+"""(bytes that the file has, steps from one that is kept to the next): a run of weeks does not fill the disk."""
+
+BEST, WORST, TYPICAL, FAILED = "best", "worst", "typical", "failed"
+
+T = TypeVar("T")
+
 
 class RolloutLog:
-    """rollouts.jsonl: one line per trajectory, at most `per_step` of them a step (0: none).
+    """rollouts.jsonl: one line per trajectory, of at most `groups` groups a step (0: none), 4 trajectories of each.
 
-    Which ones does not depend on who finished first: whole groups by prompt ordinal, as many as fit. A first
-    group that alone is too large gives its first samples.
+    Which ones depends on rewards and ordinals alone, not on who finished first.
     """
 
-    def __init__(self, path: Path, *, per_step: int = 8) -> None:
-        if per_step < 0:
-            raise ValueError(f"per_step must be >= 0, got {per_step}")
-        self._per_step = per_step
+    def __init__(self, path: Path, tokenizer: Any, *, groups: int = 4) -> None:
+        if groups < 0:
+            raise ValueError(f"groups must be >= 0, got {groups}")
+        self._path = path
+        self._groups = groups
+        self._reader = TurnReader(tokenizer)
         self._lines = JsonLinesWriter(path)
+        self._every = 1
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
-        for group, trajectory in self._chosen(groups):
-            self._lines.write(_record(step, group, trajectory))
+        if not self._groups or not self._has_room(step):
+            return
+        rewards = [t.reward for group in groups for t in group.scored if t.reward is not None]
+        whole = {"step_reward": fmean(rewards) if rewards else None, "step_samples": len(rewards)}
+        for choice, group in chosen_groups(groups, self._groups):
+            of_group = {"choice": choice, "group_reward": mean_reward(group), "group_samples": len(group.trajectories)}
+            for trajectory in chosen_episodes(group.trajectories, MOST_EPISODES):
+                turns = self._reader.turns(trajectory.segments)
+                self._lines.write({**_record(step, group, trajectory), **of_group, **whole, "turns": _fitted(turns)})
 
     def close(self) -> None:
         self._lines.close()
 
-    def _chosen(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
-        room = self._per_step
-        for place, group in enumerate(sorted(groups, key=lambda g: g.prompt.ordinal)):
-            members = sorted(group.trajectories, key=lambda t: t.key)
-            if place > 0 and len(members) > room:
-                return
-            for trajectory in members[:room]:
-                yield group, trajectory
-            room -= min(room, len(members))
+    def _has_room(self, step: int) -> bool:
+        size = self._path.stat().st_size
+        every = next((every for least, every in reversed(THINNED) if size >= least), 1)
+        if every != self._every:
+            self._every = every
+            logger.info("%s has %d MiB: of every %d steps one is kept from now on", self._path, size >> 20, every)
+        return step % every == 0
+
+
+def chosen_groups(groups: Sequence[Group], most: int) -> list[tuple[str, Group]]:
+    """(why, group) of at most `most` of them, the best first: evenly from the best to the worst mean reward.
+
+    Of a single place the median has it. Where samples have failed and there are three places or more, a group with
+    most of them has one, instead of a typical one. Groups that earned the same are neither best nor worst.
+    """
+    ranked = sorted(
+        (group for group in groups if mean_reward(group) is not None),
+        key=lambda group: (-_rank(mean_reward(group)), group.prompt.ordinal),
+    )
+    kept = spread(ranked, most)
+    labels = [TYPICAL] * len(kept)
+    if len(ranked) > 1 and most > 1 and mean_reward(ranked[0]) != mean_reward(ranked[-1]):
+        labels[0], labels[-1] = BEST, WORST
+    result = list(zip(labels, kept, strict=True))
+    broken = sorted(
+        (group for group in groups if any(t.failed for t in group.trajectories)),
+        key=lambda group: (-sum(t.failed for t in group.trajectories), group.prompt.ordinal),
+    )
+    if broken and not any(group is broken[0] for group in kept):
+        if len(result) >= most > 2:
+            del result[most // 2]
+        if len(result) < most:
+            result.insert(max(0, len(result) - 1), (FAILED, broken[0]))
+    return result
+
+
+def chosen_episodes(trajectories: Sequence[Trajectory], most: int) -> list[Trajectory]:
+    """At most `most`, by sample: evenly from the best to the worst, and one that failed if there is any."""
+    failed = sorted((t for t in trajectories if t.failed), key=lambda t: t.key)
+    others = sorted((t for t in trajectories if not t.failed), key=lambda t: (-_rank(t.reward), t.key))
+    kept = spread(others, most - min(1, len(failed)))
+    return sorted([*kept, *failed[: most - len(kept)]], key=lambda t: t.key)
+
+
+def mean_reward(group: Group) -> float | None:
+    """Of the samples that were judged; None when none was."""
+    rewards = [t.reward for t in group.scored if t.reward is not None]
+    return fmean(rewards) if rewards else None
+
+
+def _rank(reward: float | None) -> float:
+    return reward if reward is not None and math.isfinite(reward) else -math.inf
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of them, evenly, with the first and the last; the middle one where there is a single place.
+
+    >>> spread([1, 2, 3, 4, 5], 3)
+    [1, 3, 5]
+    """
+    if len(items) <= count:
+        return list(items)
+    if count < 2:
+        return [items[len(items) // 2]] if count else []
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def shortened(text: str, most: int) -> str:
+    """With its middle left out, and how much that is, where it is longer than `most` characters.
+
+    >>> shortened("abcdefghijkl", 6)
+    'abcd … 6 characters left out … kl'
+    """
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 3, most // 3
+    return f"{text[:head]} … {len(text) - head - tail:,} characters left out … {text[len(text) - tail :]}"
 
 
 def _record(step: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
+    response = trajectory.text.removeprefix(group.prompt.text)
     return {
         "step": step,
         "prompt_ordinal": group.prompt.ordinal,
         "sample": trajectory.key.sample,
-        "prompt": group.prompt.text,
-        "response": trajectory.text.removeprefix(group.prompt.text),
-        "label": group.prompt.label,
+        "prompt": shortened(group.prompt.text, MOST_CHARACTERS),
+        "response": shortened(response, MOST_CHARACTERS),
+        "label": _label(group.prompt.label),
         "reward": trajectory.reward,
         "score": trajectory.score,
         "response_length": trajectory.num_actions,
         "outcome": str(trajectory.outcome),
-        "error": trajectory.error,
+        "error": shortened(trajectory.error, MOST_CHARACTERS),
     }
+
+
+def _label(label: Any) -> Any:
+    """As it is, unless it is a long one: then its text, shortened."""
+    text = label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str)
+    return label if len(text) <= MOST_CHARACTERS else shortened(text, MOST_CHARACTERS)
+
+
+def _fitted(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """As objects, within the limits. A turn that is left out has no text, and says how many it stands for."""
+    half = MOST_TURNS // 2
+    first, last = (turns, ()) if len(turns) <= MOST_TURNS else (turns[:half], turns[-half:])
+    most = _longest([len(turn.text) for turn in (*first, *last)], MOST_CHARACTERS)
+    records = [_turn(turn, most) for turn in first]
+    if last:
+        between = turns[half:-half]
+        tokens, reward = sum(turn.tokens for turn in between), math.fsum(turn.reward for turn in between)
+        gap = {"role": "left out", "action": False, "text": "", "tokens": tokens, "turns": len(between)}
+        records += [gap | ({"reward": reward} if reward else {}), *(_turn(turn, most) for turn in last)]
+    return records
+
+
+def _turn(turn: Turn, most: int) -> dict[str, Any]:
+    record: dict[str, Any] = {"role": turn.role, "action": turn.action, "text": shortened(turn.text, most)}
+    record["tokens"] = turn.tokens
+    if turn.action:
+        record |= {"reward": turn.reward, "versions": list(turn.versions)}
+    if turn.segment:
+        record["segment"] = turn.segment
+    return record
+
+
+def _longest(lengths: Sequence[int], budget: int) -> int:
+    """The largest m with Σ min(length, m) ≤ budget: short texts stay whole, long ones share what is left.
+
+    >>> _longest([10, 100, 100], 110)
+    50
+    """
+    left = budget
+    for place, length in enumerate(sorted(lengths)):
+        share = left // (len(lengths) - place)
+        if length > share:
+            return share
+        left -= length
+    return max(lengths, default=0)

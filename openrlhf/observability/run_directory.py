@@ -17,7 +17,7 @@ class RunDirectory:
 
     config.yaml     the configuration, secrets already taken out
     metrics.jsonl   one line per training step and per evaluation
-    rollouts.jsonl  a few trajectories of every step
+    rollouts.jsonl  the best, the worst and typical groups of every step, turn by turn
     trained.jsonl   which samples every step was trained on (RL)
     warnings.jsonl  what was said about steps that went wrong; usually empty
     model/          the trained model

@@ -135,7 +135,7 @@ def _train(
         title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
         with (
             observed(config, run_dir, watching, steps=schedule.rounds, title=title) as seen,
-            contextlib.closing(RolloutLog(run_dir.rollouts)) as rollout_log,
+            contextlib.closing(RolloutLog(run_dir.rollouts, tokenizer, groups=config.logger.rollouts)) as rollout_log,
             contextlib.closing(TrainedLedger(run_dir.trained)) as ledger,
             stoppable(config.ckpt, checkpoints) as stop,
         ):

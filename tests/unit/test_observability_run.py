@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from openrlhf.observability.jsonl import JsonLinesWriter, read_json_lines
 from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, NullLogger, read_metrics, without_times
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.turns import TurnReader
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
 
 
@@ -195,38 +197,266 @@ def group(ordinal: int, samples: int, *, failed: int = 0) -> Group:
     return Group(prompt=Prompt(ordinal=ordinal, text="2+2=", label="4"), trajectories=(*finished, *broken))
 
 
-def written(path: Path) -> list[tuple[int, int]]:
-    return [(record["prompt_ordinal"], record["sample"]) for record in read_json_lines(path)]
+class CharacterTokenizer:
+    """Token i is the character with that number; `markers` are single tokens, from 1000 on."""
+
+    def __init__(self, *markers: str) -> None:
+        self.added_tokens_encoder = {marker: 1000 + i for i, marker in enumerate(markers)}
+        self._texts = {number: marker for marker, number in self.added_tokens_encoder.items()}
+
+    def encode(self, text: str) -> list[int]:
+        pieces = re.split("(" + "|".join(map(re.escape, self._texts.values() or ["\0"])) + ")", text)
+        marked = self.added_tokens_encoder
+        return [number for piece in pieces for number in ([marked[piece]] if piece in marked else map(ord, piece))]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(self._texts.get(number) or chr(number) for number in ids)
+
+
+def history(tokenizer: CharacterTokenizer, *parts: str | tuple[str, float], version: int = 0) -> Segment:
+    """A plain text was read, a pair was said and earned that much; action k is of version `version` + k."""
+    ids, mask, rewards, versions = [], [], [], []
+    for part in parts:
+        text, reward = (part, None) if isinstance(part, str) else part
+        own = tokenizer.encode(text)
+        ids += own
+        mask += [reward is not None] * len(own)
+        rewards += [0.0] * (len(own) - 1) + [reward or 0.0]
+        versions += [-1 if reward is None else version] * len(own)
+        version += reward is not None
+    return Segment(
+        token_ids=torch.tensor(ids),
+        action_mask=torch.tensor(mask),
+        rollout_logprobs=None,
+        versions=torch.tensor(versions, dtype=torch.int32),
+        turn_rewards=torch.tensor(rewards),
+    )
+
+
+def episode(ordinal: int, sample: int, *segments: Segment, reward: float | None = 0.0, **fields) -> Trajectory:
+    fields = {"outcome": Outcome.FINISHED, "text": "ask", "score": reward} | fields
+    return Trajectory(key=SampleKey(ordinal, sample), segments=segments, reward=reward, **fields)
+
+
+def rewarded(ordinal: int, *rewards: float | None) -> Group:
+    """A sample for each reward; None has failed."""
+    segment = history(CharacterTokenizer(), "ask", ("yes", 0.0))
+    members = [
+        episode(ordinal, i, reward=None, outcome=Outcome.FAILED, error="it broke")
+        if reward is None
+        else episode(ordinal, i, segment, reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
+    return Group(prompt=Prompt(ordinal=ordinal, text="ask", label="yes"), trajectories=tuple(members))
+
+
+def logged(path: Path, *steps: list[Group], tokenizer: CharacterTokenizer | None = None, **options) -> list[dict]:
+    log = RolloutLog(path, tokenizer or CharacterTokenizer(), **options)
+    for step, groups in enumerate(steps, start=1):
+        log.write(step, groups)
+    log.close()
+    return list(read_json_lines(path))
 
 
 def test_rollout_records(tmp_path: Path):
-    log = RolloutLog(tmp_path / "rollouts.jsonl")
-    log.write(7, [group(5, 1, failed=1)])
-    log.close()
-    shared = {"step": 7, "prompt_ordinal": 5, "prompt": "2+2=", "label": "4"}
-    assert list(read_json_lines(tmp_path / "rollouts.jsonl")) == [
+    """What readers of the file have always had, then the step, the group and the turns."""
+    records = logged(tmp_path / "rollouts.jsonl", [group(5, 1, failed=1)])
+    shared = {"step": 1, "prompt_ordinal": 5, "prompt": "2+2=", "label": "4"}
+    chosen = {"choice": "typical", "group_reward": 1.0, "group_samples": 2, "step_reward": 1.0, "step_samples": 1}
+    assert records == [
         shared
         | {"sample": 0, "response": "4", "reward": 1.0, "score": 1.0, "response_length": 2}
-        | {"outcome": "finished", "error": ""},
+        | {"outcome": "finished", "error": "", **chosen}
+        | {
+            "turns": [
+                {"role": "prompt", "action": False, "text": "\x01", "tokens": 1},
+                {
+                    "role": "assistant",
+                    "action": True,
+                    "text": "\x02\x03",
+                    "tokens": 2,
+                    "reward": 0.0,
+                    "versions": [0],
+                },
+            ]
+        },
         shared
         | {"sample": 1, "response": "", "reward": None, "score": None, "response_length": 0}
-        | {"outcome": "failed", "error": "reward.py:3 KeyError"},
+        | {"outcome": "failed", "error": "reward.py:3 KeyError", "turns": [], **chosen},
     ]
 
 
-def test_whole_groups_are_chosen_whoever_finished_first(tmp_path: Path):
-    """8 places: groups 2 (3 samples) and 4 (3) fit, 6 (3) does not, and 9 (1) is not pulled forward."""
-    groups = [group(9, 1), group(4, 3), group(6, 3), group(2, 3)]
-    for name, order in (("a", groups), ("b", groups[::-1])):
-        log = RolloutLog(tmp_path / name)
-        log.write(1, order)
-        log.close()
-        assert written(tmp_path / name) == [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)]
+def test_the_best_the_worst_and_typical_groups_are_kept_whoever_finished_first(tmp_path: Path):
+    """Seven groups of mean 0 … 6: of four places the ranks 0, 2, 4 and 6 have them. The means are of all seven."""
+    groups = [rewarded(ordinal, ordinal - 0.5, ordinal + 0.5) for ordinal in range(7)]
+    for name, order in (("a", groups), ("b", groups[3:] + groups[:3])):
+        records = logged(tmp_path / name, order)
+        assert [(r["choice"], r["prompt_ordinal"]) for r in records[::2]] == [
+            ("best", 6), ("typical", 4), ("typical", 2), ("worst", 0),
+        ]  # fmt: skip
+        assert [r["sample"] for r in records] == [0, 1] * 4
+        assert {r["step_reward"] for r in records} == {3.0}
+        assert {r["step_samples"] for r in records} == {14}
+        assert records[0]["group_reward"] == 6.0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize(("per_step", "count"), [(8, 8), (3, 3), (0, 0)])
-def test_a_group_too_large_gives_its_first_samples(tmp_path: Path, per_step: int, count: int):
-    log = RolloutLog(tmp_path / "rollouts.jsonl", per_step=per_step)
-    log.write(1, [group(0, 16), group(1, 16)])
-    log.close()
-    assert written(tmp_path / "rollouts.jsonl") == [(0, sample) for sample in range(count)]
+@pytest.mark.parametrize(
+    ("places", "kept"), [(0, []), (1, [2]), (2, [4, 0]), (3, [4, 2, 0]), (5, [4, 3, 2, 1, 0]), (9, [4, 3, 2, 1, 0])]
+)
+def test_so_many_groups_are_kept_of_a_step(tmp_path: Path, places: int, kept: list[int]):
+    records = logged(tmp_path / "rollouts.jsonl", [rewarded(i, float(i)) for i in range(5)], groups=places)
+    assert [r["prompt_ordinal"] for r in records] == kept
+
+
+def test_groups_that_earned_the_same_are_neither_best_nor_worst(tmp_path: Path):
+    records = logged(tmp_path / "rollouts.jsonl", [rewarded(i, 1.0) for i in range(9)])
+    assert {r["choice"] for r in records} == {"typical"}
+    assert [r["prompt_ordinal"] for r in records] == [0, 2, 5, 8]
+
+
+def test_of_many_samples_the_best_and_the_worst_are_kept_and_one_that_failed(tmp_path: Path):
+    """Rewards 0 … 9 at ranks 9 … 0: of three places ranks 0, 4 and 9; the fourth is for the first that failed."""
+    records = logged(tmp_path / "rollouts.jsonl", [rewarded(0, *map(float, range(10)), None, None)])
+    assert [(r["sample"], r["reward"]) for r in records] == [(0, 0.0), (5, 5.0), (9, 9.0), (10, None)]
+    assert {r["group_samples"] for r in records} == {12}
+
+
+def test_a_group_with_failures_has_the_place_of_a_typical_one(tmp_path: Path):
+    """Group 1 is not among ranks 0, 2, 4 and 6; the most failures are in it. Nothing but failures is kept too."""
+    groups = [rewarded(i, 6.0 - i, *[None] * (2 if i == 1 else 0)) for i in range(7)]
+    records = logged(tmp_path / "a", [groups[i] for i in (3, 1, 0, 2, 6, 5, 4)])
+    assert list(dict.fromkeys((r["choice"], r["prompt_ordinal"]) for r in records)) == [
+        ("best", 0), ("typical", 2), ("failed", 1), ("worst", 6),
+    ]  # fmt: skip
+    assert [r["choice"] for r in logged(tmp_path / "b", [rewarded(3, None, None)])] == ["failed"] * 2
+
+
+def test_rewards_that_are_no_numbers_rank_last(tmp_path: Path):
+    records = logged(tmp_path / "rollouts.jsonl", [rewarded(0, math.nan), rewarded(1, -5.0), rewarded(2, 1.0)])
+    assert [r["prompt_ordinal"] for r in records] == [2, 1, 0]
+
+
+CHAT = ("<|im_start|>", "<|im_end|>")
+OPENING = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nGuess!<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_turns_have_roles_tokens_rewards_and_versions(tmp_path: Path):
+    """ChatML: a mark is one token. The opening of an action counts for the message before it."""
+    tokenizer = CharacterTokenizer(*CHAT)
+    feedback = "\n<|im_start|>user\n<tool_response>low</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    segment = history(tokenizer, OPENING, ("7<|im_end|>", 0.1), feedback, ("9<|im_end|>", 0.9), version=3)
+    one = Group(prompt=Prompt(ordinal=0, text=OPENING), trajectories=(episode(0, 0, segment, reward=1.0),))
+    (record,) = logged(tmp_path / "rollouts.jsonl", [one], tokenizer=tokenizer)
+    system, user, tool = len("1system\nBe kind.2\n"), len("1user\nGuess!2\n1assistant\n"), None
+    tool = len("\n1user\n<tool_response>low</tool_response>2\n1assistant\n")
+    assert record["turns"] == [
+        {"role": "system", "action": False, "text": "Be kind.", "tokens": system},
+        {"role": "user", "action": False, "text": "Guess!", "tokens": user},
+        {"role": "assistant", "action": True, "text": "7<|im_end|>", "tokens": 2, "reward": 0.1, "versions": [3]},
+        {"role": "tool", "action": False, "text": "<tool_response>low</tool_response>", "tokens": tool},
+        {"role": "assistant", "action": True, "text": "9<|im_end|>", "tokens": 2, "reward": 0.9, "versions": [4]},
+    ]
+    assert sum(turn["tokens"] for turn in record["turns"]) == len(segment)
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "turns"),
+    [
+        (
+            ("<bos>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+            "<bos><|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            [("tool", "42")],
+        ),
+        (
+            ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+            "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHo<end_of_turn>\n<start_of_turn>model\n",
+            [("user", "Hi"), ("assistant", "Ho")],
+        ),
+        (("<s>", "[INST]", "[/INST]"), "<s>[INST] Hi [/INST]", [("user", "Hi")]),
+        (("<|user|>", "<|end|>", "<|assistant|>"), "<|user|>\nHi<|end|>\n<|assistant|>\n", [("user", "Hi")]),
+        (
+            ("<|start|>", "<|message|>", "<|end|>"),
+            "<|start|>developer<|message|>Be kind<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant",
+            [("system", "Be kind"), ("user", "Hi")],
+        ),
+        (CHAT, "<|im_start|>assistant\n<think>\n", [("assistant", "<think>")]),
+        (CHAT, "no mark at all", [("prompt", "no mark at all")]),
+        ((), "User: Hi\nAssistant: ", [("prompt", "User: Hi\nAssistant: ")]),
+        (("<|image_pad|>",), "<|image_pad|>" * 300 + "What is it?", [("prompt", "<|image_pad|>×300What is it?")]),
+    ],
+)
+def test_messages_of_known_templates(marks: tuple[str, ...], text: str, turns: list[tuple[str, str]]):
+    """Every token counts for one turn."""
+    tokenizer = CharacterTokenizer(*marks)
+    segment = history(tokenizer, text, ("yes", 1.0))
+    *observed, action = TurnReader(tokenizer).turns([segment])
+    assert [(turn.role, turn.text) for turn in observed] == turns
+    assert (action.role, action.text, action.tokens) == ("assistant", "yes", 3)
+    assert sum(turn.tokens for turn in observed) == len(segment) - 3
+
+
+def test_what_follows_an_action_without_marks_is_the_environment():
+    tokenizer = CharacterTokenizer()
+    turns = TurnReader(tokenizer).turns([history(tokenizer, "ask", ("5", 0.0), " no: ", ("6", 1.0), " yes")])
+    assert [turn.role for turn in turns] == ["prompt", "assistant", "environment", "assistant", "environment"]
+
+
+def test_a_later_segment_does_not_repeat_what_it_has_in_common():
+    """The client dropped nothing, but its first answer is read again, as part of the history."""
+    tokenizer = CharacterTokenizer(*CHAT)
+    later = OPENING + "7<|im_end|>\n<|im_start|>user\nlow<|im_end|>\n<|im_start|>assistant\n"
+    first, second = history(tokenizer, OPENING, ("7<|im_end|>", 0.0)), history(tokenizer, later, ("9<|im_end|>", 1.0))
+    turns = TurnReader(tokenizer).turns([first, second])
+    assert [(turn.segment, turn.role, turn.text) for turn in turns] == [
+        (0, "system", "Be kind."),
+        (0, "user", "Guess!"),
+        (0, "assistant", "7<|im_end|>"),
+        (1, "history", ""),
+        (1, "user", "low"),
+        (1, "assistant", "9<|im_end|>"),
+    ]
+    assert sum(turn.tokens for turn in turns) == len(first) + len(second)
+
+
+def test_long_texts_lose_their_middle_and_say_how_much(tmp_path: Path):
+    """32,000 characters: 10 and 3 stay whole, so the action has 31,987, two thirds of them from its beginning."""
+    tokenizer = CharacterTokenizer()
+    segment = history(tokenizer, "a" * 10, ("b" * 100_000, 1.0), "c" * 3)
+    prompt = Prompt(ordinal=0, text="p" * 50_000, label={"answer": "l" * 50_000})
+    text = prompt.text + "r" * 50_000
+    one = Group(prompt=prompt, trajectories=(episode(0, 0, segment, text=text),))
+    (record,) = logged(tmp_path / "rollouts.jsonl", [one], tokenizer=tokenizer)
+    assert [turn["text"] for turn in record["turns"]] == [
+        "a" * 10,
+        "b" * 21_324 + " … 68,014 characters left out … " + "b" * 10_662,
+        "ccc",
+    ]
+    assert record["turns"][1]["tokens"] == 100_000
+    for field in ("prompt", "response", "label"):
+        assert "characters left out" in record[field]
+        assert len(record[field]) < 32_100
+
+
+def test_of_very_many_turns_the_middle_is_left_out(tmp_path: Path):
+    """250 answers and as many replies: 100 turns at each end; 151 answers and 150 replies or the other way round."""
+    tokenizer = CharacterTokenizer()
+    segment = history(tokenizer, "ask", *[("x", 1.0), "no"] * 250)
+    one = Group(prompt=Prompt(ordinal=0, text="ask"), trajectories=(episode(0, 0, segment, reward=250.0),))
+    (record,) = logged(tmp_path / "rollouts.jsonl", [one], tokenizer=tokenizer)
+    turns = record["turns"]
+    assert len(turns) == 201
+    gap = turns[100]
+    assert (gap["role"], gap["turns"]) == ("left out", 301)
+    assert sum(turn["tokens"] for turn in turns) == len(segment)
+    assert sum(turn.get("reward", 0) for turn in turns) == 250
+
+
+def test_a_large_file_keeps_fewer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From the first line on every third step, from the fourth line on every tenth."""
+    line = len(json.dumps(logged(tmp_path / "one", [rewarded(0, 1.0)])[0])) + 1
+    monkeypatch.setattr("openrlhf.observability.rollout_log.THINNED", ((1, 3), (3 * line + 3, 10)))
+    records = logged(tmp_path / "many", *[[rewarded(0, 1.0)]] * 40)
+    assert [r["step"] for r in records] == [1, 3, 6, 9, 10, 20, 30, 40]
