@@ -13,40 +13,55 @@ from openrlhf.observability.series import Axis, Curve, Point, bounds, short_numb
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 8, 24
 COLOURS = 6
+"""Of the layers of a stack and the curves of a metric's chart; the last is grey."""
+RUN_COLOURS = (1, 2, 3, 4, 5, 7, 8, 6)
+"""Of runs that are compared."""
 MOST_POINTS = 400
 REST = "other"
 """The layer of a stack that is what the others leave; drawn grey."""
 
 
-def line_chart(title: str, curves: Sequence[Curve], *, zero: bool = False, dots: bool = False) -> str:
+def line_chart(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    zero: bool = False,
+    dots: bool = False,
+    colours: Sequence[int] = range(1, COLOURS + 1),
+    trends: bool = False,
+) -> str:
     """One card: the title, the latest value, the curves (faint as logged, strong as trend), their legend.
 
-    `zero` makes the axis begin at 0; `dots` marks every point, for curves of few points.
+    `zero` makes the axis begin at 0; `dots` marks every point, for curves of few points; `trends` leaves out what was
+    logged where there is a trend. A curve has the colour at its place.
     """
-    curves = [curve for curve in curves if curve.points][:COLOURS]
+    drawable = [(colour, curve) for colour, curve in zip(colours, curves, strict=False) if curve.points]
+    curves = [curve for _, curve in drawable]
     steps = [point.step for curve in curves for point in curve.points]
     frame = _Frame.over((min(steps), max(steps)), bounds(curves, zero=zero))
-    drawn = [curve.thinned(MOST_POINTS) for curve in curves]
+    drawn = [(colour, curve.thinned(MOST_POINTS)) for colour, curve in drawable]
     few = dots or max(len(curve.points) for curve in curves) < 10
     marks: list[str] = []
-    for colour, curve in enumerate(drawn, start=1):
+    for colour, curve in drawn:
         if few:
             marks.append(_path(frame, [(p.step, p.value) for p in curve.points], f"trend c{colour}"))
             marks.extend(_dot(frame, point, colour) for point in curve.finite)
         else:
-            marks.append(_path(frame, [(p.step, p.value) for p in curve.points], f"raw c{colour}"))
+            if not trends:
+                marks.append(_path(frame, [(p.step, p.value) for p in curve.points], f"raw c{colour}"))
             marks.append(_path(frame, [(p.step, p.smooth) for p in curve.points], f"trend c{colour}"))
-    marks.extend(_broken(frame, step) for curve in drawn for step in curve.broken_steps)
+    marks.extend(_broken(frame, step) for _, curve in drawn for step in curve.broken_steps)
     data = {
         "x": [frame.x_axis.low, frame.x_axis.high],
         "y": [frame.y_axis.low, frame.y_axis.high],
-        "series": [{"name": c.name, "points": [_numbers(p, few=few) for p in c.points]} for c in drawn],
+        "series": [{"name": c.name, "points": [_numbers(p, few=few) for p in c.points]} for _, c in drawn],
+        "colours": [colour for colour, _ in drawn],
     }
     latest = math.nan
     if len(curves) == 1 and curves[0].finite:
         last = curves[0].finite[-1]
         latest = last.value if few else last.smooth
-    legend = {curve.name: colour for colour, curve in enumerate(curves, start=1)} if len(curves) > 1 else {}
+    legend = [(curve.name, colour) for colour, curve in drawable] if len(curves) > 1 else []
     svg = _svg(title, frame, marks, [(frame.x(tick), tick) for tick in frame.x_axis.ticks])
     return _card(title, svg, data=data, latest=latest, legend=legend, note=_note(frame, curves))
 
@@ -90,7 +105,7 @@ def stacked_chart(title: str, layers: Mapping[str, Curve], *, unit: str, most_ba
     }
     mean = sum(sum(row.values()) for row in table.values()) / len(table)
     shares = [sum(row.get(name, 0.0) for row in table.values()) / len(table) / (mean or 1.0) for name in layers]
-    legend = {f"{name} {share:.0%}": colour for name, share, colour in zip(layers, shares, colours, strict=True)}
+    legend = [(f"{name} {share:.0%}", colour) for name, share, colour in zip(layers, shares, colours, strict=True)]
     svg = _svg(title, frame, marks, labels)
     return _card(title, svg, data=data, latest=mean, unit=unit, legend=legend, note="")
 
@@ -149,10 +164,10 @@ def _x_label(x: float, step: float) -> str:
 
 
 def _card(
-    title: str, svg: str, *, data: dict, latest: float, legend: Mapping[str, int], note: str, unit: str = ""
+    title: str, svg: str, *, data: dict, latest: float, legend: Sequence[tuple[str, int]], note: str, unit: str = ""
 ) -> str:
     value = "" if math.isnan(latest) else f'<span class="latest">{short_number(latest)}{escape(unit)}</span>'
-    entries = "".join(f'<li><i class="c{i}"></i>{escape(name)}</li>' for name, i in legend.items())
+    entries = "".join(f'<li><i class="c{i}"></i>{escape(name)}</li>' for name, i in legend)
     return (
         f'<figure class="chart" data-chart="{escape(_json(data))}">'
         f"<figcaption><b>{escape(title)}</b>{value}</figcaption>"

@@ -20,6 +20,8 @@ from openrlhf.observability.loggers import score_names
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from openrlhf.observability.notes import NoteLog
+
 REWARD = ("reward", "rollout/reward_mean", "score")
 LENGTH = ("response_length", "rollout/response_length_mean")
 LOSS = ("policy_loss", "loss", "gpt_loss")
@@ -47,12 +49,15 @@ class Progress:
         stream: TextIO | None = None,
         live: bool | None = None,
         now: Callable[[], float] = time.monotonic,
+        notes: NoteLog | None = None,
     ) -> None:
-        """`live` None: live when `stream` (stderr) is a terminal that can move its cursor."""
+        """`live` None: live when `stream` (stderr) is a terminal that can move its cursor. `notes` keeps what is said
+        in words, for the report."""
         stream = sys.stderr if stream is None else stream
         if live is None:
             live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._run = RunSoFar(total_steps=total_steps, title=title, now=now)
+        self._notes = notes
         self._screen: _Screen = _LiveScreen(self._run, stream) if live else _PlainScreen(self._run, stream)
 
     def __enter__(self) -> Self:
@@ -75,6 +80,8 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` (the first is 1) is done."""
         self._run.finish_step(step, metrics)
+        if self._notes is not None:
+            self._notes.step = step
         self._screen.step()
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -87,7 +94,13 @@ class Progress:
         self._run.total_steps = self._run.step
 
     def note(self, text: str) -> None:
-        """A line for people that stays."""
+        """A line for people that stays, on the terminal and in the report."""
+        self.line(text)
+        if self._notes is not None:
+            self._notes.write("note", text)
+
+    def line(self, text: str) -> None:
+        """A line on the terminal, of what is kept elsewhere."""
         self._screen.line(text)
 
 

@@ -167,7 +167,7 @@ def _fitted(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """As objects, within the limits. A turn that is left out has no text, and says how many it stands for."""
     half = MOST_TURNS // 2
     first, last = (turns, ()) if len(turns) <= MOST_TURNS else (turns[:half], turns[-half:])
-    most = _longest([len(turn.text) for turn in (*first, *last)], MOST_CHARACTERS)
+    most = longest_whole([len(turn.text) for turn in (*first, *last)], MOST_CHARACTERS)
     records = [_turn(turn, most) for turn in first]
     if last:
         between = turns[half:-half]
@@ -187,10 +187,10 @@ def _turn(turn: Turn, most: int) -> dict[str, Any]:
     return record
 
 
-def _longest(lengths: Sequence[int], budget: int) -> int:
+def longest_whole(lengths: Sequence[int], budget: int) -> int:
     """The largest m with Σ min(length, m) ≤ budget: short texts stay whole, long ones share what is left.
 
-    >>> _longest([10, 100, 100], 110)
+    >>> longest_whole([10, 100, 100], 110)
     50
     """
     left = budget

@@ -20,6 +20,7 @@ class RunDirectory:
     rollouts.jsonl  the best, the worst and typical groups of every step, turn by turn
     trained.jsonl   which samples every step was trained on (RL)
     warnings.jsonl  what was said about steps that went wrong; usually empty
+    notes.jsonl     what else was said in words, and how the run ended
     model/          the trained model
     report.html     all of it as one page
     stacks-1.txt    what everybody did when nothing happened any more; usually there is none
@@ -68,6 +69,10 @@ class RunDirectory:
     @property
     def warnings(self) -> Path:
         return self.path / "warnings.jsonl"
+
+    @property
+    def notes(self) -> Path:
+        return self.path / "notes.jsonl"
 
     @property
     def model(self) -> Path:

@@ -33,8 +33,9 @@ from openrlhf.observability.loggers import (
     read_metrics,
     remote_loggers,
 )
+from openrlhf.observability.notes import NoteLog
 from openrlhf.observability.progress import Progress
-from openrlhf.observability.report import write_report
+from openrlhf.observability.report import LiveReport
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.signs import NoWarnings, RunWarnings, Warnings
 from openrlhf.observability.watchdog import Watchdog
@@ -163,29 +164,40 @@ def _told(config: Config, run_dir: RunDirectory | None, *, steps: int, title: st
         return
     logger.info("run directory %s", run_dir.path)
     status = "failed"
+    report = LiveReport(run_dir, steps=steps)
+    notes = NoteLog(run_dir.notes)
     try:
         with contextlib.ExitStack() as held:
             metrics = held.enter_context(contextlib.closing(JsonlLogger(run_dir.metrics)))
             elsewhere = remote_loggers(config.logger, to_dict(config), directory=run_dir.path)
             remote = held.enter_context(contextlib.closing(elsewhere))
-            progress = held.enter_context(Progress(steps, title))
+            notes.write("start", title)
+            report.start()
+            logger.info("report, written anew as the run goes: %s", run_dir.report)
+            progress = held.enter_context(Progress(steps, title, notes=notes))
+            held.enter_context(notes.hears_warnings())
             earlier = read_metrics(run_dir.metrics)
-            warnings = RunWarnings(run_dir.warnings, progress.note, earlier=earlier)
+            warnings = RunWarnings(run_dir.warnings, progress.line, earlier=earlier)
             held.enter_context(contextlib.closing(warnings))
-            yield Observers(logger=CompositeLogger([metrics, remote]), progress=progress, warnings=warnings)
-        status = ""
+            # The report comes last: it is made from what the others have written.
+            loggers = CompositeLogger([metrics, remote, report])
+            yield Observers(logger=loggers, progress=progress, warnings=warnings)
+        status = "finished"
     except KeyboardInterrupt:
         interrupts.end_at_once_on_the_next(last=kill_every_host)
         status = "interrupted"
         raise
+    except Exception as error:
+        what = "" if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: "
+        status = f"failed: {what}{' '.join(str(error).split())}"
+        raise
     finally:
-        try:
-            write_report(run_dir.path, status=status)
-        except Exception:
-            # A page that cannot be written must not hide why the run ended.
-            logger.exception("report.html could not be written")
-        if status:
+        notes.write("end", status)
+        notes.close()
+        report.finish(status)
+        if status != "finished":
             logger.info("the run so far is in %s", run_dir.path)
+        logger.info("report: %s", run_dir.report)
 
 
 def link_model(run_dir: RunDirectory, model_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """The report page: whatever the run left, one page that needs nothing else."""
 
 import json
+import logging
 import math
 import re
 from html.parser import HTMLParser
@@ -10,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.config import parse
+from openrlhf.config.schema import to_dict
 from openrlhf.observability.jsonl import JsonLinesWriter
 from openrlhf.observability.loggers import JsonlLogger
-from openrlhf.observability.report import write_report
-from openrlhf.observability.rollout_samples import spread
+from openrlhf.observability.notes import NoteLog, read_notes
+from openrlhf.observability.report import LiveReport, write_report
+from openrlhf.observability.rollout_log import spread
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.series import Axis, Curve, Point, bounds, short_number, smoothed, visible_range
 
@@ -128,7 +132,7 @@ def test_a_whole_run(run: RunDirectory):
         "my_extra_log",
     ]
     assert page.charts["Reward"]["series"][0]["points"][0][:2] == [1, 0.0]
-    assert page.charts["Time per step"]["names"] == ["generation", "ppo_train", "other"]
+    assert page.charts["Time per step"]["names"] == ["generation", "training", "other"]
     assert page.charts["Time per step"]["bars"][0]["heights"] == [3.0, 1.0, 1.0]
     assert "generation 60%" in page.text
     shown = [attrs["data-step"] for tag, attrs in page.tags if tag == "template"]
@@ -207,7 +211,14 @@ def test_nothing_in_a_run_becomes_markup(tmp_path: Path):
     write_metrics(run, [("train", s, {ATTACK: 1.0, f"timing/{ATTACK}": 1.0}) for s in (1, 2)])
     write_metrics(run, [("eval", 1, {f"eval_{ATTACK}": 1.0, f"eval_{ATTACK}2": 1.0})])
     fields = ("prompt", "response", "label", "outcome", "error", "prompt_ordinal", "response_length")
+    said = {"role": ATTACK, "text": ATTACK, "tokens": ATTACK, "reward": ATTACK, "versions": [ATTACK], "segment": ATTACK}
+    group = dict.fromkeys(("choice", "group_reward", "group_samples", "step_reward", "step_samples"), ATTACK)
     write_rollouts(run, [rollout(1, **dict.fromkeys(fields, ATTACK)), rollout(2, label=[ATTACK], reward=ATTACK)])
+    write_rollouts(run, [rollout(3, turns=[said, said | {"action": True}, said, said | {"action": True}], **group)])
+    notes = NoteLog(run.notes)
+    for kind in ("start", "note", "warning", "end"):
+        notes.write(kind, f"failed: {ATTACK}")
+    notes.close()
     page = report(run, status=ATTACK)
     assert [tag for tag, _ in page.tags].count("script") == 1
     assert "img" not in [tag for tag, _ in page.tags]
@@ -221,6 +232,193 @@ def test_any_text_survives_the_page(tmp_path_factory: pytest.TempPathFactory, te
     run = RunDirectory.create(tmp_path_factory.mktemp("run") / "demo", {})
     write_rollouts(run, [rollout(1, response=text)])
     report(run)
+
+
+def test_an_episode_is_shown_as_its_turns(run: RunDirectory):
+    """A prompt of two messages is shown once; actions are marked, and have what they earned."""
+    opening = [
+        {"role": "system", "action": False, "text": "Be kind.", "tokens": 5},
+        {"role": "user", "action": False, "text": "Guess!", "tokens": 4},
+    ]
+    first = [
+        {"role": "assistant", "action": True, "text": "seven<|im_end|>", "tokens": 2, "reward": 0.0, "versions": [3]},
+        {"role": "tool", "action": False, "text": "too low", "tokens": 3},
+        {"role": "assistant", "action": True, "text": "nine", "tokens": 1, "reward": 0.9, "versions": [3, 4]},
+    ]
+    second = [*first[:2], {**first[2], "text": "ten", "reward": -0.5}]
+    common = {"choice": "best", "group_reward": 0.2, "group_samples": 8, "step_reward": 0.05, "step_samples": 64}
+    records = [
+        rollout(1, 0, turns=[*opening, *second], reward=-0.5, response_length=3, outcome="truncated", **common),
+        rollout(1, 1, turns=[*opening, *first], reward=0.9, response_length=3, **common),
+    ]
+    write_rollouts(run, [r | {"prompt_ordinal": 7} for r in records])
+    page = report(run)
+    shown = page.text[page.text.index("mean reward") :]
+    assert shown.startswith(
+        "mean reward 0.050 of all 64 samples best prompt 7 · 2 of 8 samples · mean 0.2 "
+        "system 5 tokens Be kind. user 4 tokens Guess! 4 "
+        "0.9 2 turns · 3 tokens · score 1 · weights 3–4 "
+        "assistant 2 tokens 0 seven <|im_end|> tool 3 tokens too low assistant 1 token +0.9 nine "
+        "-0.5 2 turns · 3 tokens · score 1 · truncated · weights 3–4 "
+        "assistant 2 tokens 0 seven <|im_end|> tool 3 tokens too low assistant 1 token -0.5 ten"
+    )
+    classes = [attrs.get("class") for tag, attrs in page.tags if tag == "div"]
+    assert classes.count("turn act") == 2 * 4, "in the column and in the template"
+    assert classes.count("turn obs") == 2 * 4
+    opened = [("open" in attrs) for tag, attrs in page.tags if (attrs.get("class") or "").startswith("response many")]
+    assert opened == [True, False] * 2
+
+
+def test_openings_that_differ_are_shown_with_their_episodes(run: RunDirectory):
+    """An environment's reset drew another room for each sample."""
+    records = [
+        rollout(1, i, prompt="enter", prompt_ordinal=7, turns=[
+            {"role": "prompt", "action": False, "text": f"room {i}", "tokens": 2},
+            {"role": "assistant", "action": True, "text": "go", "tokens": 1, "reward": 0.0, "versions": [0]},
+        ])
+        for i in (1, 2)
+    ]  # fmt: skip
+    write_rollouts(run, records)
+    page = report(run)
+    assert page.source.count("<pre>enter<") == 2, "once in the column, once in the template"
+    assert "prompt 2 tokens room 1 assistant 1 token go" in page.text
+    assert "prompt 2 tokens room 2 assistant 1 token go" in page.text
+
+
+def test_segments_and_what_was_left_out_of_an_episode_are_named(run: RunDirectory):
+    act = {"role": "assistant", "action": True, "text": "go", "tokens": 1, "reward": 0.0, "versions": [0]}
+    turns = [
+        {"role": "prompt", "action": False, "text": "ask", "tokens": 1},
+        act,
+        {"role": "left out", "action": False, "text": "", "tokens": 500, "turns": 300, "reward": 2.5},
+        act,
+        {"role": "history", "action": False, "text": "", "tokens": 40, "segment": 1},
+        act | {"segment": 1},
+    ]
+    write_rollouts(run, [rollout(1, turns=turns)])
+    text = report(run).text
+    assert "153 turns" in text
+    assert "500 tokens +2.5 … 300 turns left out …" in text
+    assert "history rewritten: token sequence 2 history 40 tokens … the same as before …" in text
+
+
+def test_the_mean_of_a_step_is_of_all_its_samples(run: RunDirectory):
+    """Files of before do not have it: the metrics do. One sample of reward 1 is shown, 0.25 is what all earned."""
+    write_metrics(run, [("train", 1, {"reward": 0.2, "rollout/reward_mean": 0.25})])
+    write_rollouts(run, [rollout(1)])
+    assert "mean reward 0.250" in report(run).text
+
+
+def test_no_engine_is_called_vllm_that_is_none(tmp_path: Path):
+    metrics = [("train", 1, {"vllm_kl": 0.1, "logprobs_diff": 0.2, "ppo_kl": 0.3, "timing/make_experience": 1.0})]
+    for engines, title in ((0, "Engine"), (2, "vLLM")):
+        run = RunDirectory.create(tmp_path / title, {"vllm": {"num_engines": engines}})
+        write_metrics(run, metrics)
+        page = report(run)
+        assert f"{title} against trainer (nats per token)" in page.charts
+        assert "vllm_kl" not in page.source
+        assert ("vllm" in page.source.replace("vllm.num_engines", "").replace("vllm:", "").lower()) == (engines > 0)
+
+
+def test_settings_that_were_set_are_listed(tmp_path: Path):
+    config = to_dict(parse("train_ppo_ray", ["--pretrain", "m", "--prompt_data", "p", "--actor.adam.lr", "3e-7"]))
+    text = report(RunDirectory.create(tmp_path / "demo", config)).text
+    chosen = text[text.index("Settings that differ") : text.index("All settings")]
+    assert "--actor.adam.lr 3e-07" in chosen
+    assert "--actor.model_name_or_path m" in chosen
+    assert "--rollout.batch_size" not in chosen
+
+
+def test_warnings_and_how_a_run_failed_are_seen_at_once(run: RunDirectory):
+    notes = NoteLog(run.notes)
+    notes.write("start", "demo")
+    notes.write("note", "continues from ckpt")
+    notes.step = 12
+    for _ in range(3):
+        notes.write("warning", "all groups of 5 steps earned the same")
+    notes.write("end", "failed: the disk is full")
+    notes.close()
+    page = report(run)
+    assert "demo failed" in page.text
+    assert "The run failed. the disk is full Warnings 1 step 12 all groups of 5 steps earned the same" in page.text
+    assert "Notes 1 start continues from ckpt" in page.text
+    NoteLog(run.notes).write("start", "demo")
+    assert "The run failed" not in report(run).text, "it goes on again"
+
+
+def test_warnings_that_parts_log_are_notes(run: RunDirectory):
+    notes = NoteLog(run.notes, now=lambda: 5.0)
+    with notes.hears_warnings():
+        logging.getLogger("openrlhf.somewhere").warning("%d prompts are too long", 3)
+        logging.getLogger("openrlhf.somewhere").info("nothing")
+    logging.getLogger("openrlhf.somewhere").warning("too late")
+    assert read_notes(run.notes) == [{"step": 0, "kind": "warning", "clock": 5.0, "text": "3 prompts are too long"}]
+
+
+class Clock:
+    """A page takes `cost` seconds to make: whoever asks twice in a row sees the time pass."""
+
+    def __init__(self, cost: float) -> None:
+        self.seconds, self.cost = 0.0, cost
+
+    def __call__(self) -> float:
+        self.seconds += self.cost / 2
+        return self.seconds
+
+
+def test_a_running_run_has_a_page_from_the_beginning(run: RunDirectory):
+    """It says how far it is, and is loaded again, until the run ends."""
+    live = LiveReport(run, steps=4, now=lambda: 0.0)
+    live.start()
+    page = Page(run.report)
+    page.check()
+    assert "demo running" in page.text
+    assert "step 0 of 4" in page.text
+    assert "The first step is being taken." in page.text
+    assert [attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "refresh"] == ["10"]
+    write_metrics(run, [("train", 1, {"reward": 0.5})])
+    write_rollouts(run, [rollout(1)])
+    live.log(1, {"reward": 0.5})
+    page = Page(run.report)
+    page.check()
+    assert "step 1 of 4" in page.text
+    assert "Reward" in page.charts
+    assert "Rollouts 1 step" in page.text
+    write_rollouts(run, [rollout(2, response="late")])
+    live.finish("finished")
+    page = Page(run.report)
+    page.check()
+    assert "demo finished" in page.text
+    assert "late" in page.text
+    assert not [attrs for tag, attrs in page.tags if "data-refresh" in attrs or attrs.get("http-equiv") == "refresh"]
+
+
+@pytest.mark.parametrize(("cost", "pages"), [(0.0, 50), (0.5, 2), (0.05, 17)])
+def test_pages_take_a_hundredth_of_the_time(run: RunDirectory, monkeypatch, cost: float, pages: int):
+    """100 s of steps of 1 s. A page at 0 s, one at the first step, then one each max(2 s, 100 times its cost): 2, 50,
+    and 5 s, which is each sixth step, for the clock has gone on a little in the meantime."""
+    clock, written = Clock(0.0), []
+
+    def write(*args, **kwargs):
+        clock.seconds += cost
+        written.append(clock.seconds)
+
+    monkeypatch.setattr("openrlhf.observability.report.write_report", write)
+    live = LiveReport(run, steps=100, now=clock)
+    for step in range(1, 101):
+        clock.seconds = float(step)
+        live.log(step, {})
+    assert len(written) == pages
+
+
+def test_a_page_that_cannot_be_written_is_said_once_and_ends_nothing(run: RunDirectory, caplog):
+    run.report.mkdir()
+    live = LiveReport(run, steps=2, now=lambda: 0.0)
+    live.start()
+    live.log(1, {})
+    live.finish("finished")
+    assert [record.getMessage() for record in caplog.records] == ["report.html could not be written"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "report.html"]
 
 
 def test_ten_thousand_steps_of_long_answers_stay_small(run: RunDirectory):
@@ -248,6 +446,10 @@ def test_a_resumed_run_shows_its_second_life(run: RunDirectory):
     assert [attrs["data-step"] for tag, attrs in page.tags if tag == "template"] == ["1", "2"]
     assert "second life" in page.text
     assert page.source.count("first life") == 2
+    write_rollouts(run, [rollout(2, i, response="third life") for i in (0, 1)])
+    page = report(run)
+    assert "second life" not in page.source, "killed in the step after, and the step taken again"
+    assert page.source.count("third life") == 4
 
 
 def test_failures_are_shown_with_their_reason(run: RunDirectory):
@@ -255,7 +457,7 @@ def test_failures_are_shown_with_their_reason(run: RunDirectory):
     write_rollouts(run, [failed, rollout(1, 1, outcome="truncated")])
     page = report(run)
     assert "reward.py:3 KeyError: 'x'" in page.text
-    assert "1 tokens · truncated" in page.text
+    assert "1 token · truncated" in page.text
     assert sum("odd" in (attrs.get("class") or "") for tag, attrs in page.tags if tag == "div") == 4
 
 
