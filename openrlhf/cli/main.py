@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 COMMANDS = {
     "demo": ("openrlhf.cli.demo", "train a small model with RL on this machine, from nothing"),
     "check": ("openrlhf.cli.check", "try a reward or agent file on a few prompts, before a run does"),
+    "report": ("openrlhf.cli.report", "make a run's report again, or compare several runs on one page"),
     "rl": ("openrlhf.cli.train_ppo_ray", "reinforcement learning"),
     "sft": ("openrlhf.cli.train_sft", "supervised fine-tuning"),
     "rm": ("openrlhf.cli.train_rm", "train a reward model"),

@@ -190,8 +190,9 @@ def write_report(
     status: str | None = None,
     running: Running | None = None,
     rollouts: RolloutFile | None = None,
+    path: Path | None = None,
 ) -> Path:
-    """Write report.html from what the folder holds, however little, and return its path.
+    """Write report.html (or `path`) from what the folder holds, however little, and return its path.
 
     `status` is shown beside the title, e.g. "interrupted"; None: what the folder itself says. While a run goes on
     (`running`) an open page is loaded again and again. `rollouts` remembers what it has read of them.
@@ -205,7 +206,7 @@ def write_report(
             "head": f'<noscript><meta http-equiv="refresh" content="{REFRESH_SECONDS}"></noscript>' if running else "",
             "live": f' data-refresh="{REFRESH_SECONDS}" data-written="{time.time():.0f}"' if running else "",
             "subtitle": escape(_subtitle(run)),
-            "status": _status_chip("running" if running else run.end if status is None else status),
+            "status": status_chip("running" if running else run.end if status is None else status),
             "progress": _progress(running) if running else "",
             "cards": _cards(run),
             "body": "".join(
@@ -218,7 +219,7 @@ def write_report(
             ),
         }
     )
-    return put_in_place(run.directory.report, page)
+    return put_in_place(path or run.directory.report, page)
 
 
 def put_in_place(path: Path, page: str) -> Path:
@@ -238,7 +239,7 @@ def _subtitle(run: RunData) -> str:
     return " · ".join(part for part in (run.model, run.estimator, data) if part)
 
 
-def _status_chip(status: str | None) -> str:
+def status_chip(status: str | None) -> str:
     if not status:
         return ""
     word = status.split(":")[0]
@@ -263,7 +264,7 @@ def _cards(run: RunData) -> str:
     cards.append(_card("Steps", f"{train[-1]['step'] if train else 0:,}"))
     seconds = math.nan if run.seconds is None else run.seconds
     cards.append(_card("Time", clock_text(seconds), _per_step(train)))
-    speeds = [point.value for point in Curve.read("perf/tokens_per_second", train).finite]
+    speeds = [point.value for point in Curve.read("perf/tokens_per_second", train, trend=False).finite]
     if speeds:
         cards.append(_card("Tokens / s", short_number(statistics.median(speeds)), "median step"))
     if run.estimator:
@@ -274,7 +275,7 @@ def _cards(run: RunData) -> str:
 
 
 def _per_step(train: Sequence[Mapping]) -> str:
-    seconds = [point.value for point in Curve.read("timing/step_total", train).finite]
+    seconds = [point.value for point in Curve.read("timing/step_total", train, trend=False).finite]
     return f"{short_number(statistics.fmean(seconds))} s per step" if seconds else ""
 
 
@@ -287,7 +288,7 @@ def _card(label: str, value: str, detail: str = "") -> str:
 def _score_change(run: RunData) -> str:
     """Before → after: the first and the last evaluation, or the rewards, else losses, of the first and last steps."""
     names = [name for name in evaluation_names(run.evaluations) if name.endswith("pass1")]
-    curves = [points for name in names if len(points := Curve.read(name, run.evaluations).finite) > 1]
+    curves = [points for name in names if len(points := Curve.read(name, run.evaluations, trend=False).finite) > 1]
     if curves:
         label, detail = "Evaluation, pass@1", "first → last evaluation"
         if len(curves) > 1:
@@ -296,7 +297,12 @@ def _score_change(run: RunData) -> str:
         after = statistics.fmean(points[-1].value for points in curves)
     else:
         label, points = next(
-            ((p.title, c) for p in PLANS[:2] for n in p.metrics if len(c := Curve.read(n, run.train).finite) > 1),
+            (
+                (plan.title, values)
+                for plan in PLANS[:2]
+                for name in plan.metrics
+                if len(values := Curve.read(name, run.train, trend=False).finite) > 1
+            ),
             ("", []),
         )
         if not points:
@@ -409,7 +415,7 @@ def chart_section(title: str, cards: Sequence[str]) -> str:
 def _phases(train: Sequence[Mapping]) -> dict[str, Curve]:
     """Seconds per phase, the longest first; small ones and what no phase covers are "other"."""
     names = dict.fromkeys(name for r in train for name in r if name.startswith("timing/"))
-    curves = {name: curve for name in names if (curve := Curve.read(name, train)).finite}
+    curves = {name: curve for name in names if (curve := Curve.read(name, train, trend=False)).finite}
     total = curves.pop("timing/step_total", None)
     ranked = sorted(curves, key=lambda name: -sum(point.value for point in curves[name].finite))[: COLOURS - 1]
     phases = {PHASES.get(short := name.removeprefix("timing/"), short): curves[name] for name in ranked}
@@ -420,7 +426,7 @@ def _phases(train: Sequence[Mapping]) -> dict[str, Curve]:
         whole = record.get("timing/step_total")
         parts = [record.get(name) or 0.0 for name in ranked]
         rest.append({"step": record["step"], "other": max(0.0, whole - sum(parts)) if whole else None})
-    phases[REST] = Curve.read("other", rest)
+    phases[REST] = Curve.read("other", rest, trend=False)
     return phases
 
 

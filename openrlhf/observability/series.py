@@ -26,15 +26,18 @@ class Curve:
     points: tuple[Point, ...]
 
     @staticmethod
-    def read(name: str, records: Iterable[Mapping[str, Any]], *, label: str = "") -> Curve:
-        """The metric `name` of every record that has it. null stands for a number that was not finite."""
+    def read(name: str, records: Iterable[Mapping[str, Any]], *, label: str = "", trend: bool = True) -> Curve:
+        """The metric `name` of every record that has it. null stands for a number that was not finite.
+
+        Without `trend` the values are their own trend: for numbers that are summed up and not drawn.
+        """
         steps, values = [], []
         for record in records:
             value = record.get(name, "")
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
                 steps.append(record["step"])
                 values.append(float(value) if value is not None and math.isfinite(value) else math.nan)
-        points = (Point(*entry) for entry in zip(steps, values, smoothed(values), strict=True))
+        points = (Point(*entry) for entry in zip(steps, values, smoothed(values) if trend else values, strict=True))
         return Curve(label or name, tuple(points))
 
     @property

@@ -204,7 +204,7 @@ def _without_repetition(turns: list[Turn], before: list[Turn]) -> list[Turn]:
 
 
 def _said(turn: Turn) -> tuple[str, str]:
-    """To compare: an answer that is read again in a later segment has lost its end-of-sequence token to the template."""
+    """To compare: an answer that is read again in a later segment has no end-of-sequence token of its own."""
     text = turn.text
     while closer := CLOSERS.search(text):
         text = text[: closer.start()]

@@ -67,7 +67,7 @@ def test_a_file_that_is_neither_is_refused_in_one_line(tmp_path, source, text):
 def test_a_file_can_be_loaded_for_it_so_that_imports_that_fail_are_found(tmp_path):
     (tmp_path / "file.py").write_text("import nosuchmodule\ndef reward_func(queries): ...")
     assert asyncio.run(kinds_of(tmp_path / "file.py", start_timeout=30)) == [Kind.REWARD]
-    with pytest.raises(UserFileError, match="file.py:1: ModuleNotFoundError: No module named 'nosuchmodule'"):
+    with pytest.raises(UserFileError, match=r"file\.py:1: ModuleNotFoundError: No module named 'nosuchmodule'"):
         asyncio.run(kinds_of(tmp_path / "file.py", start_timeout=30, load=True))
 
 

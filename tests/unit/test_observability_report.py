@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.cli.main import main
 from openrlhf.config import parse
 from openrlhf.config.schema import to_dict
+from openrlhf.observability.comparison import write_comparison
 from openrlhf.observability.jsonl import JsonLinesWriter
 from openrlhf.observability.loggers import JsonlLogger
 from openrlhf.observability.notes import NoteLog, read_notes
@@ -466,6 +469,86 @@ def test_writing_again_replaces_the_page_and_leaves_no_draft(run: RunDirectory):
     write_metrics(run, [("train", 1, {"reward": 0.5})])
     assert "Steps 1" in report(run).text
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html"]
+
+
+# ------------------------------------------------------------------------------------------------- openrlhf report
+
+
+def two_runs(tmp_path: Path) -> list[RunDirectory]:
+    """Twelve steps of reward 0.5 and an evaluation that fell from 0.9 to 0.8; three steps of reward 1."""
+    first = RunDirectory.create(tmp_path / "a" / "run", {"algo": {"kl": {"init_coef": 0}}, "logger": {"run_dir": "a"}})
+    second = RunDirectory.create(tmp_path / "b" / "run", {"algo": {"kl": {"init_coef": 0.1}}, "train": {"seed": 3}})
+    evaluations = [("eval", 6, {"eval_default_pass1": 0.9}), ("eval", 12, {"eval_default_pass1": 0.8})]
+    write_metrics(first, [("train", s, {"reward": 0.5}) for s in range(1, 13)] + evaluations)
+    write_metrics(second, [("train", s, {"reward": 1.0, "kl": 0.25}) for s in range(1, 4)])
+    return [first, second]
+
+
+def test_a_report_is_made_again(run: RunDirectory, capsys):
+    """Also after a kill: nobody has said how the run ended, so nothing is said."""
+    write_metrics(run, [("train", 1, {"reward": 0.5})])
+    NoteLog(run.notes).write("start", "demo")
+    assert main(["report", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"{run.report}\n"
+    page = Page(run.report)
+    page.check()
+    assert "running" not in page.text
+    assert main(["report", str(run.path), "--output", str(run.path / "copy.html")]) == 0
+    assert (run.path / "copy.html").read_text() == page.source
+
+
+def test_runs_are_compared_on_one_page(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = two_runs(tmp_path)
+    notes = NoteLog(first.notes)
+    notes.write("end", "finished")
+    notes.close()
+    assert main(["report", str(first.path), str(second.path), str(first.path)]) == 0
+    assert capsys.readouterr().out == "comparison.html\n"
+    page = Page(tmp_path / "comparison.html")
+    page.check()
+    assert "2 runs a/run · b/run" in page.text
+    assert "a/run finished 12 0:00 0.800 0.900 0.500" in page.text
+    assert "b/run – 3 0:00 – – 1.000" in page.text
+    assert "--algo.kl.init_coef 0 0.1 --train.seed unset 3" in page.text
+    assert "--logger.run_dir" not in page.text
+    rewards = page.charts["Reward"]["series"]
+    assert [(series["name"], len(series["points"])) for series in rewards] == [("a/run", 12), ("b/run", 3)]
+    assert page.charts["Reward"]["colours"] == [1, 2]
+    assert page.charts["KL to the reference"]["colours"] == [2], "a run keeps its colour where the other has no curve"
+    assert "Evaluation: pass@1" in page.charts
+
+
+def test_runs_that_were_set_alike_and_have_no_steps_are_compared(tmp_path: Path):
+    runs = [RunDirectory.create(tmp_path / name, {"seed": 1}).path for name in ("<b>", "c")]
+    page = Page(write_comparison(runs, tmp_path / "page.html"))
+    page.check()
+    assert "All settings of these runs are the same." in page.text
+    assert "No step was finished" in page.text
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["nowhere"], "there is no folder nowhere"),
+        (["."], "holds no run: it has neither config.yaml nor metrics.jsonl; there are runs in it: demo"),
+        (["demo"] + [f"r{i}" for i in range(8)], "9 runs: at most 8 can be told apart on one page"),
+        (["demo", "-o", "no/such/folder.html"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(run: RunDirectory, words, error, capsys, monkeypatch):
+    monkeypatch.chdir(run.path.parent)
+    for i in range(8):
+        RunDirectory.create(f"r{i}", {})
+    if words == ["."]:
+        for i in range(8):
+            shutil.rmtree(f"r{i}")
+    assert main(["report", *words]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert error in said.err
+    assert said.err.count("\n") == 1
 
 
 def test_the_trend_of_a_constant_is_the_constant_and_it_bridges_gaps():
