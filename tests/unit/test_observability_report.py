@@ -349,6 +349,17 @@ def test_warnings_and_how_a_run_failed_are_seen_at_once(run: RunDirectory):
     assert "The run failed" not in report(run).text, "it goes on again"
 
 
+def test_signs_of_trouble_stand_among_the_warnings_by_step(run: RunDirectory):
+    notes = NoteLog(run.notes)
+    notes.step = 9
+    notes.write("warning", "a reward was late")
+    notes.close()
+    warnings = JsonLinesWriter(run.warnings)
+    warnings.write({"step": 4, "kind": "equal groups", "text": "all groups earned the same"})
+    warnings.close()
+    assert "Warnings 2 step 4 all groups earned the same step 9 a reward was late" in report(run).text
+
+
 def test_warnings_that_parts_log_are_notes(run: RunDirectory):
     notes = NoteLog(run.notes, now=lambda: 5.0)
     with notes.hears_warnings():
