@@ -178,6 +178,6 @@ class RLLoggerSection(LoggerSection):
 S = TypeVar("S", bound=LoggerSection)
 
 
-def logger_for(kind: str, *, project: str, section: type[S] = LoggerSection) -> S:
+def logger_for(kind: str, *, project: str, section: type[S]) -> S:
     """Logger defaults of one trainer: the run is named after its kind and the time it is parsed."""
     return section(wandb=WandbSection(project=project, run_name=f"{kind}_{time.strftime('%m%dT%H:%M')}"))

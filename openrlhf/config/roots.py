@@ -238,7 +238,9 @@ class SFTConfig(TrainerSection, OptimizerSection):
     ds: CausalBackendSection = field(default=CausalBackendSection())
     eval: EvalSection = field(default=EvalSection())
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_sft"))
-    logger: LoggerSection = field(default_factory=lambda: logger_for("sft", project="openrlhf_train_sft"))
+    logger: LoggerSection = field(
+        default_factory=lambda: logger_for("sft", project="openrlhf_train_sft", section=LoggerSection)
+    )
 
     @property
     def tokens_per_forward(self) -> int:
@@ -257,7 +259,9 @@ class RMConfig(TrainerSection, OptimizerSection):
     ds: RMBackendSection = field(default=RMBackendSection())
     eval: RMEvalSection = field(default=RMEvalSection())
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_rm"))
-    logger: LoggerSection = field(default_factory=lambda: logger_for("rm", project="openrlhf_train_rm"))
+    logger: LoggerSection = field(
+        default_factory=lambda: logger_for("rm", project="openrlhf_train_rm", section=LoggerSection)
+    )
 
     @property
     def tokens_per_forward(self) -> int:
@@ -277,7 +281,9 @@ class DPOConfig(TrainerSection, OptimizerSection):
     ds: CausalBackendSection = field(default=CausalBackendSection())
     eval: EvalSection = field(default=EvalSection(split="test"))
     ckpt: SupervisedCheckpointSection = field(default=SupervisedCheckpointSection(path="./ckpt/checkpoints_dpo"))
-    logger: LoggerSection = field(default_factory=lambda: logger_for("exp", project="openrlhf_train_dpo"))
+    logger: LoggerSection = field(
+        default_factory=lambda: logger_for("exp", project="openrlhf_train_dpo", section=LoggerSection)
+    )
 
     @property
     def reference_path(self) -> str | None:
