@@ -49,6 +49,7 @@ POSITIVE = (
     "max_queue",
     "max_request_bytes",
     "max_query_chars",
+    "read_timeout",
     "max_steps",
 )
 

@@ -322,6 +322,10 @@ class ServeRMConfig(HubSection):
     max_query_chars: Annotated[
         int, Flag("a longer query is answered with 413; a shorter one keeps its last data.max_len tokens")
     ] = 1_000_000
+    read_timeout: Annotated[
+        float,
+        Flag("seconds in which the headers of a request must arrive, and then its body; what is slower is closed"),
+    ] = 60.0
     api_key: Annotated[str | None, Flag("callers must send it as a bearer token", secret=True)] = field(
         default=None, repr=False
     )

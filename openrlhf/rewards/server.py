@@ -6,6 +6,7 @@ answered with rewards says why in {"detail": "…"}:
 
     400  the body is not JSON             413  more bytes, queries or characters than the limits allow
     401  the key is missing or wrong      422  JSON, but not texts that the model can read
+    408  the body came too slowly
     500  the model failed                 503  loading, full or stopping; Retry-After says when to ask again
 
 Who waits on whom:
@@ -26,10 +27,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import h11
+import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.requests import ClientDisconnect
 from torch import Tensor
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from openrlhf.rewards.base import RewardError
 from openrlhf.rewards.batching import Batcher, Item
@@ -40,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 FULL_SECONDS, LOADING_SECONDS = 1, 5
 """When to ask again."""
+MOST_HEADER_BYTES = 32 << 10
+"""Of a request's first line and headers."""
+LINGER_SECONDS = 2.0
+"""How much longer than a request may take its connection is kept, for the answer that says so."""
 CLIENT_GONE = 499
 """The status under which a request is counted whose caller did not wait for the answer."""
 
@@ -64,6 +72,8 @@ class ServerLimits:
     """Queries accepted and not answered yet, of all callers together."""
     max_batch_tokens: int
     max_batch_queries: int | None = None
+    read_seconds: float = 60.0
+    """How long the headers of a request may take to arrive, and how long its body."""
 
 
 class RewardServer:
@@ -89,6 +99,19 @@ class RewardServer:
         self.app.add_api_route("/get_reward", self._get_reward, methods=["POST"])
         self.app.add_api_route("/health", self._health, methods=["GET"])
         self.app.add_api_route("/metrics", self._show_metrics, methods=["GET"])
+
+    def web_config(self, **options: Any) -> uvicorn.Config:
+        """How `app` is to be served: requests that come too slowly, or with too many headers, hold nothing."""
+        connection = type("Connection", (_Connection,), {"read_seconds": self._limits.read_seconds})
+        return uvicorn.Config(
+            self.app,
+            http=connection,
+            ws="none",
+            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            lifespan="off",
+            log_level="warning",
+            **options,
+        )
 
     @property
     def under_way(self) -> int:
@@ -180,13 +203,19 @@ class RewardServer:
         if declared.isdecimal() and int(declared) > most:
             raise too_large
         body = bytearray()
+        seconds = self._limits.read_seconds
         try:
-            async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    raise too_large
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_large
         except ClientDisconnect:
             raise _gone() from None
+        except TimeoutError:
+            raise HTTPException(
+                408, f"the body was not there after {seconds:g} s (--read_timeout)", headers={"Connection": "close"}
+            ) from None
         return bytes(body)
 
     async def _score(self, model: ScoringModel, batcher: Batcher, queries: Sequence[str]) -> Sequence[float]:
@@ -218,6 +247,53 @@ class RewardServer:
         finally:
             for task in (answer, gone, late):
                 task.cancel()
+
+
+class _Connection(H11Protocol):
+    """Is closed when headers do not come in `read_seconds`, or a body some time later; uvicorn would wait for ever.
+
+    The application answers a slow body with 408 itself. Here it is made sure that whoever is refused does not keep the
+    connection by sending on.
+    """
+
+    read_seconds: float
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._waits_for: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_for(None)
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """After every piece. Between two requests uvicorn's own timer runs, until the first byte of the next."""
+        state = self.conn.their_state
+        self._wait_for("headers" if state is h11.IDLE else "body" if state is h11.SEND_BODY else None)
+
+    def _wait_for(self, what: str | None) -> None:
+        if what == self._waits_for:
+            return
+        self._waits_for = what
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if what is not None:
+            seconds = self.read_seconds + (LINGER_SECONDS if what == "body" else 0.0)
+            self._timer = self.loop.call_later(seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.abort()
 
 
 def parse_queries(body: bytes, limits: ServerLimits) -> list[str]:

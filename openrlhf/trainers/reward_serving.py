@@ -78,16 +78,14 @@ async def _serve(config: ServeRMConfig, listener: socket.socket) -> _End:
             max_queue=config.max_queue,
             max_batch_tokens=config.max_tokens_per_gpu,
             max_batch_queries=config.batch_size,
+            read_seconds=config.read_timeout,
         ),
         api_key=config.api_key,
     )
     web = _WebServer(
-        uvicorn.Config(
-            rewards.app,
-            lifespan="off",
+        rewards.web_config(
             access_log=False,
             log_config=None,
-            log_level="warning",
             # For connections that are stuck: what is under way is given up before.
             timeout_graceful_shutdown=DRAIN_SECONDS + 3,
         ),

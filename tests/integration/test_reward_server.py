@@ -94,7 +94,7 @@ def serving(test=None, *, loaded=True, api_key=None, **limits):
         if loaded:
             server.serve_model(model)
         listener = socket.create_server(("127.0.0.1", 0))
-        web = uvicorn.Server(uvicorn.Config(server.app, lifespan="off", log_level="warning"))
+        web = uvicorn.Server(server.web_config())
         task = asyncio.create_task(web.serve(sockets=[listener]))
         try:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -349,6 +349,92 @@ class TestFailures:
         assert asyncio.run(run()) is False
         free.set()
         assert asyncio.run(run()) is True
+
+
+class TestSlowCallers:
+    """Raw sockets. The limit is half a second; whoever keeps to it is answered however long the model takes."""
+
+    def talking(self, talk, **limits):
+        """Runs `talk(reader, writer, served)` on a connection."""
+
+        async def test(served):
+            host, port = served.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            with contextlib.closing(writer):
+                await talk(reader, writer, served)
+
+        serving(test, **{"read_seconds": 0.5} | limits)
+
+    async def trickle(self, reader, writer, text):
+        """Byte for byte, until the other side has had enough. What it said."""
+        said = asyncio.create_task(reader.read())
+        with contextlib.suppress(ConnectionError):
+            for byte in text:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                if (await asyncio.wait([said], timeout=0.05))[0]:
+                    break
+            else:
+                raise AssertionError("all of it was read")
+        with contextlib.suppress(ConnectionError):
+            return await said
+        return b""
+
+    def test_headers_that_never_end(self):
+        async def talk(reader, writer, served):
+            assert await self.trickle(reader, writer, b"POST /get_reward HTTP/1.1\r\nX: " + b"x" * 1000) == b""
+
+        self.talking(talk)
+
+    def test_a_connection_without_a_word(self):
+        async def talk(reader, writer, served):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+
+        self.talking(talk)
+
+    def test_the_second_request_of_a_connection(self):
+        """uvicorn's timer between requests ends with the first byte of the next."""
+
+        async def talk(reader, writer, served):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"ready" in await reader.readuntil(b"}")
+            assert await self.trickle(reader, writer, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000) == b""
+
+        self.talking(talk)
+
+    def test_a_body_that_never_ends(self):
+        async def talk(reader, writer, served):
+            writer.write(b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\n\r\n")
+            said = await self.trickle(reader, writer, b"x" * 9000)
+            assert said.startswith(b"HTTP/1.1 408 ")
+            assert b"the body was not there after 0.5 s (--read_timeout)" in said
+
+        self.talking(talk)
+
+    def test_who_is_refused_does_not_stay_by_sending_on(self):
+        async def talk(reader, writer, served):
+            writer.write(b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\n\r\n")
+            assert (await self.trickle(reader, writer, b"x" * 9000)).startswith(b"HTTP/1.1 401 ")
+
+        self.talking(talk, api_key="SECRET")
+
+    def test_too_many_headers(self):
+        async def talk(reader, writer, served):
+            writer.write(b"GET /health HTTP/1.1\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(6000)) + b"\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+        self.talking(talk)
+
+    def test_a_slow_model_is_nobodys_fault(self):
+        async def talk(reader, writer, served):
+            held = await served.held_up("a")
+            await asyncio.sleep(3.0)  # more than the limit and the time for an answer that says so
+            served.model.free.set()
+            assert (await held)[0] == 200
+
+        self.talking(talk)
 
 
 class TestMetrics:

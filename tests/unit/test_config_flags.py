@@ -68,6 +68,7 @@ ADDED = {
     ("max_queue", "int", 4096): ("serve_rm",),
     ("max_request_bytes", "int", 16777216): ("serve_rm",),
     ("max_query_chars", "int", 1000000): ("serve_rm",),
+    ("read_timeout", "float", 60.0): ("serve_rm",),
 }
 
 # A value that differs from the default, where the usual one (below) is not allowed.
