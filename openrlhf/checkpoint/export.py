@@ -43,7 +43,8 @@ def export_policy(
     Everything is written beside its place first: a new folder appears complete or not at all; in one that is already
     there the model's files are replaced one by one, and other files stay. Of a policy with an adapter the adapter is
     written, as `peft.PeftModel.from_pretrained(base, directory)` loads it. `state_dict` stands in for the policy's own
-    weights (names of `policy`), for backends that shard.
+    weights (names of `policy`), for backends that shard. Whole models are written in `stored_dtype`, the dtype of the
+    files that they were read from.
     """
     with _draft_of(Path(directory)) as draft:
         _write(policy, tokenizer, draft, state_dict)
@@ -97,15 +98,39 @@ def _write(
         tensors = adapter_tensors(policy.model.state_dict() if own is None else own)
         _write_adapter(policy.model, folder, tensors, task="CAUSAL_LM")
     else:
-        policy.model.save_pretrained(folder, state_dict=own)
-        _users_config(policy.model.config, policy.config_changes).save_pretrained(folder)
+        dtype = policy.stored_dtype or policy.model.dtype
+        weights = policy.model.state_dict() if own is None else own
+        policy.model.save_pretrained(folder, state_dict=_in_dtype(policy.model, weights, dtype))
+        _users_config(policy.model.config, policy.config_changes, dtype=dtype).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def _users_config(running: Any, changes: Mapping[str, float]) -> Any:
+def _in_dtype(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """`weights`, of `model`, as files of this dtype hold them.
+
+    What transformers keeps in fp32 in such a model, and what is no parameter, stays as it is. Weights that are tied
+    stay one tensor, by which they are recognised.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    exact = model._keep_in_fp32_modules_strict or ()
+    cast: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def written(name: str, tensor: Tensor) -> Tensor:
+        stays = name in buffers or not tensor.is_floating_point() or any(part in name for part in exact)
+        if stays or tensor.dtype == dtype:
+            return tensor
+        return cast.setdefault((tensor.data_ptr(), tensor.shape), tensor.detach().to(dtype))
+
+    return {name: written(name, tensor) for name, tensor in weights.items()}
+
+
+def _users_config(running: Any, changes: Mapping[str, float], *, dtype: torch.dtype) -> Any:
     """The running configuration without our attention's name and with the values that loading replaced."""
     config = copy.deepcopy(running)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
     for name, value in changes.items():
         setattr(config.get_text_config(), name, value)
     config._attn_implementation = None
@@ -134,14 +159,15 @@ def _write_value_model(
     head = weights["head.weight"]
     body = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
 
-    config = _users_config(model.model.config, model.config_changes)
+    dtype = model.stored_dtype or model.model.dtype
+    config = _users_config(model.model.config, model.config_changes, dtype=dtype)
     config.num_labels = 1
     config.value_head_prefix = model.head_prefix
     if statistics is not None:
         config.mean, config.std = statistics
 
     writer, family, place = model.model, model.head_prefix, ""
-    if classifier := _classifier(config, dtype=model.model.dtype):
+    if classifier := _classifier(config, dtype=dtype):
         prefix = f"{classifier.base_model_prefix}."
         heads = set(classifier.state_dict()) - {f"{prefix}{name}" for name in base_names(body)}
         # What is neither body nor one plain matrix would be left random in the file, and change every score.
@@ -153,12 +179,11 @@ def _write_value_model(
         facts = {"value_head_prefix": model.head_prefix} | (statistics._asdict() if statistics else {})
         (folder / VALUE_HEAD_FILE).write_text(json.dumps(facts), encoding="utf-8")
         return
-    tensors = {f"{place}{name}": tensor for name, tensor in body.items()}
+    tensors = {f"{place}{name}": tensor for name, tensor in _in_dtype(model.model, body, dtype).items()}
     # Under both names where they differ: the family's for its class, the given one for who was told it.
-    tensors |= {f"{name}.weight": head.detach().clone() for name in (family, model.head_prefix)}
+    tensors |= {f"{name}.weight": head.detach().to(dtype, copy=True) for name in (family, model.head_prefix)}
     writer.save_pretrained(folder, state_dict=tensors)
     config.architectures = [type(writer).__name__]
-    config.dtype = writer.dtype
     config.save_pretrained(folder)
 
 

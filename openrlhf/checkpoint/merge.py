@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from openrlhf.checkpoint.export import VALUE_HEAD_FILE, export_policy, export_value_model
 from openrlhf.config.errors import ConfigError
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
 """Before every name in PEFT's files."""
 _ADAPTER = "default"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What `--ds.param_dtype` asks for; otherwise the dtype of the base model's files."""
 
 
 def merge_adapter(config: LoraCombinerConfig) -> int:
@@ -69,7 +71,8 @@ def _merge(config: LoraCombinerConfig) -> None:
     if not config.is_rm:
         policy = load_policy(base, **loading)
         policy.model = _merged(policy.model, adapter, config)
-        export_policy(policy.to(_dtype(config)), _tokenizer(config), Path(output).expanduser())
+        policy.stored_dtype = _DTYPES.get(config.ds.param_dtype, policy.stored_dtype)
+        export_policy(policy, _tokenizer(config), Path(output).expanduser())
     else:
         prefix = adapter.facts.get("value_head_prefix", "score")
         model = load_value_model(base, head_prefix=prefix, fresh_head=adapter.head is not None, **loading)
@@ -81,7 +84,7 @@ def _merge(config: LoraCombinerConfig) -> None:
         model.model = _merged(model.model, adapter, config)
         known = {"mean", "std"} <= adapter.facts.keys()
         statistics = Normalisation(adapter.facts["mean"], adapter.facts["std"]) if known else None
-        model = model.to(_dtype(config))
+        model.stored_dtype = _DTYPES.get(config.ds.param_dtype, model.stored_dtype)
         export_value_model(model, _tokenizer(config), Path(output).expanduser(), statistics=statistics)
     logger.info("merged model in %s", output)
 
@@ -150,16 +153,6 @@ def _wrong_base(config: LoraCombinerConfig, why: str) -> ModelLoadError:
         f"--lora_path {config.lora_path} does not fit --model_path {config.model_path}: {why}. Name the model that the "
         "adapter was trained on."
     )
-
-
-def _dtype(config: LoraCombinerConfig) -> torch.dtype:
-    """As asked for; by default that of the base model's files."""
-    named = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if config.ds.param_dtype in named:
-        return named[config.ds.param_dtype]
-    path = os.path.expanduser(str(config.model_path))
-    base = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    return base.get_text_config().dtype or torch.float32
 
 
 def _tokenizer(config: LoraCombinerConfig) -> Any | None:

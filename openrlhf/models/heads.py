@@ -1,9 +1,11 @@
-"""A scalar head as it lies in a model's weight files: transformers drops what the loaded class has no place for."""
+"""What a model's weight files hold and transformers does not tell after loading: a scalar head, and the dtype."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,25 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def stored_dtype(path: str | os.PathLike[str]) -> torch.dtype | None:
+    """The dtype of most numbers in the (first) weight file of the model at `path`; None for a kind that is not trained
+    as it is (8 bits, 64 bits)."""
+    numbers: Counter[torch.dtype | None] = Counter()
+    for file in _weight_files(path):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118, it is no mapping
+                    entry = tensors.get_slice(name)
+                    numbers[_DTYPES.get(entry.get_dtype())] += math.prod(entry.get_shape())
+        else:
+            for tensor in _load_pickled(file).values():
+                numbers[tensor.dtype if tensor.dtype in _DTYPES.values() else None] += tensor.numel()
+        break
+    return numbers.most_common(1)[0][0] if numbers else None
 
 
 def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor | None:

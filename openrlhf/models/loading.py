@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.adapters import AdapterError, LoraSettings, add_adapter
 from openrlhf.models.fusing import compile_layers, fuse_norms
-from openrlhf.models.heads import read_tensor, scalar_heads
+from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel
@@ -102,7 +102,13 @@ def load_policy(
         _checkpoint_gradients(model, reentrant=gradient_checkpointing_reentrant)
     if compiled:
         _compile(model, what=f"{flag} {path}")
-    policy = Policy(model, packed=support.packed, transform=support.transform, config_changes=changed)
+    policy = Policy(
+        model,
+        packed=support.packed,
+        transform=support.transform,
+        config_changes=changed,
+        stored_dtype=stored_dtype(path),
+    )
     return policy.train()
 
 
@@ -184,6 +190,7 @@ def load_value_model(
         packed=not reason,
         normalisation=normalisation,
         config_changes=changed,
+        stored_dtype=stored_dtype(path),
     )
     return model.train()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from openrlhf.models.body import decoder_body, hidden_states
@@ -34,16 +35,19 @@ class Policy(nn.Module):
         packed: bool = True,
         transform: LogitTransform = IDENTITY,
         config_changes: dict[str, float] | None = None,
+        stored_dtype: torch.dtype | None = None,
     ) -> None:
         """`packed`: the model's attention implementation is `ATTENTION`; otherwise sequences run one by one.
 
         `config_changes`: configuration values that loading replaced, as they were; an export writes them back.
+        `stored_dtype`: what an export writes weights in; None: in the dtype they have.
         """
         super().__init__()
         self.model = model
         self.packed = packed
         self.transform = transform
         self.config_changes = config_changes or {}
+        self.stored_dtype = stored_dtype
 
     def forward(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,11 +50,12 @@ class ValueModel(nn.Module):
         packed: bool = True,
         normalisation: Normalisation | None = None,
         config_changes: dict[str, float] | None = None,
+        stored_dtype: torch.dtype | None = None,
     ) -> None:
         """`model` has no head of its own. `head_prefix` is what files call ours.
 
-        `packed` and `config_changes` as in `Policy`. `normalisation` acts in training as in evaluation: what a loss
-        compares must be in the same units as what was predicted.
+        `packed`, `config_changes` and `stored_dtype` as in `Policy`. `normalisation` acts in training as in evaluation:
+        what a loss compares must be in the same units as what was predicted.
         """
         super().__init__()
         self.model = model
@@ -62,6 +64,7 @@ class ValueModel(nn.Module):
         self.packed = packed
         self.normalisation = normalisation
         self.config_changes = config_changes or {}
+        self.stored_dtype = stored_dtype
 
     def forward(self, tokens: PackedTokens, *, positions: Tensor, router_log: RouterLog | None = None) -> Tensor:
         """float32 [P]: the value at each of these stream positions, of the tokens of its sequence up to there.

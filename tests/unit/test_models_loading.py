@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -183,6 +184,36 @@ class TestExport:
         written = json.loads((tmp_path / "export" / "config.json").read_text())
         assert ATTENTION not in json.dumps(written)
         assert written["attention_dropout"] == 0.25
+
+    @pytest.mark.parametrize("handed_in", [False, True])
+    @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float16])
+    @pytest.mark.parametrize("computed", [torch.bfloat16, torch.float32])
+    def test_a_model_is_written_in_the_dtype_it_came_in(self, tmp_path, folder, stored, computed, handed_in):
+        """Whatever was computed in. What was not trained is what it was, where the one dtype holds the other's numbers;
+        a head that is tied is not written twice."""
+        came = tmp_path / "came"
+        AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(came)
+        policy = load(came, dtype=computed)
+        weights = dict(policy.named_parameters()) if handed_in else None
+        out = export_policy(policy, None, tmp_path / "out", state_dict=weights)
+        before, after = (load_file(path / "model.safetensors") for path in (came, out))
+        assert before.keys() == after.keys()
+        assert {tensor.dtype for tensor in after.values()} == {stored}
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
+        assert {parameter.dtype for parameter in policy.parameters()} == {computed}
+        if computed == torch.float32:
+            assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+    def test_what_a_model_keeps_in_fp32_and_what_is_no_number_stay_so(self, tmp_path, folder):
+        """As transformers loads it: modules that their class names, in a model of 16 bits, have 32."""
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "came")
+        policy = load(tmp_path / "came")
+        policy.model._keep_in_fp32_modules_strict = {"norm"}
+        policy.model.model.register_buffer("counts", torch.ones(2, dtype=torch.float64))
+        out = load_file(export_policy(policy, None, tmp_path / "out") / "model.safetensors")
+        norms = {tensor.dtype for name, tensor in out.items() if "norm" in name}
+        others = {tensor.dtype for name, tensor in out.items() if "norm" not in name and "counts" not in name}
+        assert (norms, others, out["model.counts"].dtype) == ({torch.float32}, {torch.bfloat16}, torch.float64)
 
     def test_exporting_leaves_the_policy_as_it_was(self, tmp_path, folder):
         policy = load(folder)

@@ -378,9 +378,18 @@ class TestExport:
             assert written["value_head_prefix"] == "score"
             assert written["architectures"] == ["Qwen2ForSequenceClassification"]
             assert written["attention_dropout"] == 0.25
-            assert written["dtype"] == "bfloat16"
+            assert written["dtype"] == "float32"
             assert ATTENTION not in json.dumps(written)
         assert load(tmp_path / "new", normalise=True).normalisation == Normalisation(0.5, 2.0)
+
+    @pytest.mark.parametrize("name", ["qwen2", "granite"])
+    def test_it_is_written_in_the_dtype_it_came_in(self, tmp_path, name):
+        """As a classifier, and where the family has none."""
+        folder = write_language_model(tmp_path / "policy", FAMILIES[name]())
+        hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+        out = export_value_model(loud(load(folder, dtype=torch.float32)), None, tmp_path / "reward")
+        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+        assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
     def test_exporting_leaves_the_model_as_it_was(self, tmp_path, policy_folder):
         model = loud(load(policy_folder))
