@@ -26,7 +26,8 @@ REWARD = ("reward", "rollout/reward_mean", "score")
 LENGTH = ("response_length", "rollout/response_length_mean")
 LOSS = ("policy_loss", "loss", "gpt_loss")
 ACCURACY = ("acc",)
-TOKENS_PER_SECOND = ("perf/tokens_per_second",)
+TOKENS_PER_SECOND = ("perf/generated_tokens_per_second", "perf/tokens_per_second")
+"""What the policy wrote, in RL: with `len` and the seconds of a step it adds up. Otherwise all tokens of the step."""
 STEP_SECONDS = ("timing/step_total",)
 
 

@@ -108,7 +108,12 @@ PLANS = (
         {"actor_lr": "policy", "critic_lr": "critic", "lr": "model"},
         zero=True,
     ),
-    _plan("Speed", "Tokens per second", "perf/tokens_per_second", zero=True),
+    ChartPlan(
+        "Speed",
+        "Tokens per second",
+        {"perf/tokens_per_second": "of samples, whole", "perf/generated_tokens_per_second": "generated"},
+        zero=True,
+    ),
 )
 
 PHASES = {

@@ -129,6 +129,7 @@ class RLTrainer:
             self.evaluate()
         elif state is not None and self._evaluation_is_due():
             self.conclude()  # left to this run by the one that was stopped
+        self.clock.take()  # loading and the first push are no part of the first round's time
         try:
             while self.rounds_done < self.schedule.rounds:
                 with waits.during(f"round {self.rounds_done + 1}"):
@@ -187,8 +188,10 @@ class RLTrainer:
         timings = self.clock.take()
         for name, seconds in timings.items():
             metrics.last(name, seconds)
-        tokens = sum(t.num_tokens for group in groups for t in group.trajectories)
-        metrics.last("perf/tokens_per_second", tokens / max(timings["timing/step_total"], 1e-9))
+        judged = [t for group in groups for t in group.scored]
+        seconds = max(timings["timing/step_total"], 1e-9)
+        metrics.last("perf/tokens_per_second", sum(t.num_tokens for t in judged) / seconds)
+        metrics.last("perf/generated_tokens_per_second", sum(t.num_actions for t in judged) / seconds)
         return metrics
 
     def report(self, metrics: Metrics) -> None:

@@ -201,6 +201,7 @@ class SupervisedTrainer:
         """
         if self.checkpointer.load(self.load_state_dict) is not None and self._evaluation_is_due():
             self.evaluate()  # left to this run by the one that was stopped
+        self.clock.take()  # loading is no part of the first step's time
         for batch in self.schedule:
             metrics = self.step(batch)
             self.steps_done += 1

@@ -40,6 +40,12 @@ def test_one_aligned_line_per_step():
     assert lines[0].startswith("step  1/80  reward")
 
 
+def test_tokens_per_second_of_rl_are_those_that_were_generated():
+    """16 samples of 5.2 tokens in 3.2 s: 26, however long their prompts are."""
+    metrics = {"response_length": 5.2, "perf/tokens_per_second": 12345.0, "perf/generated_tokens_per_second": 26.0}
+    assert "len    5.2  tok/s      26    3.2 s/step" in run_plain(1, 80, **metrics)[-1]
+
+
 def test_supervised_steps_show_loss_and_accuracy():
     *_, line = run_plain(1, 5, loss=0.6931, acc=0.75)
     assert line == "step 1/5  loss   0.6931  acc 0.750    3.2 s/step  eta 0:13"

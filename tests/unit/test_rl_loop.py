@@ -10,6 +10,7 @@ from openrlhf.agents.episodes import OwnEpisodes
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.observability.loggers import NullLogger
 from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.timing import PhaseClock
 from openrlhf.rewards.base import Reward, RewardError
 from openrlhf.rollout.collector import PromptsExhausted, SyncCollector
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
@@ -283,6 +284,41 @@ def test_evaluation_happens_at_the_ends_and_in_between_once_each(loop):
     assert train["policy_loss"] == 0.5
     assert train["rollout/reward_mean"] == 1.0
     assert {"timing/generation", "timing/ppo_train", "timing/step_total", "perf/tokens_per_second"} <= set(train)
+
+
+def test_tokens_per_second_are_those_of_judged_samples_over_the_time_of_the_round(loop):
+    """Two groups of three samples, each 2 tokens of prompt and 2 of answer; one group cannot be judged. A round takes
+    2 s of collecting and 1 s of updating: 12 / 3 tokens, 6 / 3 of them generated. Neither the 100 s of the first push
+    nor the 50 s of each evaluation count."""
+    now = [0.0]
+
+    class Slow(EventLog):
+        def next_batch(self):
+            now[0] += 2.0
+            return super().next_batch()
+
+        def update(self, batch):
+            now[0] += 1.0
+            return super().update(batch)
+
+        def push(self, *, version):
+            now[0] += 0.0 if version else 100.0
+            return super().push(version=version)
+
+        def start(self):
+            now[0] += 50.0
+            super().start()
+
+    log, logger = Slow(loop, [0.5] * 4), RememberingLogger()
+    log.source = make_collector(loop, ["ab", "xd", "ef", "xh"], LengthReward(broken="x"))
+    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1), logger)
+    trainer.clock = PhaseClock(now=lambda: now[0])
+    trainer.fit()
+    first, second = (values for _, kind, values in logger.records if kind == "train")
+    for values in (first, second):
+        assert values["timing/step_total"] == 3.0
+        assert values["perf/tokens_per_second"] == 4.0
+        assert values["perf/generated_tokens_per_second"] == 2.0
 
 
 def test_prompts_that_run_out_end_the_run_with_a_last_evaluation(loop):

@@ -9,6 +9,7 @@ from small_supervised import CPU, Samples, make_backend, make_policy, make_train
 from thread_ranks import together
 
 from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.timing import PhaseClock
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.sft import SFTObjective
@@ -111,6 +112,28 @@ def test_a_step_is_every_micro_batch_and_one_optimizer_step():
     assert trainer.backend.events == ["train [2, 3]", "backward 1", "backward 1.5", "step"]
     assert (metrics["loss"], metrics["lr"], metrics["grad_norm"]) == (2.5, 0.5, 3.0)
     assert metrics["perf/tokens_per_second"] == pytest.approx(20 / metrics["timing/step_total"])
+
+
+def test_tokens_per_second_count_the_time_of_steps_alone():
+    """Samples of 10 tokens, two in a step of 2 s. The 100 s of loading a checkpoint and 50 s of an evaluation do not
+    count, in the first step or in any other."""
+    now = [0.0]
+    trainer, memory = fake_trainer(steps=3, eval_every=1)
+    trainer.clock = PhaseClock(now=lambda: now[0])
+    taken, load, evaluate = trainer.backend.step, trainer.checkpointer.load, trainer.evaluate
+
+    def after(seconds, function):
+        def slow(*args, **kwargs):
+            now[0] += seconds
+            return function(*args, **kwargs)
+
+        return slow
+
+    trainer.backend.step = after(2.0, taken)
+    trainer.checkpointer.load = after(100.0, load)
+    trainer.evaluate = after(50.0, evaluate)
+    trainer.fit()
+    assert [(s["timing/step_total"], s["perf/tokens_per_second"]) for s in memory.of("train")] == [(2.0, 10.0)] * 3
 
 
 def test_what_is_logged():
