@@ -280,6 +280,7 @@ class Segment:
         rollout_logprobs  0 0 0  p p  0 0  p p
         versions         -1-1-1  7 7 -1-1  8 8
         turn_rewards      0 0 0  0 r  0 0  0 r
+        turn_ends         0 0 0  0 1  0 0  0 1
     """
 
     token_ids: Tensor
@@ -292,6 +293,8 @@ class Segment:
     """int32 [T]: weight version of each sampled token, -1 outside actions."""
     turn_rewards: Tensor
     """float32 [T]: each turn's reward on the last token of its action, 0 elsewhere."""
+    turn_ends: Tensor | None = None
+    """bool [T]: True on the last token of each action. None: not recorded, see `turn_ends_A`."""
     position_ids: Tensor | None = None
     """int64 [R, T] for models with several position rows; None means 0 … T-1."""
     multimodal: dict[str, Tensor] | None = None
@@ -306,6 +309,7 @@ class Segment:
             "versions": self.versions,
             "turn_rewards": self.turn_rewards,
             "rollout_logprobs": self.rollout_logprobs,
+            "turn_ends": self.turn_ends,
         }
         for name, column in columns.items():
             if column is not None and column.shape != tokens:
@@ -333,8 +337,20 @@ class Segment:
     def num_actions(self) -> int:
         return int(self.action_mask.sum())
 
+    @property
+    def turn_ends_A(self) -> Tensor:
+        """bool [A]: action tokens that end a turn.
 
-SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards")
+        Where it was not recorded: those that an observation follows, or that earned something.
+        """
+        if self.turn_ends is not None:
+            return self.turn_ends[self.action_mask]
+        followed = self.action_mask.roll(-1)
+        followed[-1] = False
+        return (~followed | (self.turn_rewards != 0))[self.action_mask]
+
+
+SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards", "turn_ends")
 """One entry per token."""
 
 
@@ -367,6 +383,9 @@ class Trajectory:
     outcome: Outcome
     reward: float | None = None
     """Sum of its turn rewards, raw; None until scored."""
+    reward_size: float | None = None
+    """Sum of the absolute values of what the reward was added up from, where several sources gave it; it says how much
+    of the reward may be rounding. None: the turn rewards are all that was added."""
     score: float | None = None
     """Success in [0, 1]; falls back to the reward."""
     text: str = ""
@@ -394,7 +413,9 @@ class Trajectory:
     def num_actions(self) -> int:
         return sum(segment.num_actions for segment in self.segments)
 
-    def with_reward(self, reward: float, *, score: float | None, extra_logs: dict[str, float]) -> Trajectory:
+    def with_reward(
+        self, reward: float, *, score: float | None, extra_logs: dict[str, float], size: float | None = None
+    ) -> Trajectory:
         """The same episode, its reward placed on the last action token."""
         last = self.segments[-1]
         placed = torch.zeros_like(last.turn_rewards)
@@ -403,7 +424,12 @@ class Trajectory:
             placed[actions[-1]] = reward
         segments = (*self.segments[:-1], dataclasses.replace(last, turn_rewards=placed))
         return dataclasses.replace(
-            self, segments=segments, reward=reward, score=reward if score is None else score, extra_logs=extra_logs
+            self,
+            segments=segments,
+            reward=reward,
+            reward_size=size,
+            score=reward if score is None else score,
+            extra_logs=extra_logs,
         )
 
     def as_failed(self, error: str) -> Trajectory:
@@ -437,14 +463,14 @@ class TrainingSample:
     segment: Segment
     rewards_A: Tensor
     """float32 [A]: what each action token earned, after penalties and clip; a turn's reward stands on its last one."""
-    baseline: float = 0.0
-    """b: subtracted from the rewards-to-come of every action token."""
-    scale: float = 1.0
-    """s: what the difference is divided by."""
+    compared_A: Tensor | None = None
+    """float32 [A]: what each action token gets from the comparison with the prompt's other samples. None under
+    estimators that compare none."""
 
     def __post_init__(self) -> None:
-        if self.rewards_A.shape != (self.segment.num_actions,):
-            raise ValueError(f"{tuple(self.rewards_A.shape)} rewards for {self.segment.num_actions} action tokens")
+        for name, column in (("rewards", self.rewards_A), ("comparisons", self.compared_A)):
+            if column is not None and column.shape != (self.segment.num_actions,):
+                raise ValueError(f"{tuple(column.shape)} {name} for {self.segment.num_actions} action tokens")
 
     def __len__(self) -> int:
         return len(self.segment)

@@ -27,6 +27,7 @@ class TokenRecorder:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._rewards: list[float] = []
+        self._turn_ends: list[bool] = []
         self._has_logprobs = True
         self._turns = 0
         if not prompt_ids:
@@ -59,6 +60,7 @@ class TokenRecorder:
             self._has_logprobs = False
         n = len(generation.token_ids)
         self._grow(generation.token_ids, [True] * n, generation.logprobs or [0.0] * n, generation.versions, rewards)
+        self._turn_ends[-1] = True
         self._turns += 1
 
     def reward_turn(self, reward: float) -> None:
@@ -77,6 +79,7 @@ class TokenRecorder:
             rollout_logprobs=_column(self._logprobs, np.float32) if self._has_logprobs else None,
             versions=_column(self._versions, np.int32),
             turn_rewards=_column(self._rewards, np.float32),
+            turn_ends=_column(self._turn_ends, np.bool_),
         )
 
     def _grow(
@@ -98,6 +101,7 @@ class TokenRecorder:
         self._logprobs.extend(logprobs)
         self._versions.extend(versions)
         self._rewards.extend(rewards)
+        self._turn_ends.extend([False] * n)
 
 
 def _column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:

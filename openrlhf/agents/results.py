@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from openrlhf.agents.base import Episode
@@ -127,13 +126,15 @@ def parse_judgement(returned: Any, *, of: str) -> Judgement:
 def describe_episode(episode: Episode, *, prompt: str, label: Any) -> dict[str, Any]:
     """The dict that `execute` returns for an episode of one segment; `parse_episode` makes the same episode of it."""
     (segment,) = episode.segments
-    mask = [False, *segment.action_mask.tolist(), False]
-    edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
+    places = segment.action_mask.nonzero().flatten()
+    ends_A = segment.turn_ends_A
+    starts_A = ends_A.roll(1)  # what follows an end begins a turn; and the first action does, for the last is an end
+    ranges = zip(places[starts_A].tolist(), (places[ends_A] + 1).tolist(), strict=True)
     return {
         "prompt": prompt,
         "label": label,
         "observation_tokens": segment.token_ids.tolist(),
-        "action_ranges": list(zip(edges[::2], edges[1::2], strict=True)),
+        "action_ranges": list(ranges),
         "rollout_log_probs": None if segment.rollout_logprobs is None else segment.rollout_logprobs.tolist(),
         "reward": episode.reward,
         "turn_rewards": None if episode.reward is None else segment.turn_rewards.tolist(),

@@ -1,12 +1,16 @@
 """Advantage estimators: from the rewards of a prompt's samples to one number per action token.
 
-For the critic-free estimators the advantage of an action token is
+Estimators that compare a prompt's samples give an action token of turn k
 
-    A_t = (R_t − b) / s,    R_t = Σ_{k ≥ t} γ^(k−t) r_k   over action tokens k of the same episode,
+    A = (x − b) / s,
 
-where r_k is the turn reward if token k ends a turn, else 0. b and s come from the totals of the prompt's samples
-and are what distinguishes the estimators; some are then whitened over all action tokens of the round. With a critic,
-`gae` takes the place of R_t − b.
+where x is what the token has to show for itself, and b and s come from the same thing of the prompt's other samples:
+baseline and scale are what distinguishes the estimators. What x is, is said by `Turns`: the episode's total, its
+return to go from turn k on, or its rewards turn by turn. Some estimators are then whitened over all action tokens of
+the round.
+
+The others credit a token with what comes after it, R_t = Σ_{i ≥ t} γ^(i−t) r_i over action tokens i of the same
+episode, where r_i is the turn's reward if token i ends a turn, else 0; with a critic, `gae` takes the place of R_t.
 
 Environment tokens between turns are in no column: they neither discount nor carry a value. Columns hold several
 samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode may stand as samples of
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.algorithms.columns import discounted_sums, shift_left
@@ -27,77 +32,72 @@ from openrlhf.algorithms.columns import discounted_sums, shift_left
 if TYPE_CHECKING:
     from torch import Tensor
 
+FLOAT32_EPSILON = 2.0**-23
+ROUNDING = 4 * FLOAT32_EPSILON
+"""Sums of float32 rewards that differ by no more than this part of what was added up do not differ.
+
+A float32 reward r may be off by ε/2 · |r|, and so a sum of such rewards by ε/2 · Σ|r|, and the difference of two sums
+by ε · Σ|r|. Four times that leaves room for whoever added in float32 before we did."""
+
 
 class Shaping(NamedTuple):
-    """What a group's statistics make of each member's rewards: (reward − baseline) / scale."""
+    """What is made of each value of a group: (value − baseline) / scale. Shaped as the values."""
 
-    baseline_G: Tensor
-    scale_G: Tensor
-
-
-def no_shaping(totals_G: Tensor) -> Shaping:
-    """b = 0, s = 1: the raw reward."""
-    return Shaping(totals_G.new_zeros(totals_G.shape), totals_G.new_ones(totals_G.shape))
+    baseline_M: Tensor
+    scale_M: Tensor
 
 
-def group_mean(totals_G: Tensor) -> Shaping:
+def group_mean(values_M: Tensor, samples_M: Tensor) -> Shaping:
     """b = mean of the group, the sample itself included; s = 1."""
-    mean = _for_statistics(totals_G).mean()
-    return Shaping(mean.to(totals_G.dtype).expand_as(totals_G), totals_G.new_ones(totals_G.shape))
+    return Shaping(values_M.mean(0).expand_as(values_M), values_M.new_ones(values_M.shape))
 
 
-def leave_one_out(totals_G: Tensor) -> Shaping:
-    """b_i = mean of the other members; s = 1. Unbiased: the baseline does not depend on sample i."""
-    doubles_G = _for_statistics(totals_G)
-    others_G = (doubles_G.sum() - doubles_G) / (len(doubles_G) - 1)
-    return Shaping(others_G.to(totals_G.dtype), totals_G.new_ones(totals_G.shape))
+def leave_one_out(values_M: Tensor, samples_M: Tensor) -> Shaping:
+    """b_i = mean over the other samples; s = 1. Unbiased where x is: the baseline does not depend on sample i."""
+    sums_G = values_M.new_zeros((int(samples_M.max()) + 1, *values_M.shape[1:])).index_add(0, samples_M, values_M)
+    others_M = len(values_M) - samples_M.bincount()[samples_M]
+    others_M = others_M.reshape(-1, *[1] * (values_M.dim() - 1))
+    return Shaping((values_M.sum(0) - sums_G[samples_M]) / others_M, values_M.new_ones(values_M.shape))
 
 
-def group_zscore(totals_G: Tensor) -> Shaping:
-    """b = mean, s = unbiased standard deviation + 1e-9; s = ∞ if the members agree.
-
-    A group that agrees has nothing to compare: its advantage is 0 at every token. Without the ∞, an episode's later
-    turns, whose rewards-to-come are not its total, would be divided by 1e-9.
-    """
-    std = _for_statistics(totals_G).std(correction=1)
-    scale = (std + 1e-9).masked_fill(std == 0, float("inf")).to(totals_G.dtype)
-    return Shaping(group_mean(totals_G).baseline_G, scale.expand_as(totals_G))
-
-
-def _for_statistics(totals_G: Tensor) -> Tensor:
-    """In float64: a float32 mean of equal rewards may be off in its last bit, and that spread gives z-scores of ±1."""
-    if len(totals_G) < 2:
-        raise ValueError(f"comparing the samples of a prompt needs two or more of them, got {len(totals_G)}")
-    return totals_G.double()
+def group_zscore(values_M: Tensor, samples_M: Tensor) -> Shaping:
+    """b = mean, s = unbiased standard deviation + 1e-9."""
+    scale = values_M.std(0, correction=1) + 1e-9
+    return Shaping(group_mean(values_M, samples_M).baseline_M, scale.expand_as(values_M))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
     """One way from rewards to advantages."""
 
-    shape: Callable[[Tensor], Shaping]
+    shape: Callable[[Tensor, Tensor], Shaping] | None = None
+    """Baseline and scale of values [M] that are compared, from them and the sample that each is of (int64 [M]); of
+    values [M, K] for each column by itself. In float64. None: a sample is not compared with others."""
     whiten: bool
     """Normalise over all action tokens of the round."""
-    needs_group: bool
-    """Compares a prompt's samples: needs two or more of them, and γ = 1."""
     needs_critic: bool = False
     """Advantages are those of `gae`, from a critic's values."""
     paper: str
 
+    @property
+    def needs_group(self) -> bool:
+        """Compares a prompt's samples: needs two or more of them, and γ = 1."""
+        return self.shape is not None
+
 
 ESTIMATORS: dict[str, Estimator] = {
     # GAE: a critic says what to expect at every token.
-    "gae": Estimator(shape=no_shaping, whiten=True, needs_group=False, needs_critic=True, paper="arXiv:1506.02438"),
+    "gae": Estimator(whiten=True, needs_critic=True, paper="arXiv:1506.02438"),
     # REINFORCE++: plain returns, normalised over the whole batch instead of per prompt.
-    "reinforce": Estimator(shape=no_shaping, whiten=True, needs_group=False, paper="arXiv:2501.03262"),
+    "reinforce": Estimator(whiten=True, paper="arXiv:2501.03262"),
     # RLOO: the other samples' mean as baseline.
-    "rloo": Estimator(shape=leave_one_out, whiten=False, needs_group=True, paper="arXiv:2402.14740"),
+    "rloo": Estimator(shape=leave_one_out, whiten=False, paper="arXiv:2402.14740"),
     # REINFORCE++-baseline: the group's mean as baseline, then normalised over the whole batch.
-    "reinforce_baseline": Estimator(shape=group_mean, whiten=True, needs_group=True, paper="arXiv:2501.03262"),
+    "reinforce_baseline": Estimator(shape=group_mean, whiten=True, paper="arXiv:2501.03262"),
     # GRPO: z-score within the group.
-    "group_norm": Estimator(shape=group_zscore, whiten=False, needs_group=True, paper="arXiv:2402.03300"),
+    "group_norm": Estimator(shape=group_zscore, whiten=False, paper="arXiv:2402.03300"),
     # Dr. GRPO: GRPO without the division by the standard deviation.
-    "dr_grpo": Estimator(shape=group_mean, whiten=False, needs_group=True, paper="arXiv:2503.20783"),
+    "dr_grpo": Estimator(shape=group_mean, whiten=False, paper="arXiv:2503.20783"),
 }
 
 
@@ -105,6 +105,81 @@ def get_estimator(name: str) -> Estimator:
     if name not in ESTIMATORS:
         raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
+
+
+class Turns(StrEnum):
+    """What an action token of turn k has to show for itself where a prompt's samples are compared."""
+
+    OUTCOME = "outcome"
+    """The total of its episode: every action token of an episode has the same advantage."""
+    TO_GO = "to_go"
+    """What its episode earned from turn k on, compared with what the others earned from their turn k on. Episodes that
+    ended before turn k earned 0 from there on."""
+    STEP = "step"
+    """The process supervision of GRPO (arXiv:2402.03300, section 4.1.3): the rewards of all turns of all samples are
+    compared with each other, and a token has the sum over its own and later turns of what came out."""
+
+
+class TurnRewards(NamedTuple):
+    """What one episode earned, turn by turn."""
+
+    rewards_K: Tensor
+    """float64 [K]"""
+    sizes_K: Tensor
+    """float64 [K]: the sum of the absolute values of what each reward was added up from. It says how much of the reward
+    may be rounding."""
+
+
+def turn_advantages(
+    episodes: Sequence[TurnRewards], shape: Callable[[Tensor, Tensor], Shaping], turns: Turns
+) -> list[Tensor]:
+    """The advantage of each turn of each of a prompt's episodes, float64 [K] each; all tokens of a turn share it.
+
+    With r_ij the reward of turn j of sample i, and K_i its turns:
+
+        outcome    A_ik = norm(Σ_j r_ij)                 compared with the totals of the group
+        to_go      A_ik = norm_k(Σ_{j ≥ k} r_ij)         compared with those of turn k, where K_i < k: 0
+        step       A_ik = Σ_{j ≥ k} norm(r_ij)           compared with all turns of all samples
+    """
+    import torch  # here, so that the registry imports without it
+
+    if len(episodes) < 2:
+        raise ValueError(f"comparing the samples of a prompt needs two or more of them, got {len(episodes)}")
+    counts = [len(episode.rewards_K) for episode in episodes]
+    samples_G = torch.arange(len(episodes))
+    if turns is Turns.STEP:
+        samples_M = samples_G.repeat_interleave(torch.tensor(counts))
+        rewards_M = torch.cat([episode.rewards_K for episode in episodes])
+        sizes_M = torch.cat([episode.sizes_K for episode in episodes])
+        steps = compared(rewards_M, sizes_M, samples_M, shape).split(counts)
+        return [_to_come(steps_K) for steps_K in steps]
+    if turns is Turns.OUTCOME:
+        totals_G = torch.stack([episode.rewards_K.sum() for episode in episodes])
+        sizes_G = torch.stack([episode.sizes_K.sum() for episode in episodes])
+        advantages_G = compared(totals_G, sizes_G, samples_G, shape)
+        return [advantage.expand(count) for advantage, count in zip(advantages_G, counts, strict=True)]
+    padded = torch.nn.utils.rnn.pad_sequence  # [K, G], 0 where an episode has ended
+    returns_GK = padded([_to_come(episode.rewards_K) for episode in episodes]).T
+    sizes_GK = padded([_to_come(episode.sizes_K) for episode in episodes]).T
+    advantages_GK = compared(returns_GK, sizes_GK, samples_G, shape)
+    return [row[:count] for row, count in zip(advantages_GK, counts, strict=True)]
+
+
+def compared(
+    values_M: Tensor, sizes_M: Tensor, samples_M: Tensor, shape: Callable[[Tensor, Tensor], Shaping]
+) -> Tensor:
+    """(value − b) / s; exactly 0 for all if the values agree, which is when they differ by rounding only.
+
+    Without that, 0.3 + 0.3 + 0.3 and 0.9 would be 6e-8 apart, and a z-score makes ±1 and more of any spread.
+    """
+    shaping = shape(values_M, samples_M)
+    agree = values_M.amax(0) - values_M.amin(0) <= ROUNDING * sizes_M.amax(0)
+    return ((values_M - shaping.baseline_M) / shaping.scale_M).masked_fill(agree, 0.0)
+
+
+def _to_come(values_K: Tensor) -> Tensor:
+    """y_k = Σ_{j ≥ k} x_j."""
+    return values_K.flip(0).cumsum(0).flip(0)
 
 
 def discounted_returns(
@@ -171,7 +246,12 @@ class Moments(NamedTuple):
 
 
 def whiten(values: Tensor, moments: Moments, *, divide_by_std: bool = True) -> Tensor:
-    """(x − mean) / sqrt(max(variance, 1e-8)); without the division if `divide_by_std` is off."""
+    """(x − mean) / sqrt(max(variance, 1e-8)); without the division if `divide_by_std` is off.
+
+    Values that differ by rounding only become exactly 0.
+    """
+    if moments.variance <= ROUNDING**2 * moments.mean**2:
+        return values.new_zeros(values.shape)
     centred = values - moments.mean
     if not divide_by_std:
         return centred

@@ -76,7 +76,7 @@ def gspo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
     GSPO (arXiv:2507.18071) in its token form: s_t = sg(s) · π(t) / sg(π(t)), where sg stops the gradient. Every
     s_t has the value of s, and ∇s_t = s ∇log π(t). If the tokens of a sequence share one advantage, the mean over
     them is −min(s A, clip(s) A) with the gradient −A s · (1/|o|) Σ_t ∇log π(t): exactly the sequence form. If they
-    do not (rewards per turn, KL as a reward, a critic), each token keeps its own credit, where the sequence form
+    do not (credit per turn, KL as a reward, a critic), each token keeps its own credit, where the sequence form
     would give all of them the average.
     """
     logprobs_A = inputs.logprobs_A

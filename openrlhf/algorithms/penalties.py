@@ -2,7 +2,7 @@
 
 The order is: raw → overlong penalty → stop-properly penalty → clip. Rewards come as a 1-D tensor with one entry per
 turn of one episode, or per action token with a turn's reward on its last one; either way the last entry is the
-last turn's.
+last turn's. A response is what the policy writes in one turn: that is what the limit of tokens is for.
 """
 
 from __future__ import annotations
@@ -31,13 +31,6 @@ def overlong_penalty(length: int, *, limit: int, buffer: float, factor: float) -
     return -factor * over / buffer if over > 0 else 0.0
 
 
-def charge_last_turn(turn_rewards: Tensor, penalty: float) -> Tensor:
-    """The rewards with `penalty`, a number <= 0, added to the last turn's."""
-    charged = turn_rewards.clone()
-    charged[-1] += penalty
-    return charged
-
-
 def stop_properly(turn_rewards: Tensor, *, coef: float) -> Tensor:
     """What a truncated episode keeps of its rewards (ProRL's stop-properly penalty). Not for those that ended.
 
@@ -47,4 +40,6 @@ def stop_properly(turn_rewards: Tensor, *, coef: float) -> Tensor:
         raise ValueError(f"a truncated episode cannot keep more than it earned: coef must be <= 1, got {coef}")
     if coef >= 0:
         return turn_rewards * coef
-    return charge_last_turn(torch.zeros_like(turn_rewards), coef)
+    replaced = torch.zeros_like(turn_rewards)
+    replaced[-1] = coef
+    return replaced

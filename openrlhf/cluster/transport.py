@@ -12,6 +12,9 @@ from torch import Tensor
 
 from openrlhf.types import SEGMENT_COLUMNS, SampleKey, Segment, TrainingBatch, TrainingSample
 
+TRAINED_COLUMNS = tuple(name for name in SEGMENT_COLUMNS if name != "turn_ends")
+"""Credit per turn was given before samples travel: ranks need not know where turns end."""
+
 
 class _Header(NamedTuple):
     """What of a sample is no column."""
@@ -19,8 +22,6 @@ class _Header(NamedTuple):
     key: SampleKey
     tokens: int
     actions: int
-    baseline: float
-    scale: float
     has_logprobs: bool
     beside: tuple[Any, Any]
     """Position ids and multimodal inputs."""
@@ -34,31 +35,34 @@ class PackedSamples:
     columns: dict[str, np.ndarray]
     """[T] each, named as in `Segment`."""
     rewards_A: np.ndarray
+    compared_A: np.ndarray | None
+    """None where samples are not compared."""
 
     @staticmethod
     def of(samples: Sequence[TrainingSample]) -> PackedSamples:
         segments = [sample.segment for sample in samples]
+        compared = [sample.compared_A for sample in samples if sample.compared_A is not None]
         return PackedSamples(
             headers=[
                 _Header(
                     key=sample.key,
                     tokens=len(sample),
                     actions=len(sample.rewards_A),
-                    baseline=sample.baseline,
-                    scale=sample.scale,
                     has_logprobs=sample.segment.rollout_logprobs is not None,
                     beside=(sample.segment.position_ids, sample.segment.multimodal),
                 )
                 for sample in samples
             ],
-            columns={name: _end_to_end([_column(segment, name) for segment in segments]) for name in SEGMENT_COLUMNS},
+            columns={name: _end_to_end([_column(segment, name) for segment in segments]) for name in TRAINED_COLUMNS},
             rewards_A=_end_to_end([sample.rewards_A for sample in samples]),
+            compared_A=_end_to_end(compared) if compared else None,
         )
 
     def samples(self) -> list[TrainingSample]:
         """In memory of their own: what Ray hands out may not be written to."""
         columns = {name: torch.from_numpy(column.copy()) for name, column in self.columns.items()}
         rewards_A = torch.from_numpy(self.rewards_A.copy())
+        compared_A = None if self.compared_A is None else torch.from_numpy(self.compared_A.copy())
         result, token, action = [], 0, 0
         for header in self.headers:
             own = {name: column[token : token + header.tokens] for name, column in columns.items()}
@@ -70,8 +74,7 @@ class PackedSamples:
                     key=header.key,
                     segment=Segment(**own, position_ids=position_ids, multimodal=multimodal),
                     rewards_A=rewards_A[action : action + header.actions],
-                    baseline=header.baseline,
-                    scale=header.scale,
+                    compared_A=None if compared_A is None else compared_A[action : action + header.actions],
                 )
             )
             token += header.tokens

@@ -117,7 +117,11 @@ class CriticSection(OptimizerSection, OtherGroupSection):
     ] = None
     value_clip: Annotated[float, Flag("values move at most this far from the old ones", flat="value_clip")] = 0.5
     freezing_steps: Annotated[
-        int, Flag("the actor is not trained up to this step; -1 = always trained", flat="freezing_actor_steps")
+        int,
+        Flag(
+            "gae: the critic learns alone in the first N + 1 rounds, those with numbers 0 to N; -1 = in none",
+            flat="freezing_actor_steps",
+        ),
     ] = -1
     save_value_network: Annotated[
         bool, Flag("save the critic at the end, to <ckpt.output_dir>_critic", flat="save_value_network")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.advantages import ESTIMATORS, Turns
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.config.fields import Flag
@@ -20,6 +20,15 @@ class AdvantageSection:
         float,
         Flag("discount per action token; group estimators use 1", flat="gamma", only_with="!uses_group_baseline"),
     ] = 1.0
+    turns: Annotated[
+        str | None,
+        Flag(
+            "what the tokens of a turn are compared by under group estimators: their episode's total, its return to go "
+            "from that turn on, or rewards per step as in GRPO's paper; unset: outcome",
+            choices=tuple(map(str, Turns)),
+            only_with="uses_group_baseline",
+        ),
+    ] = None
     no_std_norm: Annotated[
         bool,
         Flag("whiten advantages by their mean only", flat="no_advantage_std_norm", only_with="whitens_advantages"),

@@ -58,7 +58,7 @@ class RankLearners:
     ) -> None:
         """`critic`: None without one, or where its values come with the batch and it learns elsewhere.
 
-        `freezing_steps`: the policy waits for its critic, and is not trained in rounds 1 … N.
+        `freezing_steps`: the policy waits for its critic, and is not trained in rounds 0 … N, which are N + 1.
         """
         self._policy = policy
         self._policy_scorer = policy_scorer
@@ -108,9 +108,9 @@ class RankLearners:
 
     def update(self, batch: TrainingBatch) -> Metrics:
         """Critic, then policy, on micro-batches that are cut and packed once."""
+        frozen = self._rounds <= self._freezing_steps
         self._rounds += 1
         own = Metrics()
-        frozen = self._rounds <= self._freezing_steps
         on_policy = self._steps.on_policy(self._episodes(batch))
         if not on_policy and not frozen and batch.old_logprobs_A is None:
             batch.old_logprobs_A = self._policy_scorer.score(batch, trained_samples(batch, self._steps))

@@ -1,16 +1,17 @@
-"""From judged groups to training samples: penalties and clip on raw rewards, group statistics, failures left out."""
+"""From judged groups to training samples: penalties, clip, comparison within the group; failures are left out."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import Estimator
-from openrlhf.algorithms.penalties import charge_last_turn, overlong_penalty, stop_properly
+from openrlhf.algorithms.advantages import Estimator, TurnRewards, Turns, turn_advantages
+from openrlhf.algorithms.penalties import overlong_penalty, stop_properly
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, Outcome, TrainingSample, Trajectory
 
@@ -25,6 +26,7 @@ class RewardShaping:
     """Tokens before `response_limit` in which the reward falls; None: no such penalty."""
     overlong_factor: float = 1.0
     response_limit: int = 0
+    """Of one turn."""
     stop_properly: float | None = None
     """What truncated episodes keep: a factor in [0, 1], or a total below 0. None: everything."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
@@ -43,7 +45,9 @@ class ShapedSamples:
     """Turn rewards there were."""
 
 
-def training_samples(groups: Sequence[Group], *, estimator: Estimator, shaping: RewardShaping) -> ShapedSamples:
+def training_samples(
+    groups: Sequence[Group], *, estimator: Estimator, shaping: RewardShaping, turns: Turns = Turns.OUTCOME
+) -> ShapedSamples:
     """One `TrainingSample` per segment of every judged episode.
 
     A group left with fewer than two members gives no samples under estimators that compare members. An episode
@@ -59,19 +63,17 @@ def training_samples(groups: Sequence[Group], *, estimator: Estimator, shaping: 
             continue
         if not members:
             continue
-        columns = [_action_rewards(member) for member in members]
-        charged = [_charge(member, column, shaping, metrics) for member, column in zip(members, columns, strict=True)]
-        shaped = [_clip(column, shaping.clip_range) for column in charged]
-        rewards += sum(int(_rewarded(column).sum()) for column in charged)
-        clipped += sum(int((a != b).sum()) for a, b in zip(charged, shaped, strict=True))
-        metrics.mean("reward", sum(float(column.sum()) for column in charged), len(members))
-        # In float64: equal rewards summed in another order must stay equal, or a z-score makes ±1 of the last bit.
-        totals_G = torch.stack([column.double().sum() for column in shaped]).float()
-        statistics = estimator.shape(totals_G)
-        for member, column, baseline, scale in zip(
-            members, shaped, statistics.baseline_G, statistics.scale_G, strict=True
-        ):
-            samples.extend(_segments(member, column, baseline=float(baseline), scale=float(scale)))
+        charged = [_charge(member, _Earned.by(member), shaping, metrics) for member in members]
+        shaped = [earned.clip(shaping.clip_range) for earned in charged]
+        rewards += sum(int(earned.rewarded().sum()) for earned in charged)
+        clipped += sum(int((a.rewards_A != b.rewards_A).sum()) for a, b in zip(charged, shaped, strict=True))
+        metrics.mean("reward", sum(float(earned.rewards_A.sum()) for earned in charged), len(members))
+        compared: Sequence[Tensor | None] = [None] * len(members)
+        if estimator.shape is not None:
+            advantages = turn_advantages([earned.per_turn() for earned in shaped], estimator.shape, turns)
+            compared = [a_K[earned.turns_A].float() for a_K, earned in zip(advantages, shaped, strict=True)]
+        for member, earned, compared_A in zip(members, shaped, compared, strict=True):
+            samples.extend(_segments(member, earned.rewards_A.float(), compared_A))
     metrics.mean("reward_clipped", clipped, rewards)
     metrics.last("rollout/left_alone", lonely)
     return ShapedSamples(samples=samples, metrics=metrics, clipped_rewards=clipped, rewards=rewards)
@@ -80,13 +82,14 @@ def training_samples(groups: Sequence[Group], *, estimator: Estimator, shaping: 
 class SampleMaker:
     """`training_samples` as a run is set; says once that rewards were clipped."""
 
-    def __init__(self, *, estimator: Estimator, shaping: RewardShaping) -> None:
+    def __init__(self, *, estimator: Estimator, shaping: RewardShaping, turns: Turns = Turns.OUTCOME) -> None:
         self._estimator = estimator
         self._shaping = shaping
+        self._turns = turns
         self._warned_of_clipping = False
 
     def __call__(self, groups: Sequence[Group]) -> ShapedSamples:
-        shaped = training_samples(groups, estimator=self._estimator, shaping=self._shaping)
+        shaped = training_samples(groups, estimator=self._estimator, shaping=self._shaping, turns=self._turns)
         if shaped.clipped_rewards and not self._warned_of_clipping:
             logger.warning(
                 "%d of %d rewards lie outside --reward.clip_range %g %g and were clipped; widen it if they are meant",
@@ -98,53 +101,85 @@ class SampleMaker:
         return shaped
 
 
-def _action_rewards(member: Trajectory) -> Tensor:
-    """float32 [A] over the episode's action tokens; for an episode without one, its whole reward as a single entry."""
-    column = torch.cat([segment.turn_rewards[segment.action_mask] for segment in member.segments]).float()
-    return column if len(column) else torch.tensor([member.reward], dtype=torch.float32)
+class _Earned(NamedTuple):
+    """What an episode earned, over the action tokens of all its segments; an episode without any has a single entry."""
 
+    rewards_A: Tensor
+    """float64: a turn's reward stands on its last token."""
+    sizes_A: Tensor
+    """float64: the sum of the absolute values of what each reward was added up from."""
+    turns_A: Tensor
+    """int64: which turn of the episode each token is of."""
 
-def _charge(member: Trajectory, column: Tensor, shaping: RewardShaping, metrics: Metrics) -> Tensor:
-    """Length penalties, on the last turn."""
-    if shaping.overlong_buffer is not None:
-        penalty = overlong_penalty(
-            member.num_actions,
-            limit=shaping.response_limit,
-            buffer=shaping.overlong_buffer,
-            factor=shaping.overlong_factor,
+    @staticmethod
+    def by(member: Trajectory) -> _Earned:
+        rewards_A = torch.cat([segment.turn_rewards[segment.action_mask] for segment in member.segments]).double()
+        ends_A = torch.cat([segment.turn_ends_A for segment in member.segments])
+        if not len(rewards_A):
+            rewards_A, ends_A = torch.tensor([member.reward], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
+        sizes_A = rewards_A.abs()
+        if member.reward_size is not None:
+            sizes_A[-1] = member.reward_size
+        return _Earned(rewards_A, sizes_A, ends_A.cumsum(0) - ends_A.long())
+
+    def rewarded(self) -> Tensor:
+        """bool: tokens that carry a reward, the last action's being one even when it is 0."""
+        rewarded_A = self.rewards_A != 0
+        rewarded_A[-1] = True
+        return rewarded_A
+
+    def clip(self, clip_range: tuple[float, float]) -> _Earned:
+        low, high = torch.tensor(clip_range, dtype=torch.float32).tolist()  # as rewards come: 0.3 is not above 0.3
+        rewards_A = torch.where(self.rewarded(), self.rewards_A.clamp(low, high), self.rewards_A)
+        # A bound of the range is as it was given, and no sum.
+        sizes_A = torch.where(rewards_A == self.rewards_A, self.sizes_A, rewards_A.abs())
+        return self._replace(rewards_A=rewards_A, sizes_A=sizes_A)
+
+    def per_turn(self) -> TurnRewards:
+        empty_K = self.rewards_A.new_zeros(int(self.turns_A[-1]) + 1)
+        return TurnRewards(
+            empty_K.index_add(0, self.turns_A, self.rewards_A), empty_K.index_add(0, self.turns_A, self.sizes_A)
         )
-        metrics.mean("overlong_penalty", penalty, 1)
-        column = charge_last_turn(column, penalty)
+
+
+def _charge(member: Trajectory, earned: _Earned, shaping: RewardShaping, metrics: Metrics) -> _Earned:
+    """Length penalties: those of overlong turns on these, and what is left of a truncated episode's rewards."""
+    rewards_A, sizes_A, turns_A = earned
+    if shaping.overlong_buffer is not None:
+        lengths_K = turns_A.bincount() if member.num_actions else torch.zeros(1, dtype=torch.int64)
+        penalties = [
+            overlong_penalty(
+                length,
+                limit=shaping.response_limit,
+                buffer=shaping.overlong_buffer,
+                factor=shaping.overlong_factor,
+            )
+            for length in lengths_K.tolist()
+        ]
+        metrics.mean("overlong_penalty", sum(penalties), 1)
+        ends_K = turns_A.bincount().cumsum(0) - 1
+        penalties_K = torch.tensor(penalties, dtype=torch.float64)
+        rewards_A = rewards_A.index_add(0, ends_K, penalties_K)
+        sizes_A = sizes_A.index_add(0, ends_K, penalties_K.abs())
     if shaping.stop_properly is not None and member.outcome is Outcome.TRUNCATED:
-        column = stop_properly(column, coef=shaping.stop_properly)
-    return column
+        rewards_A = stop_properly(rewards_A, coef=shaping.stop_properly)
+        sizes_A = stop_properly(sizes_A, coef=shaping.stop_properly).abs()
+    return _Earned(rewards_A, sizes_A, turns_A)
 
 
-def _clip(column: Tensor, clip_range: tuple[float, float]) -> Tensor:
-    return torch.where(_rewarded(column), column.clamp(*clip_range), column)
-
-
-def _rewarded(column: Tensor) -> Tensor:
-    """bool [A]: tokens that carry a reward, the last action's being one even when it is 0."""
-    rewarded = column != 0
-    rewarded[-1] = True
-    return rewarded
-
-
-def _segments(member: Trajectory, column: Tensor, *, baseline: float, scale: float) -> list[TrainingSample]:
+def _segments(member: Trajectory, rewards_A: Tensor, compared_A: Tensor | None) -> list[TrainingSample]:
     samples = []
     start = 0
     for index, segment in enumerate(member.segments):
-        count = segment.num_actions
-        if count:
+        own = slice(start, start + segment.num_actions)
+        if own.stop > own.start:
             samples.append(
                 TrainingSample(
                     key=member.key._replace(segment=index),
                     segment=segment,
-                    rewards_A=column[start : start + count],
-                    baseline=baseline,
-                    scale=scale,
+                    rewards_A=rewards_A[own],
+                    compared_A=None if compared_A is None else compared_A[own],
                 )
             )
-        start += count
+        start = own.stop
     return samples

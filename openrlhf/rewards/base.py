@@ -54,6 +54,8 @@ class Reward:
     score: float | None = None
     """Success in [0, 1] for filtering and evaluation; None: the reward."""
     extra_logs: dict[str, float] = field(default_factory=dict)
+    size: float | None = None
+    """Sum of the absolute values of what the reward was added up from; None: it is one number of one source."""
 
     @staticmethod
     def each(values: RewardValues) -> list[Reward]:

@@ -52,6 +52,7 @@ class CombinedReward:
             reward=sum(weight * part.reward for _, weight, part in parts),
             score=sum(w * s for w, s in scored) / sum(w for w, _ in scored) if scored else None,
             extra_logs=logs,
+            size=sum(abs(weight * part.reward) for _, weight, part in parts),
         )
 
 

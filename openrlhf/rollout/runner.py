@@ -128,7 +128,7 @@ class EpisodeRunner:
             self._judged += 1
             for t, r in zip(open_, rewards, strict=True):
                 logs = {**t.extra_logs, **r.extra_logs}
-                judged[t.key] = t.with_reward(r.reward, score=r.score, extra_logs=logs)
+                judged[t.key] = t.with_reward(r.reward, score=r.score, extra_logs=logs, size=r.size)
         return Group(prompt=group.prompt, trajectories=tuple(judged.get(t.key, t) for t in group.trajectories))
 
     def _note_unplayed(self, error: str) -> None:

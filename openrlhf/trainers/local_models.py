@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from openrlhf.algorithms.advantages import get_estimator
+from openrlhf.algorithms.advantages import Turns, get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.backends.base import Backend
@@ -252,7 +252,12 @@ def scoring_batches(config: RLConfig) -> MicroBatching:
 
 
 def sample_maker(config: RLConfig) -> SampleMaker:
-    return SampleMaker(estimator=get_estimator(config.algo.advantage.estimator), shaping=reward_shaping(config))
+    advantage = config.algo.advantage
+    return SampleMaker(
+        estimator=get_estimator(advantage.estimator),
+        shaping=reward_shaping(config),
+        turns=Turns(advantage.turns or Turns.OUTCOME),
+    )
 
 
 def step_settings(config: RLConfig) -> StepSettings:

@@ -67,6 +67,43 @@ def test_a_two_turn_agent_trains(cli, agent_file):
     assert rollout["score"] == 1.0
 
 
+PORTIONS = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class AgentInstance(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.turn = self.turns = 0
+
+    async def step(self, states, **kwargs):
+        self.turns = self.turns or (3 if ord(states["action_text"][:1] or "x") % 2 else 1)
+        self.turn += 1
+        return {
+            "rewards": 0.3 if self.turns == 3 else 0.9,
+            "environment_feedback": ">",
+            "done": self.turn == self.turns,
+            "extra_logs": {"turns": self.turns},
+        }
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+def test_the_same_total_in_other_portions_teaches_nothing(cli, tmp_path):
+    """Episodes earn 0.3 in each of three turns, or 0.9 in one. Three times the float32 next to 0.3 is 6e-8 more than the
+    float32 next to 0.9; divided by a standard deviation of that size, advantages would be of the order of 1e7."""
+    path = tmp_path / "agent.py"
+    path.write_text(PORTIONS)
+    flags = {"algo.advantage.estimator": "group_norm", "rollout.n_samples_per_prompt": 8, "data.max_len": 32}
+    ran = run(cli, path, **flags)
+    assert ran.rc == 0, ran.err
+    records = train_records(ran)
+    assert all(1 < r["turns"] < 3 for r in records)  # both kinds are there
+    assert [r["actor_grad_norm"] for r in records] == [0.0] * len(records)
+    assert [r["policy_loss"] for r in records] == [0.0] * len(records)
+
+
 def test_in_this_process_the_numbers_are_the_same(cli, agent_file, tmp_path):
     """Up to the last bits of a sum: in another order of arrival rows stand elsewhere in the engine's batch."""
     hosted = train_records(run(cli, agent_file()))

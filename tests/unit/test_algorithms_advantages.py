@@ -10,27 +10,36 @@ from hypothesis import strategies as st
 from openrlhf.algorithms.advantages import (
     ESTIMATORS,
     Moments,
+    TurnRewards,
+    Turns,
     discounted_returns,
     gae,
     get_estimator,
+    turn_advantages,
     whiten,
 )
 
 GROUP_ESTIMATORS = [name for name, estimator in ESTIMATORS.items() if estimator.needs_group]
 
 
+def credit(name: str, turns: Turns, *episodes: list[float]) -> list[list[float]]:
+    """The advantage of each turn; rewards are float32, as they come."""
+    earned = [torch.tensor(rewards, dtype=torch.float32).double() for rewards in episodes]
+    result = turn_advantages([TurnRewards(r, r.abs()) for r in earned], get_estimator(name).shape, turns)
+    return [advantages_K.tolist() for advantages_K in result]
+
+
 def shaped(name: str, totals: list[float]) -> list[float]:
-    totals_G = torch.tensor(totals)
-    shaping = get_estimator(name).shape(totals_G)
-    return ((totals_G - shaping.baseline_G) / shaping.scale_G).tolist()
+    """The advantages of episodes of one turn, which are the same by outcome, to go and by step."""
+    first, *others = ([a for (a,) in credit(name, turns, *([total] for total in totals))] for turns in Turns)
+    assert all(other == pytest.approx(first, abs=1e-12) for other in others)
+    return first
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         # Totals 1, 0, 0, 3: mean 1; the others' means are 1, 4/3, 4/3, 1/3; unbiased variance (0+1+1+4)/3 = 2.
-        ("gae", [1.0, 0.0, 0.0, 3.0]),
-        ("reinforce", [1.0, 0.0, 0.0, 3.0]),
         ("reinforce_baseline", [0.0, -1.0, -1.0, 2.0]),
         ("dr_grpo", [0.0, -1.0, -1.0, 2.0]),
         ("rloo", [0.0, -4 / 3, -4 / 3, 8 / 3]),
@@ -62,12 +71,102 @@ def test_a_single_sample_has_nothing_to_be_compared_with(name):
         shaped(name, [1.0])
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in GROUP_ESTIMATORS])
-def test_estimators_without_comparison_take_a_single_sample_as_it_is(name):
-    assert shaped(name, [0.25]) == [0.25]
+# A group of three: 1 then 2; 2 and no second turn; 0, then 1, then 3. Totals 3, 2, 4; from turn 2 on 2, 0, 4; from turn
+# 3 on 0, 0, 3; six steps with sum 9.
+THREE = ([1.0, 2.0], [2.0], [0.0, 1.0, 3.0])
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(
+    ("name", "turns", "expected"),
+    [
+        # Totals less 3; by the others' means 3, 3.5, 2.5.
+        ("dr_grpo", "outcome", [[0, 0], [-1], [1, 1, 1]]),
+        ("rloo", "outcome", [[0, 0], [-1.5], [1.5, 1.5, 1.5]]),
+        # The deviation of 3, 2, 4 is 1.
+        ("group_norm", "outcome", [[0, 0], [-1], [1, 1, 1]]),
+        # Means 3, 2, 1. The deviations are 1; of 2, 0, 4: 2; of 0, 0, 3: √3.
+        ("dr_grpo", "to_go", [[0, 0], [-1], [1, 2, 2]]),
+        ("rloo", "to_go", [[0, 0], [-1.5], [1.5, 3, 3]]),
+        ("group_norm", "to_go", [[0, 0], [-1], [1, 1, 2 / math.sqrt(3)]]),
+        # Mean 9/6 = 3/2: steps −½, ½ | ½ | −3/2, −½, 3/2, summed from behind.
+        ("dr_grpo", "step", [[0, 0.5], [0.5], [-0.5, 1, 1.5]]),
+        # The others' means: (2 + 4)/4 = 3/2, (3 + 4)/5 = 7/5, (3 + 2)/3 = 5/3.
+        ("rloo", "step", [[0, 0.5], [0.6], [4 - 5, 4 - 10 / 3, 3 - 5 / 3]]),
+        # Squares ¼·4 + 9/4·2 = 5.5, over 5: variance 1.1.
+        ("group_norm", "step", [[x / math.sqrt(1.1) for x in row] for row in ([0, 0.5], [0.5], [-0.5, 1, 1.5])]),
+    ],
+)
+def test_credit_per_turn_by_hand(name, turns, expected):
+    found = credit(name, Turns(turns), *THREE)
+    assert [len(row) for row in found] == [2, 1, 3]
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == pytest.approx(wanted, abs=1e-8)
+
+
+@pytest.mark.parametrize("turns", Turns)
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_episodes_that_are_all_alike_teach_nothing_at_any_turn(name, turns):
+    """0.5, then 0.5, of everyone. Less the mean of the totals, the second turn's 0.5 would be −0.5."""
+    assert credit(name, turns, [0.5, 0.5], [0.5, 0.5]) == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_what_was_earned_before_a_turn_is_not_its_credit(name):
+    """To go: two episodes that differ in their first turn only are alike in the second. By outcome they are not."""
+    first, second = credit(name, Turns.TO_GO, [1.0, 0.5], [0.0, 0.5])
+    assert (first[1], second[1]) == (0.0, 0.0)
+    assert first[0] == -second[0] > 0
+    assert credit(name, Turns.OUTCOME, [1.0, 0.5], [0.0, 0.5])[0][1] > 0
+
+
+portions = st.lists(st.integers(-2000, 2000), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(portions, min_size=2, max_size=8), st.integers(-3000, 3000), st.sampled_from([10, 100, 1000, 7]))
+def test_equal_totals_in_whatever_portions_teach_nothing_by_outcome(episodes, total, unit):
+    """Rewards in tenths, hundredths, … that add up to the same decimal number, each rounded to float32."""
+    rewards = [[part / unit for part in (*parts, total - sum(parts))] for parts in episodes]
+    for name in GROUP_ESTIMATORS:
+        assert credit(name, Turns.OUTCOME, *rewards) == [[0.0] * len(row) for row in rewards]
+
+
+@pytest.mark.parametrize("turns", [Turns.TO_GO, Turns.STEP])
+@settings(deadline=None, max_examples=50)
+@given(portions, st.integers(2, 8), st.sampled_from([10, 100, 1000, 7]), st.randoms(use_true_random=False))
+def test_equal_turns_teach_nothing_to_go_and_equal_rewards_by_step(turns, parts, size, unit, random):
+    """To go: everyone earns the same in each turn. By step rewards of different turns are compared too: everyone earns
+    the same in every turn. Each reward may be off by one in float32's last place."""
+    row = [parts[0 if turns is Turns.STEP else k] / unit for k in range(len(parts))]
+    rewards = [[r * (1 + random.choice([-1, 0, 1]) * 2**-24) for r in row] for _ in range(size)]
+    for name in GROUP_ESTIMATORS:
+        assert credit(name, turns, *rewards) == [[0.0] * len(row)] * size
+
+
+@pytest.mark.parametrize("turns", Turns)
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=6), st.floats(1e-4, 1), st.integers(2, 8))
+def test_rewards_that_differ_are_not_taken_for_rounding(turns, row, difference, size):
+    """One of the group earns 1e-4 or more beyond the others in its last turn, where all that was added up to 7 at most
+    may be off by 3.3e-6. By outcome its z-score is √n − 1/√n, however little it is; by no kind is it 0."""
+    rewards = [row] * (size - 1) + [[*row[:-1], row[-1] + difference]]
+    found = credit("group_norm", turns, *rewards)
+    assert any(found[-1])
+    if turns is Turns.OUTCOME:
+        assert found[-1][0] == pytest.approx(math.sqrt(size) - 1 / math.sqrt(size), rel=1e-3)
+
+
+def test_how_much_may_be_rounding_is_judged_by_what_was_added():
+    """100.3 − 100 is 3e-6 more than 0.3 in float32: nothing beside 200.3, which were added; but not nothing beside 0.3."""
+    values = [torch.tensor([100.3]).double() - 100.0, torch.tensor([0.3]).double()]
+    shape = get_estimator("group_norm").shape
+    added = [TurnRewards(values[0], torch.tensor([200.3])), TurnRewards(values[1], values[1])]
+    assert [a.tolist() for a in turn_advantages(added, shape, Turns.OUTCOME)] == [[0.0], [0.0]]
+    single = [TurnRewards(value, value) for value in values]
+    assert turn_advantages(single, shape, Turns.OUTCOME)[0].item() == pytest.approx(math.sqrt(0.5), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(-5, 5), min_size=2, max_size=8), st.randoms(use_true_random=False))
 def test_permuting_a_group_permutes_its_shaping(name, totals, random):
@@ -94,16 +193,6 @@ def test_returns_of_a_batch_by_hand():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 8.0])
     returns = discounted_returns(rewards, [0, 2, 5], gamma=0.5, later_N=torch.tensor([4.0, 0.0]))
     assert returns.tolist() == [2, 2, 2, 4, 8]
-
-
-def test_rewards_of_two_turns_credit_their_own_and_earlier_tokens():
-    """Two turns of two action tokens each, reward 1 for the first and 2 for the second, the environment's tokens in
-    between left out of the column: R = 3, 3 in the first turn and 2, 2 in the second, γ = 1. In a group whose other
-    member earned 1 in one token, rloo's baselines are 1 and 3: advantages 2, 2, 1, 1 and −2."""
-    rewards = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0])
-    returns = discounted_returns(rewards, [0, 4, 5])
-    baselines = get_estimator("rloo").shape(torch.tensor([3.0, 1.0])).baseline_G
-    assert (returns - baselines[torch.tensor([0, 0, 0, 0, 1])]).tolist() == [2, 2, 1, 1, -2]
 
 
 def test_gae_by_hand():
@@ -206,8 +295,18 @@ def test_whitening_by_hand():
 
 def test_whitening_equal_values_gives_zeros_not_infinities():
     values = torch.full((4,), 0.3)
-    assert whiten(values, Moments.of(values)).abs().max() < 1e-3
-    assert whiten(values[:1], Moments.of(values[:1])).abs().max() < 1e-3
+    assert whiten(values, Moments.of(values)).tolist() == [0.0] * 4
+    assert whiten(values[:1], Moments.of(values[:1])).tolist() == [0.0]
+
+
+def test_whitening_takes_the_last_bit_of_float32_for_rounding():
+    """0.9 and the float32 above it. With the variance held at 1e-8 they would be ±3e-4; 0.9 and 0.9001 are no such
+    neighbours: ±5e-5 over that."""
+    equal = torch.tensor([0.9, 0.9 + 2**-24 + 2**-26])
+    assert equal[0] != equal[1]
+    assert whiten(equal, Moments.of(equal)).tolist() == [0.0, 0.0]
+    other = torch.tensor([0.9, 0.9001])
+    assert whiten(other, Moments.of(other)).tolist() == pytest.approx([-0.5, 0.5], rel=1e-2)
 
 
 @settings(deadline=None, max_examples=50)

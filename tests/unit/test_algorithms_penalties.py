@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openrlhf.algorithms.penalties import charge_last_turn, normalise, overlong_penalty, stop_properly
+from openrlhf.algorithms.penalties import normalise, overlong_penalty, stop_properly
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,6 @@ def test_a_buffer_as_long_as_the_limit_charges_from_the_first_token():
 def test_a_buffer_that_does_not_fit_is_refused(buffer):
     with pytest.raises(ValueError, match="above 0 and at most 10"):
         overlong_penalty(5, limit=10, buffer=buffer, factor=1.0)
-
-
-def test_penalties_sit_on_the_last_turn():
-    rewards = torch.tensor([1.0, 0.5, 2.0])
-    assert charge_last_turn(rewards, -0.25).tolist() == [1, 0.5, 1.75]
-    assert rewards.tolist() == [1, 0.5, 2]
 
 
 @pytest.mark.parametrize(
@@ -53,10 +47,10 @@ def test_a_bonus_for_truncation_is_refused():
 
 
 def test_the_order_of_penalties_matters_and_is_the_documented_one():
-    """Rewards 1, 2; overlong −1; stop-properly 0.5; clip [−1, 0.75]: (1, 2) → (1, 1) → (0.5, 0.5) → unchanged.
-    Stop-properly first would give (0.5, 0), the clip first (0.375, −0.125)."""
-    rewards = torch.tensor([1.0, 2.0])
-    charged = charge_last_turn(rewards, overlong_penalty(10, limit=10, buffer=5, factor=1.0))
+    """Rewards 1, 2, the second turn overlong: −1; stop-properly 0.5; clip [−1, 0.75]: (1, 2) → (1, 1) → (0.5, 0.5) →
+    unchanged. Stop-properly first would give (0.5, 0), the clip first (0.375, −0.125)."""
+    penalties = [overlong_penalty(length, limit=10, buffer=5, factor=1.0) for length in (3, 10)]
+    charged = torch.tensor([1.0, 2.0]) + torch.tensor(penalties)
     assert stop_properly(charged, coef=0.5).clamp(-1, 0.75).tolist() == [0.5, 0.5]
 
 

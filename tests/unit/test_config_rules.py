@@ -188,6 +188,8 @@ NOTED = [
     ("evaluations_beside_training_are_saved", "train_ppo_ray", ["--async_train", "--eval_dataset", "d", "--eval_steps", "3", "--save_steps", "2"], "--eval.steps 3"),
     ("async_engines_have_own_devices", "train_ppo_ray", ["--async_train", "--colocate_all_models"], "the engines have their own"),
     ("flags_without_effect", "train_ppo_ray", ["--critic_pretrain", "c", "--advantage_estimator", "rloo"], "--critic.model_name_or_path is not used"),
+    ("flags_without_effect", "train_ppo_ray", ["--freezing_actor_steps", "5", "--advantage_estimator", "rloo"], "--critic.freezing_steps is not used: it needs a critic"),
+    ("flags_without_effect", "train_ppo_ray", ["--algo.advantage.turns", "to_go"], "--algo.advantage.turns is not used: it needs an estimator that compares a prompt's samples"),
     ("server_is_open", "serve_rm", ["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
     ("nothing_to_go_on_from", "train_sft", ["--ckpt.auto_resume"], "--ckpt.auto_resume without --ckpt.save_steps"),
     ("local_launcher_is_one_process", "train_ppo_ray", ["--actor_num_gpus_per_node", "8", "--train.launcher", "local"], "the actor's 8 workers"),

@@ -8,7 +8,7 @@ from openrlhf.learners.credit import CreditSettings, give_credit
 from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
 
 
-def sample(rewards: list[float], *, key=(0, 0, 0), baseline=0.0, scale=1.0, gaps: bool = False) -> TrainingSample:
+def sample(rewards: list[float], *, key=(0, 0, 0), compared=None, gaps: bool = False) -> TrainingSample:
     """One action token per reward, after a prompt token; with `gaps` an observation token before every action."""
     mask = [False]
     for _ in rewards:
@@ -21,9 +21,8 @@ def sample(rewards: list[float], *, key=(0, 0, 0), baseline=0.0, scale=1.0, gaps
         versions=torch.zeros(T, dtype=torch.int32),
         turn_rewards=torch.zeros(T),
     )
-    return TrainingSample(
-        key=SampleKey(*key), segment=segment, rewards_A=torch.tensor(rewards), baseline=baseline, scale=scale
-    )
+    compared_A = None if compared is None else torch.tensor(compared)
+    return TrainingSample(key=SampleKey(*key), segment=segment, rewards_A=torch.tensor(rewards), compared_A=compared_A)
 
 
 def credit(samples, name, *, costs=None, values=None, **settings):
@@ -34,32 +33,34 @@ def credit(samples, name, *, costs=None, values=None, **settings):
 
 
 def test_turn_rewards_count_for_their_own_and_earlier_tokens():
-    """Turn rewards 1 (second token) and 2 (fourth), baseline 1, scale 2: ((3, 3, 2, 2) − 1) / 2. Gaps change nothing."""
+    """reinforce: turn rewards 1 (second token) and 2 (fourth) give 3, 3, 2, 2. Observations between change nothing."""
     for gaps in (False, True):
-        result = credit([sample([0, 1.0, 0, 2.0], baseline=1.0, scale=2.0, gaps=gaps)], "group_norm")
-        assert result.advantages_A.tolist() == [1, 1, 0.5, 0.5]
-        assert result.totals_E.tolist() == [1]
+        result = credit([sample([0, 1.0, 0, 2.0], gaps=gaps)], "reinforce")
+        assert result.advantages_A.tolist() == [3, 3, 2, 2]
+        assert result.totals_E.tolist() == [3]
         assert result.returns_A is None
 
 
-def test_a_group_that_agrees_teaches_nothing_at_any_turn():
-    """Two episodes that both earn 1 in their first turn and 0 in their second: no advantage in the second turn either.
-
-    Its rewards-to-come are 0, a whole reward below the group's mean total; over a spread of 0 that must not count.
-    """
-    shaping = get_estimator("group_norm").shape(torch.tensor([1.0, 1.0]))
-    samples = [
-        sample([1.0, 0.0], key=(0, i, 0), baseline=float(b), scale=float(s))
-        for i, (b, s) in enumerate(zip(*shaping, strict=True))
-    ]
-    assert credit(samples, "group_norm").advantages_A.tolist() == [0, 0, 0, 0]
+def test_what_was_compared_is_the_advantage():
+    result = credit([sample([0, 1.0, 2.0], compared=[0.5, 0.5, -1.0], gaps=True)], "group_norm")
+    assert result.advantages_A.tolist() == [0.5, 0.5, -1]
+    assert result.totals_E.tolist() == [0.5]
+    with pytest.raises(ValueError, match="was not compared"):
+        credit([sample([1.0])], "group_norm")
 
 
 def test_kl_costs_are_summed_backwards_and_not_scaled():
-    """Reward 1 on the last of two tokens, b = ½, s = ¼: (1 − ½) / ¼ = 2. Costs 0.1, 0.3: 2 − 0.4 and 2 − 0.3."""
-    result = credit([sample([0, 1.0], baseline=0.5, scale=0.25)], "group_norm", costs=[0.1, 0.3])
+    """What came of the comparison is 2 on both tokens. Costs 0.1, 0.3: 2 − 0.4 and 2 − 0.3."""
+    result = credit([sample([0, 1.0], compared=[2.0, 2.0])], "group_norm", costs=[0.1, 0.3])
     assert result.advantages_A.tolist() == pytest.approx([1.6, 1.7])
     assert result.totals_E.tolist() == pytest.approx([1.6])
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce"])
+def test_an_episode_s_total_is_never_discounted(name):
+    """Rewards 0, 1, 4 and costs of 0.5 each, γ = ½: 5 − 1.5 under every estimator. Discounted it would be 0.625."""
+    result = credit([sample([0, 1.0, 4.0])], name, costs=[0.5] * 3, values=[0.0] * 3, gamma=0.5)
+    assert result.totals_E.tolist() == [3.5]
 
 
 def test_discount_applies_to_rewards_and_costs():
@@ -83,7 +84,7 @@ def test_segments_of_an_episode_are_one_stream_of_credit():
         sample([2.0], key=(0, 0, 1)),
         sample([5.0], key=(0, 1, 0)),
     ]
-    assert credit(samples, "rloo").advantages_A.tolist() == [3, 3, 2, 5]
+    assert credit(samples, "reinforce").advantages_A.tolist() == [3, 3, 2, 5]
     values = [1.0, 1.0, 1.0, 1.0]
     # δ = (0 + 1 − 1, 1 + 1 − 1, 2 − 1 | 5 − 1); λ = 1: suffix sums within the episode.
     assert credit(samples, "gae", values=values).advantages_A.tolist() == [2, 2, 1, 4]

@@ -86,9 +86,12 @@ def example(module, registry: str):
 
 def test_the_example_of_an_estimator_works():
     """Of 0, 1 and 9 the median is 1."""
-    shaping = example(advantages, "ESTIMATORS").shape(torch.tensor([0.0, 9.0, 1.0]))
-    assert shaping.baseline_G.tolist() == [1, 1, 1]
-    assert shaping.scale_G.tolist() == [1, 1, 1]
+    values, samples = torch.tensor([0.0, 9.0, 1.0]), torch.arange(3)
+    shaping = example(advantages, "ESTIMATORS").shape(values, samples)
+    assert shaping.baseline_M.tolist() == [1, 1, 1]
+    assert shaping.scale_M.tolist() == [1, 1, 1]
+    columns = example(advantages, "ESTIMATORS").shape(torch.stack([values, 2 * values], dim=1), samples)
+    assert columns.baseline_M.tolist() == [[1, 2]] * 3
 
 
 def test_the_example_of_a_loss_works():

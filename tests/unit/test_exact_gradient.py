@@ -21,7 +21,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import Moments, discounted_returns, gae, get_estimator, whiten
+from openrlhf.algorithms.advantages import (
+    Moments,
+    TurnRewards,
+    Turns,
+    discounted_returns,
+    gae,
+    get_estimator,
+    turn_advantages,
+    whiten,
+)
 from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
 from openrlhf.algorithms.kl import get_kl_estimator
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings, get_policy_loss
@@ -38,12 +47,25 @@ class Path:
     actions: tuple[int, ...]
     rewards: tuple[float, ...]
     """Each turn's on its last token."""
+    turns: tuple[int, ...] = ()
+    """The turn of each action token; empty: there is only one."""
     luck: float = 1.0
     """Probability of what the environment did in it."""
 
     @property
     def total(self) -> float:
         return sum(self.rewards)
+
+    @property
+    def turn_of(self) -> tuple[int, ...]:
+        return self.turns or (0,) * len(self.actions)
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        earned = [0.0] * (1 + self.turn_of[-1])
+        for turn, reward in zip(self.turn_of, self.rewards, strict=True):
+            earned[turn] += reward
+        return earned
 
 
 class Task:
@@ -104,7 +126,27 @@ def two_turns() -> Task:
         first = (0.5, -1.0, 0.2, 1.5)[2 * a + b]
         second = math.sin(1 + 8 * a + 4 * b + 2 * e + c)
         row = 3 + 4 * a + 2 * b + e
-        paths.append(Path((0, 1 + a, row), (a, b, c), (0.0, first, second), luck=likely if e else 1 - likely))
+        paths.append(
+            Path((0, 1 + a, row), (a, b, c), (0.0, first, second), (0, 0, 1), luck=likely if e else 1 - likely)
+        )
+    return Task(paths, actions=2)
+
+
+def up_to_three_turns() -> Task:
+    """Two tokens x a, then b, then c, each a turn that earns something; a = 0 or b = 0 ends the episode.
+
+    Rows: 0 the prompt, 1–2 after x, 3–4 after x 1, 5–6 after x 1 1. Rewards depend on everything so far.
+    """
+    paths = []
+    for x in range(2):
+        first, second = (0.4, -0.7, 1.3, 0.2)[2 * x :], (0.9, 0.1, -0.5, 0.6)[2 * x :]
+        paths.append(Path((0, 1 + x), (x, 0), (0.0, first[0]), (0, 0)))
+        started = (0.0, first[1])
+        paths.append(Path((0, 1 + x, 3 + x), (x, 1, 0), (*started, second[0]), (0, 0, 1)))
+        for c in range(2):
+            third = math.sin(2 + 2 * x + c)
+            rows = (0, 1 + x, 3 + x, 5 + x)
+            paths.append(Path(rows, (x, 1, 1, c), (*started, second[1], third), (0, 0, 1, 2)))
     return Task(paths, actions=2)
 
 
@@ -115,7 +157,7 @@ def equal_lengths(rewards: Sequence[float]) -> Task:
     return Task(paths, actions=2)
 
 
-TASKS = {"single turn": single_turn, "two turns": two_turns}
+TASKS = {"single turn": single_turn, "two turns": two_turns, "up to three turns": up_to_three_turns}
 
 Advantages = Callable[[Sequence[Path]], Tensor]
 """The advantages of a group's action tokens, path after path."""
@@ -129,14 +171,24 @@ def columns(group: Sequence[Path]) -> tuple[Tensor, list[int], Tensor]:
     return rewards, [0, *itertools.accumulate(sizes)], sequences
 
 
-def critic_free(name: str, *, gamma: float = 1.0) -> Advantages:
-    """(R_t − b) / s, not whitened."""
+def reinforce(*, gamma: float = 1.0) -> Advantages:
+    """R_t, not whitened."""
 
     def advantages(group: Sequence[Path]) -> Tensor:
-        rewards, offsets, sequences = columns(group)
-        shaping = get_estimator(name).shape(torch.tensor([path.total for path in group], dtype=torch.float64))
-        returns = discounted_returns(rewards, offsets, gamma=gamma)
-        return (returns - shaping.baseline_G[sequences]) / shaping.scale_G[sequences]
+        rewards, offsets, _ = columns(group)
+        return discounted_returns(rewards, offsets, gamma=gamma)
+
+    return advantages
+
+
+def comparing(name: str, turns: Turns = Turns.OUTCOME) -> Advantages:
+    """(x − b) / s, not whitened."""
+
+    def advantages(group: Sequence[Path]) -> Tensor:
+        earned = [torch.tensor(path.turn_rewards, dtype=torch.float64) for path in group]
+        episodes = [TurnRewards(rewards, rewards.abs()) for rewards in earned]
+        credit = turn_advantages(episodes, get_estimator(name).shape, turns)
+        return torch.cat([advantages_K[list(path.turn_of)] for advantages_K, path in zip(credit, group, strict=True)])
 
     return advantages
 
@@ -186,29 +238,34 @@ def agrees(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-def test_leave_one_out_is_unbiased_under_every_loss(task, loss):
-    """rloo: A_t = R_t − b, b the mean total of the other samples.
+@pytest.mark.parametrize("turns", [Turns.OUTCOME, Turns.TO_GO])
+def test_leave_one_out_is_unbiased_under_every_loss(task, loss, turns):
+    """rloo by outcome: A_t = R − b, b the mean total of the other samples. b is independent of this sample, so by (*) it
+    drops out, and by (**) the sum over t of E[R ∇log π_t] is g[R].
 
-    b is independent of this sample, so by (*) it drops out. So do the rewards of turns before t, which are part of
-    h_t: E[R_t ∇log π_t] = E[R ∇log π_t], and by (**) the sum over t is g[R]. Rewards per turn with the others' totals
-    as a baseline are unbiased. At ratio 1 all losses have the gradient −A_t ∇log π_t; gspo because each token of a
-    sequence keeps its own advantage.
+    By the return to go: A_t = R_k − b_k, R_k what turns k, k+1, … of this sample earned, b_k the mean of the same over
+    the others. What turns before k earned is part of h_t: E[R_k ∇log π_t] = E[R ∇log π_t]. And b_k depends on h_t by k
+    only. So that is g[R] too, whatever the number of turns.
+
+    At ratio 1 all losses have the gradient −A_t ∇log π_t; gspo because each token of a sequence keeps its own advantage.
     """
     game = TASKS[task]()
-    found = expected_gradient(game, critic_free("rloo"), n=2, loss=loss)
+    found = expected_gradient(game, comparing("rloo", turns), n=2, loss=loss)
     assert agrees(found, game.policy_gradient())
 
 
-def test_leave_one_out_is_unbiased_for_three():
-    game = single_turn()
-    assert agrees(expected_gradient(game, critic_free("rloo"), n=3), game.policy_gradient())
+@pytest.mark.parametrize("task", ["single turn", "up to three turns"])
+@pytest.mark.parametrize("turns", [Turns.OUTCOME, Turns.TO_GO])
+def test_leave_one_out_is_unbiased_for_three(task, turns):
+    game = TASKS[task]()
+    assert agrees(expected_gradient(game, comparing("rloo", turns), n=3), game.policy_gradient())
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_plain_returns_are_unbiased(task):
     """reinforce without whitening: A_t = R_t, as above with b = 0; one sample is enough."""
     game = TASKS[task]()
-    assert agrees(expected_gradient(game, critic_free("reinforce"), n=1), game.policy_gradient())
+    assert agrees(expected_gradient(game, reinforce(), n=1), game.policy_gradient())
 
 
 def test_the_second_turn_s_reward_belongs_to_the_first_turn_too():
@@ -222,17 +279,125 @@ def test_the_second_turn_s_reward_belongs_to_the_first_turn_too():
     assert (expected_gradient(game, own_turn_only, n=1) - game.policy_gradient()).norm() > 1e-2
 
 
-@pytest.mark.parametrize(("task", "n"), [("single turn", 2), ("single turn", 3), ("two turns", 2)])
+@pytest.mark.parametrize(
+    ("task", "n"),
+    [("single turn", 2), ("single turn", 3), ("two turns", 2), ("up to three turns", 2), ("up to three turns", 3)],
+)
+@pytest.mark.parametrize("turns", [Turns.OUTCOME, Turns.TO_GO])
 @pytest.mark.parametrize("name", ["reinforce_baseline", "dr_grpo"])
-def test_a_mean_that_includes_the_sample_scales_the_gradient(task, name, n):
-    """b = mean of all totals = R/n + (n−1)/n · (mean of the others).
+def test_a_mean_that_includes_the_sample_scales_the_gradient(task, name, turns, n):
+    """b = mean of all totals, or of all returns from turn k on, = x/n + (n−1)/n · (mean of the others), x the sample's
+    own.
 
-    The second part drops out by (*). The first does not: E[R ∇log π_t] = E[R_t ∇log π_t] as above, so the sum over t is
+    The second part drops out by (*). The first does not: the sum over t of E[x ∇log π_t] is g[R], as above, so it is
     g[R] − g[R]/n = (n−1)/n · g[R]. The right direction, a smaller step.
     """
     game = TASKS[task]()
-    found = expected_gradient(game, critic_free(name), n=n)
+    found = expected_gradient(game, comparing(name, turns), n=n)
     assert agrees(found, (n - 1) / n * game.policy_gradient())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_steps_that_leave_one_out_charge_every_turn_the_mean_reward(n):
+    """rloo by step: A_t = Σ_{j ≥ k} (r_j − b) = R_k − (turns from k on) · b, b the mean over all turns of the others.
+
+    b is independent of this sample, with mean β; the turns before k are part of h_t. So by (*) and (**) it is
+    g[R] − β · g[K], K(τ) the number of turns of τ: the policy gradient of a game in which every turn costs β. It is
+    biased where the policy has a say in the number of turns, against long episodes if turns earn something on average.
+    """
+    game = up_to_three_turns()
+    chances = [p.item() for p in game.probabilities()]
+    beta = 0.0
+    for others in itertools.product(zip(chances, game.paths, strict=True), repeat=n - 1):
+        rewards = [reward for _, path in others for reward in path.turn_rewards]
+        beta += math.prod(p for p, _ in others) * sum(rewards) / len(rewards)
+    found = expected_gradient(game, comparing("rloo", Turns.STEP), n=n)
+    assert agrees(found, game.gradient_of(lambda path: path.total - beta * len(path.turn_rewards)))
+    assert (found - game.policy_gradient()).norm() > 1e-2
+
+
+def test_steps_that_leave_one_out_are_unbiased_where_all_episodes_have_as_many_turns():
+    """Then K is a constant, and g of a constant is 0."""
+    game = two_turns()
+    assert agrees(expected_gradient(game, comparing("rloo", Turns.STEP), n=2), game.policy_gradient())
+
+
+def credited(game: Task, credit: Callable[[Path, Path], Sequence[float]]) -> Tensor:
+    """Σ p(τ) p(τ') Σ_t A_t ∇log π_t over pairs, by hand: `credit` is the advantage of each turn of τ beside τ'."""
+    result = torch.zeros_like(game.logits)
+    chances = [p.item() for p in game.probabilities()]
+    for (p, path), (q, other) in itertools.product(zip(chances, game.paths, strict=True), repeat=2):
+        turns = credit(path, other)
+        for row, action, turn in zip(path.rows, path.actions, path.turn_of, strict=True):
+            # ∇ of a log-softmax: one at the action, less the probabilities of all.
+            result[row] -= p * q * turns[turn] * game.logits[row].softmax(-1).detach()
+            result[row, action] += p * q * turns[turn]
+    return result
+
+
+def test_steps_less_a_mean_that_includes_the_sample_shrink_early_turns_most():
+    """dr_grpo by step, K turns in all n samples: b = R/(nK) + what is independent of the sample, and turn k has
+    K − k + 1 turns from itself on. So turn k's part of g[R] is multiplied by 1 − (K − k + 1)/(nK): with K = n = 2 the
+    first turn's by 1/2 and the second's by 3/4. A gradient in another direction, though a good one: all parts remain.
+    """
+    game = two_turns()
+    parts = [credited(game, lambda path, _, k=k: [path.total * (turn == k) for turn in (0, 1)]) for k in (0, 1)]
+    torch.testing.assert_close(parts[0] + parts[1], game.policy_gradient(), atol=1e-12, rtol=0)
+    found = expected_gradient(game, comparing("dr_grpo", Turns.STEP), n=2)
+    assert agrees(found, 1 / 2 * parts[0] + 3 / 4 * parts[1])
+
+
+def returns_to_go(path: Path) -> list[float]:
+    return [sum(path.turn_rewards[k:]) for k in range(len(path.turn_rewards))]
+
+
+def scored(own: float, other: float) -> float:
+    """z of the first of two: half their difference over |difference|/√2, the unbiased deviation."""
+    return (own - other) / 2 / (abs(own - other) / math.sqrt(2) + 1e-9)
+
+
+def by_outcome(path: Path, other: Path) -> list[float]:
+    return [scored(path.total, other.total)] * len(path.turn_rewards)
+
+
+def by_return_to_go(path: Path, other: Path) -> list[float]:
+    theirs = [*returns_to_go(other), 0.0, 0.0, 0.0]
+    return [scored(own, theirs[k]) for k, own in enumerate(returns_to_go(path))]
+
+
+def by_step(path: Path, other: Path) -> list[float]:
+    rewards = [*path.turn_rewards, *other.turn_rewards]
+    mean = sum(rewards) / len(rewards)
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - 1, 1)) + 1e-9
+    steps = [(reward - mean) / deviation for reward in path.turn_rewards]
+    return [sum(steps[k:]) for k in range(len(steps))]
+
+
+def mean_steps(path: Path, other: Path) -> list[float]:
+    rewards = [*path.turn_rewards, *other.turn_rewards]
+    mean = sum(rewards) / len(rewards)
+    return [to_go - (len(path.turn_rewards) - k) * mean for k, to_go in enumerate(returns_to_go(path))]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("name", "turns", "definition"),
+    [
+        ("group_norm", Turns.OUTCOME, by_outcome),
+        ("group_norm", Turns.TO_GO, by_return_to_go),
+        ("group_norm", Turns.STEP, by_step),
+        ("dr_grpo", Turns.STEP, mean_steps),
+    ],
+)
+def test_biased_credit_is_what_its_formula_says(task, name, turns, definition):
+    """None of these is a multiple of g[R] in every game. Written out for pairs, their expected gradients are theirs."""
+    game = TASKS[task]()
+    found = expected_gradient(game, comparing(name, turns), n=2)
+    assert agrees(found, credited(game, definition))
+    if task == "up to three turns":
+        true = game.policy_gradient()
+        cosine = float((found * true).sum() / (found.norm() * true.norm()))
+        assert cosine < 0.999
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -270,7 +435,7 @@ def test_discounted_gae_has_the_gradient_of_discounted_returns(task, lambd):
     """
     game = TASKS[task]()
     found = expected_gradient(game, with_critic(game.values(0.8), gamma=0.8, lambd=lambd), n=1)
-    plain = expected_gradient(game, critic_free("reinforce", gamma=0.8), n=1)
+    plain = expected_gradient(game, reinforce(gamma=0.8), n=1)
     expected = torch.zeros_like(game.logits)
     for p, path in zip(game.probabilities(), game.paths, strict=True):
         for t, (row, action) in enumerate(zip(path.rows, path.actions, strict=True)):
@@ -298,7 +463,7 @@ def test_grpo_of_two_samples_is_the_gradient_of_winning():
         lost = sum(p for p, total in outcomes if total > path.total)
         return (won - lost) / math.sqrt(2)
 
-    found = expected_gradient(game, critic_free("group_norm"), n=2)
+    found = expected_gradient(game, comparing("group_norm"), n=2)
     expected = game.gradient_of(wins)
     assert expected.norm() > 1e-2
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
@@ -332,7 +497,7 @@ def test_grpo_of_right_and_wrong_answers_reweighs_the_gradient():
         right=lambda k: math.sqrt((n - 1) * (n - k) / (n * k)),
         wrong=lambda k: -math.sqrt((n - 1) * k / (n * (n - k))),
     )
-    found = expected_gradient(game, critic_free("group_norm"), n=n)
+    found = expected_gradient(game, comparing("group_norm"), n=n)
     torch.testing.assert_close(found, factor * game.policy_gradient(), atol=1e-8, rtol=0)
     assert game.policy_gradient().norm() > 1e-2
 
@@ -348,7 +513,7 @@ def test_whitened_returns_of_right_and_wrong_answers():
         right=lambda k: math.sqrt((n - k) / k),
         wrong=lambda k: -math.sqrt(k / (n - k)),
     )
-    found = expected_gradient(game, whitened(critic_free("reinforce")), n=n)
+    found = expected_gradient(game, whitened(reinforce()), n=n)
     assert agrees(found, factor * game.policy_gradient())
 
 
@@ -356,7 +521,7 @@ def test_whitening_by_the_mean_alone_is_a_baseline():
     """Without the division, and with responses of equal lengths, the tokens' mean is the mean of the totals: the case
     of the mean that includes the sample, (n−1)/n · g[R]."""
     game = equal_lengths([0.3, -1.0, 2.0, 0.5])
-    found = expected_gradient(game, whitened(critic_free("reinforce"), divide_by_std=False), n=3)
+    found = expected_gradient(game, whitened(reinforce(), divide_by_std=False), n=3)
     assert agrees(found, 2 / 3 * game.policy_gradient())
 
 
@@ -377,7 +542,7 @@ def test_whitening_over_two_groups():
                 result += p * q * r * math.sqrt(2) * d / math.hypot(d, third - fourth)
         return result
 
-    shaped = critic_free("reinforce_baseline")
+    shaped = comparing("reinforce_baseline")
     two_groups = whitened(lambda round_: torch.cat([shaped(round_[:2]), shaped(round_[2:])]))
     assert agrees(expected_gradient(game, two_groups, n=4), game.gradient_of(f))
 

@@ -1,10 +1,14 @@
 """One writer: the columns always agree, and nothing else can change them."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.results import describe_episode
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.types import FinishReason, Generation
 
@@ -31,7 +35,26 @@ def test_two_turns_are_recorded_as_they_happened():
     assert segment.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, -3]
     assert segment.versions.tolist() == [-1, -1, 7, 7, -1, 8]
     assert segment.turn_rewards.tolist() == [0, 0, 0, 0.5, 0, 1.0]
+    assert segment.turn_ends.tolist() == [False, False, False, True, False, True]
     assert recorder.turns == 2
+
+
+def test_turns_side_by_side_are_told_apart():
+    """An environment that says nothing puts no token between two actions; what is returned of them says so too."""
+    recorder = TokenRecorder([10])
+    for ids in ([1, 2], [3], [4, 5]):
+        recorder.append_action(said(ids))
+    recorder.append_observation([12])
+    recorder.append_action(said([6]))
+    segment = recorder.segment()
+    assert segment.turn_ends_A.tolist() == [False, True, True, False, True, True]
+    described = describe_episode(
+        Episode(segments=(segment,), text="", truncated=False, reward=None), prompt="", label=None
+    )
+    assert described["action_ranges"] == [(1, 3), (3, 4), (4, 6), (7, 8)]
+    recorder.reward_turn(1.0)
+    unknown = dataclasses.replace(recorder.segment(), turn_ends=None)  # as of a checkpoint that does not know
+    assert unknown.turn_ends_A.tolist() == [False, False, False, False, True, True]
 
 
 def test_a_reward_after_feedback_still_belongs_to_the_action_before_it():

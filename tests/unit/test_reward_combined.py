@@ -50,6 +50,7 @@ def test_rewards_are_a_weighted_sum():
     """Sample 1: 0.7·1 + 0.3·4 = 1.9; sample 2: 0.7·2 + 0.3·(−2) = 0.8."""
     judged = combine(Source(1, 2), Source(4, -2), weights=[0.7, 0.3])
     assert [r.reward for r in judged] == pytest.approx([1.9, 0.8])
+    assert [r.size for r in judged] == pytest.approx([1.9, 2.0])  # 1.4 + 0.6: how much was added, for what is rounding
     assert [r.extra_logs for r in judged] == [{"reward_a": 1, "reward_b": 4}, {"reward_a": 2, "reward_b": -2}]
 
 

@@ -1,12 +1,13 @@
-"""From judged groups to samples: who is in, with which baseline."""
+"""From judged groups to samples: who is in, and what comes of the comparison."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from openrlhf.agents.recorder import TokenRecorder
-from openrlhf.algorithms.advantages import get_estimator
+from openrlhf.algorithms.advantages import Turns, get_estimator
 from openrlhf.learners.samples import RewardShaping, training_samples
 from openrlhf.types import FinishReason, Generation, Group, Outcome, Prompt, SampleKey, TrainingBatch, Trajectory
 
@@ -39,16 +40,23 @@ def group(*episodes: tuple[float, ...], failed: int = 0) -> Group:
     return Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(*members, *broken))
 
 
-def shape(groups: list[Group], name: str = "reinforce_baseline", clip_range=WIDE, **shaping):
+def shape(groups: list[Group], name: str = "reinforce_baseline", clip_range=WIDE, turns=Turns.OUTCOME, **shaping):
     return training_samples(
-        groups, estimator=get_estimator(name), shaping=RewardShaping(clip_range=clip_range, **shaping)
+        groups,
+        estimator=get_estimator(name),
+        shaping=RewardShaping(clip_range=clip_range, **shaping),
+        turns=turns,
     )
+
+
+def compared(result) -> list[list[float]]:
+    return [sample.compared_A.tolist() for sample in result.samples]
 
 
 def test_failed_members_are_in_no_statistic():
     """Rewards 1 and 3 and a failure: the mean is 2, not 4/3."""
     result = shape([group((1.0,), (3.0,), failed=1)])
-    assert [s.baseline for s in result.samples] == [2.0, 2.0]
+    assert compared(result) == [[-1, -1], [1, 1]]
 
 
 def test_a_member_left_alone_gives_no_sample_where_members_are_compared():
@@ -59,9 +67,9 @@ def test_a_member_left_alone_gives_no_sample_where_members_are_compared():
 
 
 def test_raw_rewards_are_clipped_per_turn_before_the_baseline():
-    """Turns 20 and −1 under a clip of ±10 are 10 and −1: total 9; the other's total is 1: baseline 5."""
+    """Turns 20 and −1 under a clip of ±10 are 10 and −1: total 9; the other's total is 1: mean 5."""
     result = shape([group((20.0, -1.0), (1.0,))])
-    assert [s.baseline for s in result.samples] == [5.0, 5.0]
+    assert compared(result) == [[4] * 4, [-4] * 2]
     assert result.samples[0].rewards_A.tolist() == [0, 10, 0, -1]
     assert (result.clipped_rewards, result.rewards) == (1, 3)
 
@@ -73,20 +81,42 @@ def truncated(*rewards: float) -> Group:
     return dataclasses.replace(whole, trajectories=(cut, whole.trajectories[1]))
 
 
-def test_the_overlong_penalty_sits_on_the_last_turn_and_is_in_the_reward():
-    """4 action tokens, limit 5, buffer 2: over = 4 − 3 = 1, penalty −½·factor 3 = −1.5. Turns 1, 2 become 1, 0.5."""
-    result = shape([group((1.0, 2.0), (1.0, 2.0))], overlong_buffer=2, overlong_factor=3.0, response_limit=5)
-    assert result.samples[0].rewards_A.tolist() == [0, 1, 0, 0.5]
+def test_an_overlong_turn_is_charged_and_its_penalty_is_in_the_reward():
+    """A turn of 2 tokens, limit 3, buffer 2: over = 2 − 1 = 1, penalty −½·factor 3 = −1.5."""
+    result = shape([group((1.0,), (1.0,))], overlong_buffer=2, overlong_factor=3.0, response_limit=3)
+    assert result.samples[0].rewards_A.tolist() == [0, -0.5]
     values = result.metrics.values()
     assert values["overlong_penalty"] == -1.5
-    assert values["reward"] == 1.5
+    assert values["reward"] == -0.5
+
+
+def test_the_limit_is_that_of_one_turn():
+    """Turns of 4, 2 and 3 tokens under a limit of 4 with a buffer of 1: only the first is overlong, by all of the
+    buffer, and pays −1 itself; the 9 tokens of all turns are beyond the limit and no matter. An episode without an
+    action has no turn that could be overlong."""
+    recorder = TokenRecorder([1])
+    for length, reward in ((4, 0.5), (2, 0.25), (3, 1.0)):
+        ids = list(range(2, 2 + length))
+        recorder.append_action(
+            Generation(token_ids=ids, logprobs=None, versions=[0] * length, finish_reason=FinishReason.STOP)
+        )
+        recorder.reward_turn(reward)
+        recorder.append_observation([9])
+    long = Trajectory(key=SampleKey(0, 0), segments=(recorder.segment(),), outcome=Outcome.FINISHED, reward=1.75)
+    silent = Trajectory(
+        key=SampleKey(0, 1), segments=(TokenRecorder([1]).segment(),), outcome=Outcome.FINISHED, reward=0.0
+    )
+    both = Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(long, silent))
+    result = shape([both], overlong_buffer=1, response_limit=4)
+    assert result.samples[0].rewards_A.tolist() == [0, 0, 0, -0.5, 0, 0.25, 0, 0, 1]
+    assert result.metrics.values()["overlong_penalty"] == -0.5  # of two episodes
 
 
 def test_truncated_episodes_keep_what_the_coefficient_leaves_them():
-    """½ of turns 1 and 2; −3 in their place. The one that ended properly keeps all. Baselines are of what is left."""
+    """½ of turns 1 and 2; −3 in their place. The one that ended properly keeps all. What is left is compared."""
     half = shape([truncated(1.0, 2.0)], stop_properly=0.5)
     assert [s.rewards_A.tolist() for s in half.samples] == [[0, 0.5, 0, 1], [0, 1, 0, 2]]
-    assert half.samples[0].baseline == 2.25
+    assert compared(half) == [[-0.75] * 4, [0.75] * 4]
     assert half.metrics.values()["reward"] == 2.25
     replaced = shape([truncated(1.0, 2.0)], stop_properly=-3.0)
     assert [s.rewards_A.tolist() for s in replaced.samples] == [[0, 0, 0, -3], [0, 1, 0, 2]]
@@ -110,11 +140,93 @@ def test_penalties_come_before_the_clip_and_overlong_before_stop_properly():
     assert result.metrics.values()["reward_clipped"] == 1.0
 
 
-def test_equal_rewards_earned_in_another_order_are_equal_totals():
-    """0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in float32's last bit; a z-score of that would be ±0.7."""
-    result = shape([group((0.1, 0.2, 0.3), (0.3, 0.2, 0.1))], "group_norm")
-    first = result.samples[0]
-    assert float(first.rewards_A.double().sum().float() - first.baseline) == 0.0
+@pytest.mark.parametrize("name", ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
+@pytest.mark.parametrize(
+    "episodes",
+    [
+        [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)],
+        [(0.3, 0.3, 0.3), (0.9,)],
+        [(0.1,) * 10, (1.0,), (0.7, 0.3), (5.3, -4.3)],
+    ],
+)
+def test_equal_totals_in_other_portions_are_equal(name, episodes):
+    """As float32 numbers they are not: a z-score would make ±0.7 and more of the last bit, and 1e7 of a spread that is
+    no more than that where the total and the mean are rounded differently."""
+    result = shape([group(*episodes)], name)
+    assert compared(result) == [[0.0] * 2 * len(turns) for turns in episodes]
+
+
+def test_a_penalty_that_undoes_a_reward_leaves_nothing():
+    """0.9 less the penalty 0.9 · 1 is −2e-8, as 0.9 is rounded to float32; the other earned nothing and paid nothing."""
+    long, short = group((0.9, 0.0), (0.0, 0.0)).trajectories
+    three = TokenRecorder([1])
+    three.append_action(
+        Generation(token_ids=[2, 3, 4], logprobs=None, versions=[0] * 3, finish_reason=FinishReason.STOP)
+    )
+    three.reward_turn(0.9)
+    long = dataclasses.replace(long, segments=(three.segment(),))
+    both = Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(long, short))
+    result = shape([both], "group_norm", overlong_buffer=1, overlong_factor=0.9, response_limit=3)
+    assert compared(result) == [[0.0] * 3, [0.0] * 4]
+
+
+def test_sources_that_add_up_to_the_same_are_equal():
+    """Two reward models gave 100.3 and −100, in float32, or 0.3 and nothing: what may be rounding goes by what was
+    added, and is 3e-6 here."""
+    first, second = group((0.0,), (0.0,)).trajectories
+    first = first.with_reward(float(np.float32(100.3)) - 100.0, score=None, extra_logs={}, size=200.3)
+    second = second.with_reward(float(np.float32(0.3)), score=None, extra_logs={}, size=0.3)
+    both = Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(first, second))
+    assert compared(shape([both], "group_norm")) == [[0.0, 0.0], [0.0, 0.0]]
+    assert shape([both], "group_norm", clip_range=(-1.0, 0.3)).clipped_rewards == 1  # 0.3 itself is not
+    other = dataclasses.replace(both, trajectories=(first, second.with_reward(0.2, score=None, extra_logs={})))
+    assert compared(shape([other], "group_norm"))[0] == pytest.approx([0.5**0.5] * 2)
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("outcome", [[0.5] * 4, [-0.5] * 2]),  # totals 3 and 2
+        ("to_go", [[0.5, 0.5, 1, 1], [-0.5] * 2]),  # from the second turn on 2 and 0
+        ("step", [[-1 / 3, -1 / 3, 1 / 3, 1 / 3], [1 / 3] * 2]),  # 1, 2, 2 less 5/3
+    ],
+)
+def test_every_token_of_a_turn_has_its_turn_s_credit(turns, expected):
+    result = shape([group((1.0, 2.0), (2.0,))], "dr_grpo", turns=Turns(turns))
+    for found, wanted in zip(compared(result), expected, strict=True):
+        assert found == pytest.approx(wanted)
+    assert result.samples[0].compared_A.dtype == torch.float32
+
+
+def test_turns_without_an_observation_between_them_are_turns():
+    """Two actions of two tokens side by side, of which only the second earned something, beside a single one: from the
+    second turn on 1 and 0. By the mask alone it would be one turn."""
+    recorder = TokenRecorder([1])
+    for _ in range(2):
+        recorder.append_action(
+            Generation(token_ids=[2, 3], logprobs=None, versions=[0, 0], finish_reason=FinishReason.STOP)
+        )
+    recorder.reward_turn(1.0)
+    two, one = group((1.0,), (3.0,)).trajectories
+    two = dataclasses.replace(two, segments=(recorder.segment(),))
+    result = shape([Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(two, one))], "rloo", turns=Turns.TO_GO)
+    assert compared(result) == [[-2, -2, 1, 1], [2, 2]]
+
+
+def test_turns_go_on_over_the_segments_of_an_episode():
+    """Turns that earn 1 and 2 in a segment each, beside turns 1 and 1 in one: from the second turn on 2 and 1."""
+    cut, whole = group((1.0,), (1.0, 1.0)).trajectories
+    cut = dataclasses.replace(cut, segments=(*cut.segments, turns(2.0).segment()), reward=3.0)
+    both = Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(cut, whole))
+    for kind in Turns:
+        in_one = group((1.0, 2.0), (1.0, 1.0))
+        (first, second, other), (joined, same) = (
+            compared(shape([both], turns=kind)),
+            compared(shape([in_one], turns=kind)),
+        )
+        assert [*first, *second] == joined
+        assert other == same
+    assert compared(shape([both], "rloo", turns=Turns.TO_GO)) == [[1, 1], [1, 1], [-1, -1, -1, -1]]
 
 
 def test_a_zero_reward_is_clipped_too():
@@ -124,13 +236,13 @@ def test_a_zero_reward_is_clipped_too():
 
 
 def test_segments_of_one_episode_share_its_statistics():
-    """An episode of two segments worth 1 and 2 beside one worth 5: totals 3 and 5, baseline 4 for all three."""
+    """An episode of two segments worth 1 and 2 beside one worth 5: totals 3 and 5, mean 4 for all three."""
     two, one = group((1.0,), (5.0,)).trajectories
     second = turns(2.0).segment()
     two = dataclasses.replace(two, segments=(*two.segments, second), reward=3.0)
     result = shape([Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(two, one))])
     assert [s.key for s in result.samples] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
-    assert [s.baseline for s in result.samples] == [4.0, 4.0, 4.0]
+    assert compared(result) == [[-1, -1], [-1, -1], [1, 1]]
     assert [s.rewards_A.tolist() for s in result.samples] == [[0, 1], [0, 2], [0, 5]]
     assert TrainingBatch(samples=result.samples).episode_offsets == [0, 4, 6]
 
@@ -141,7 +253,7 @@ def test_an_episode_without_actions_counts_in_the_baseline_but_is_not_trained():
     ).with_reward(0.0, score=None, extra_logs={})
     talking = group((2.0,)).trajectories[0]
     result = shape([Group(prompt=Prompt(ordinal=0, text="x"), trajectories=(talking, silent))])
-    assert [s.baseline for s in result.samples] == [1.0]
+    assert compared(result) == [[1, 1]]
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
