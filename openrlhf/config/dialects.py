@@ -126,6 +126,7 @@ def resolve(
     """
     assigned: dict[str, Assigned] = {}
     halves: dict[str, Assigned] = {}
+    implied: list[str] = []
 
     def assign(path: str, value: Any, where: str) -> None:
         secret = path in specs and specs[path].flag.secret
@@ -150,6 +151,8 @@ def resolve(
             value = switch.on if _switch(item) else switch.off
             if value is not None:
                 assign(switch.path, value, item.where)
+            if value == switch.on and switch.enables is not None:
+                implied.append(switch.enables)
         elif item.name in words.halves:
             value = convert(item.raw, shape=words.halves[item.name].shape, flag=Flag(""), where=item.where)
             if halves.setdefault(item.name, Assigned(value, item.where)).value != value:
@@ -158,7 +161,7 @@ def resolve(
             _accept_without_effect(item, note=note)
     _join_clip(halves, assigned=assigned, below=below, assign=assign)
     _join_lengths(halves, assigned=assigned, known=specs, assign=assign)
-    return {path: setting.value for path, setting in assigned.items()}
+    return dict.fromkeys(implied, True) | {path: setting.value for path, setting in assigned.items()}
 
 
 def _show(value: Any) -> str:

@@ -82,7 +82,8 @@ def _oddities() -> Iterator[str]:
     for command in ROOTS:
         words = vocabulary(command)
         for name, switch in words.value_switches.items():
-            meanings[name] = f"`--{switch.path} {str(switch.on).lower()}`"
+            also = f" `--{switch.enables}`" if switch.enables else ""
+            meanings[name] = f"`--{switch.path} {str(switch.on).lower()}`{also}"
         meanings |= {name: half.help for name, half in words.halves.items()}
     meanings["ptx_coef"] = "0 only, which does nothing"
     meanings |= {name: f"does nothing: {why}" for name, why in INERT.items()}

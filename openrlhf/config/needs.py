@@ -1,10 +1,20 @@
 """What a run needs beyond a configuration without contradictions. Not asked of `--print_config`."""
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config.roots import DPOConfig, LoraCombinerConfig, RLConfig, RMConfig, ServeRMConfig, SFTConfig
 from openrlhf.config.schema import value_at
+
+ATTENTIONS = (
+    "eager",
+    "sdpa",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
 
 
 def model_is_named(config: Any) -> Iterator[str]:
@@ -28,6 +38,24 @@ def four_bit_weights_have_an_adapter(config: SFTConfig | RMConfig | DPOConfig | 
 def universal_checkpoints_are_loaded(config: SFTConfig | RMConfig | DPOConfig) -> Iterator[str]:
     if config.ds.use_universal_ckpt and not config.ckpt.resumes:
         yield "--ds.use_universal_ckpt: reads what a run continues from: add --ckpt.load_enable, or leave it out"
+
+
+def attention_is_known(config: SFTConfig | RMConfig | DPOConfig | RLConfig | ServeRMConfig) -> Iterator[str]:
+    """What transformers knows by name, paged or not, or a kernel of the Hub, which is called org/name."""
+    name = config.ds.attn_implementation
+    if name.removeprefix("paged|") in ATTENTIONS or "/" in name:
+        return
+    near = difflib.get_close_matches(name, ATTENTIONS, n=1)
+    yield (
+        f"--ds.attn_implementation {name} is unknown{f'; did you mean {near[0]}?' if near else ''} (choose from "
+        f"{', '.join(ATTENTIONS)}, or a kernel of the Hub such as kernels-community/flash-attn2)"
+    )
+
+
+def weights_have_a_way(config: RLConfig) -> Iterator[str]:
+    backend = config.vllm.sync_backend
+    if config.vllm.num_engines != 0 and backend not in ("nccl", "gloo"):
+        yield f"--vllm.sync_backend {backend}: give nccl, or gloo for weights that travel by CPU memory"
 
 
 def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:

@@ -26,6 +26,8 @@ class ValueSwitch:
     path: str
     on: Any
     off: Any = None
+    enables: str | None = None
+    """A switch that it turns on as well, unless that is given too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class Half:
 VALUE_SWITCHES = {
     "bf16": ValueSwitch("ds.param_dtype", on="bf16", off="fp32"),
     "flash_attn": ValueSwitch("ds.attn_implementation", on="flash_attention_2", off="sdpa"),
-    "use_icepop": ValueSwitch("algo.advantage.is_correction_type", on="icepop"),
+    "use_icepop": ValueSwitch(
+        "algo.advantage.is_correction_type", on="icepop", enables="algo.advantage.is_correction_enable"
+    ),
     "use_kl_estimator_k3": ValueSwitch("algo.kl.estimator", on="k3"),
     "muon.no_nesterov": ValueSwitch("muon.nesterov", on=False, off=True),
     "actor.muon.no_nesterov": ValueSwitch("actor.muon.nesterov", on=False, off=True),

@@ -116,7 +116,8 @@ def _add(group: Any, name: str, *, words: Vocabulary, help: str) -> None:
 def _help_of_oddity(name: str, *, words: Vocabulary) -> str:
     if name in words.value_switches:
         switch = words.value_switches[name]
-        return f"--{switch.path} {str(switch.on).lower() if isinstance(switch.on, bool) else switch.on}"
+        value = str(switch.on).lower() if isinstance(switch.on, bool) else switch.on
+        return f"--{switch.path} {value}" + (f" --{switch.enables}" if switch.enables else "")
     if name in words.halves:
         return words.halves[name].help
     if name in INERT:

@@ -65,6 +65,7 @@ _SUPERVISED_NEEDS = (
     needs.data_is_named,
     needs.four_bit_weights_have_an_adapter,
     needs.universal_checkpoints_are_loaded,
+    needs.attention_is_known,
 )
 NEEDS: dict[type, tuple[Rule, ...]] = {
     SFTConfig: _SUPERVISED_NEEDS,
@@ -76,8 +77,10 @@ NEEDS: dict[type, tuple[Rule, ...]] = {
         needs.four_bit_weights_have_an_adapter,
         needs.rewards_come_from_somewhere,
         needs.optimizer_batch_fits_the_round,
+        needs.attention_is_known,
+        needs.weights_have_a_way,
     ),
-    ServeRMConfig: (needs.reward_model_is_named,),
+    ServeRMConfig: (needs.reward_model_is_named, needs.attention_is_known),
     LoraCombinerConfig: (needs.merge_paths_are_named,),
 }
 _SUPERVISED_NOTES = (notes.template_is_not_used, notes.nothing_to_go_on_from)

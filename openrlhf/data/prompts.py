@@ -23,6 +23,10 @@ BATCH = 1024
 """Prompts tokenised per call: fast tokenizers run a batch on all cores."""
 
 
+def _datasource(record: Record) -> str:
+    return str(record.get("datasource") or "default")
+
+
 class PromptSet(Sequence[Prompt]):
     """The usable prompts of a data set, in file order; `prompts[i]` has ordinal i.
 
@@ -73,9 +77,14 @@ class PromptSet(Sequence[Prompt]):
             ordinal=ordinal,
             text=self._render(row, record),
             label=self._label(row, record),
-            datasource=str(record.get("datasource") or "default"),
+            datasource=_datasource(record),
             where=self._records.where(row),
         )
+
+    @property
+    def datasources(self) -> set[str]:
+        """Where the prompts come from, by the names that metrics have. Reads all records."""
+        return {_datasource(self._records[int(row)]) for row in self._kept}
 
     def where(self, index: int) -> str:
         """`record 12 of train.jsonl`, for messages about prompt `index`."""

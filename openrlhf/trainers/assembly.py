@@ -26,7 +26,7 @@ from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation
+from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation, evaluation_names
 from openrlhf.trainers.launching import Launch, launched, settled
 from openrlhf.trainers.local_models import ACTOR, CRITIC
 from openrlhf.trainers.pipelines import pipeline
@@ -93,6 +93,9 @@ def _train(
         num_episodes=config.train.num_episodes,
     )
     held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
+    best = BestMetric(config.ckpt.best_metric_key)
+    if held_out and best.is_named:
+        best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
 
     with _loop(config) as loop, contextlib.ExitStack() as held:
         launcher = held.enter_context(launched(config, tokenizer))
@@ -144,7 +147,7 @@ def _train(
                 workers=parts.workers,
                 weights=parts.weights,
                 evaluation=parts.evaluation,
-                best=BestMetric(config.ckpt.best_metric_key),
+                best=best,
                 schedule=schedule,
                 logger=seen.logger,
                 rollout_log=rollout_log,

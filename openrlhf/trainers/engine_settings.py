@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import RLConfig
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.trainers.hybrid import GIB, TrainedShape, engine_share, needs_sleep, training_bytes
@@ -47,15 +46,12 @@ def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, 
 
 
 def transfer_backend(config: RLConfig, device: torch.device) -> str:
-    """How weights reach an engine. Raises ConfigError.
+    """How weights reach an engine.
 
     By handles to the memory of a device that it shares with the actor; through a process group between devices or, for
     gloo, between processes of a cluster; else inside calls, which Ray's object store carries.
     """
-    wanted = config.vllm.sync_backend
-    if wanted not in ("nccl", "gloo"):
-        raise ConfigError(f"--vllm.sync_backend {wanted}: give nccl, or gloo for weights that travel by CPU memory")
-    if wanted == "gloo":
+    if config.vllm.sync_backend == "gloo":
         return GROUP_BACKEND if config.train.launcher == "ray" and not config.vllm.sync_with_ray else RPC_BACKEND
     if device.type != "cuda" or (config.vllm.sync_with_ray and config.train.launcher != "local"):
         return RPC_BACKEND

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -110,6 +111,13 @@ def evaluation_metrics(groups: Sequence[Group], *, k: int) -> Metrics:
     return metrics
 
 
+def evaluation_names(sources: Iterable[str], *, k: int) -> list[str]:
+    """What `evaluation_metrics` gives where every sample is judged."""
+    kinds = ["pass1", *([f"pass{k}"] if k > 1 else []), "mean", "response_length_mean", "truncated_rate"]
+    of_sources = [f"{source}_{kind}" for source in sources for kind in kinds]
+    return [f"eval_{name}" for name in (*of_sources, "failed", "response_length_mean", "truncated_rate", "num_samples")]
+
+
 class BestMetric:
     """Follows one number through a run's evaluations: how high it was at best, and when. Higher is better."""
 
@@ -120,6 +128,11 @@ class BestMetric:
         """What is followed; known from the first evaluation on."""
         self.value: float | None = None
         self.step: int | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the user named a metric."""
+        return self._wanted not in ("", "none")
 
     @property
     def follows(self) -> bool:
@@ -145,12 +158,17 @@ class BestMetric:
             return None
         if not self._wanted:
             return min((name for name in evaluation if name.endswith("_pass1")), default=None)
-        if self._wanted not in evaluation:
-            raise ConfigError(
-                f"--ckpt.best_metric_key {self._wanted}: evaluations have no such metric; they have "
-                f"{', '.join(sorted(evaluation))}"
-            )
+        self.require(evaluation)
         return self._wanted
+
+    def require(self, names: Collection[str]) -> None:
+        """Raise ConfigError if evaluations that have these metrics cannot have the wanted one."""
+        if self._wanted not in ("", "none", *names):
+            near = difflib.get_close_matches(self._wanted, names, n=1)
+            raise ConfigError(
+                f"--ckpt.best_metric_key {self._wanted}: evaluations have no such metric"
+                f"{f' (did you mean {near[0]}?)' if near else ''}; they have {', '.join(sorted(names))}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"key": self.key, "value": self.value, "step": self.step}

@@ -32,6 +32,14 @@ def succeeded(ran):
 # ---------------------------------------------------------------------------------------------- data
 
 
+def test_a_metric_that_evaluations_will_not_have_is_found_before_the_first_step(cli, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(GOOD.replace("{", '{"datasource": "sums", ', 1))
+    ran = cli(eval__dataset=held_out, eval__steps=1, ckpt__best_metric_key="eval_sum_pass1")
+    refused(ran, "--ckpt.best_metric_key eval_sum_pass1", "did you mean eval_sums_pass1?", rc=2)
+    assert not ran.run_dir.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "parts"),
     [

@@ -87,6 +87,9 @@ def test_the_other_half_of_the_clip_range_may_come_from_a_file(tmp_path):
     ("text", "read", "value"),
     [
         ("--use_icepop", lambda c: c.algo.advantage.is_correction_type, "icepop"),
+        ("--use_icepop", lambda c: c.algo.advantage.is_correction_enable, True),
+        ("--use_icepop false", lambda c: c.algo.advantage.is_correction_enable, False),
+        ("--use_icepop --no-enable_vllm_is_correction", lambda c: c.algo.advantage.is_correction_enable, False),
         ("--use_icepop false", lambda c: c.algo.advantage.is_correction_type, "tis"),
         ("--use_kl_estimator_k3", lambda c: c.algo.kl.estimator, "k3"),
         ("--reward_clip_range 7.5", lambda c: c.reward.clip_range, (-7.5, 7.5)),

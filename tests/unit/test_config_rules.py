@@ -143,6 +143,9 @@ NEEDS = [
     ("four_bit_weights_have_an_adapter", "train_rm", "--pretrain m --dataset d --load_in_4bit", "--ds.lora.rank"),
     ("four_bit_weights_have_an_adapter", "train_ppo_ray", f"{RUNNABLE} --load_in_4bit", "--ds.load_in_4bit"),
     ("universal_checkpoints_are_loaded", "train_sft", "--pretrain m --dataset d --use_ds_universal_ckpt", "add --ckpt.load_enable"),
+    ("attention_is_known", "train_sft", "--pretrain m --dataset d --attn_implementation flash_atention_2", "--ds.attn_implementation flash_atention_2 is unknown; did you mean flash_attention_2? (choose from eager, sdpa, "),
+    ("attention_is_known", "serve_rm", "--reward_pretrain m --ds.attn_implementation nonsense", "or a kernel of the Hub such as kernels-community/flash-attn2"),
+    ("weights_have_a_way", "train_ppo_ray", f"{RUNNABLE} --vllm.sync_backend mpi", "--vllm.sync_backend mpi: give nccl, or gloo"),
     ("merge_paths_are_named", "lora_combiner", "--model_path a --output_path c", "--lora_path"),
 ]  # fmt: skip
 
@@ -154,6 +157,14 @@ def test_what_is_missing_stops_a_run_but_not_parsing(rule, command, text, expect
         require_runnable(config)
     assert expected in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eager", "sdpa", "flex_attention", "flash_attention_3", "paged|sdpa", "kernels-community/flash-attn2@v1:attend"],
+)
+def test_every_attention_of_transformers_is_known(name):
+    require_runnable(parse("train_sft", ["--pretrain", "m", "--dataset", "d", "--attn_implementation", name]))
 
 
 def test_every_need_is_tested_and_a_complete_run_needs_nothing():

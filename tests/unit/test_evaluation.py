@@ -8,7 +8,7 @@ import torch
 
 from openrlhf.algorithms.evaluation import pass_at_k
 from openrlhf.config import ConfigError
-from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
+from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics, evaluation_names
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
 
 
@@ -110,7 +110,27 @@ def test_an_unknown_metric_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError) as caught:
         BestMetric("eval_pass1").update(0, {"eval_b_pass1": 0.5, "eval_a_pass1": 0.5})
     assert str(caught.value) == (
-        "--ckpt.best_metric_key eval_pass1: evaluations have no such metric; they have eval_a_pass1, eval_b_pass1"
+        "--ckpt.best_metric_key eval_pass1: evaluations have no such metric (did you mean eval_b_pass1?); they have "
+        "eval_a_pass1, eval_b_pass1"
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_evaluations_will_have_is_known_before_them(k):
+    groups = [make_group(0, "math", [1.0] * k), make_group(1, "code", [0.5] * k)]
+    assert sorted(evaluation_names(["math", "code"], k=k)) == sorted(evaluation_metrics(groups, k=k).values())
+
+
+def test_a_typo_in_the_metric_is_found_before_the_first_evaluation():
+    names = evaluation_names(["math"], k=1)
+    for wanted in ("", "none", "eval_math_pass1", "eval_num_samples"):
+        BestMetric(wanted).require(names)
+    with pytest.raises(ConfigError) as caught:
+        BestMetric("eval_math_pas1").require(names)
+    assert str(caught.value) == (
+        "--ckpt.best_metric_key eval_math_pas1: evaluations have no such metric (did you mean eval_math_pass1?); they "
+        "have eval_failed, eval_math_mean, eval_math_pass1, eval_math_response_length_mean, eval_math_truncated_rate, "
+        "eval_num_samples, eval_response_length_mean, eval_truncated_rate"
     )
 
 

@@ -5,7 +5,6 @@ import torch
 from small_rl import make_models
 
 from openrlhf.config import parse
-from openrlhf.config.errors import ConfigError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.usage import Usage
 from openrlhf.trainers.engine_settings import engine_memory, places, transfer_backend
@@ -210,11 +209,6 @@ def test_an_engine_sleeps_where_it_leaves_too_little(share, expected):
 )
 def test_weights_stay_on_a_device_that_is_shared_and_take_the_shortest_way_to_others(words, device, expected):
     assert transfer_backend(parse("train_ppo_ray", words.split()), torch.device(device)) == expected
-
-
-def test_a_way_for_weights_that_nobody_knows_is_refused():
-    with pytest.raises(ConfigError, match=r"--vllm.sync_backend mpi: give nccl, or gloo"):
-        transfer_backend(parse("train_ppo_ray", ["--vllm.sync_backend", "mpi"]), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("requests", "expected"), [(8, 256), (300, 300), (512, 512), (1024, 512)])
