@@ -31,6 +31,7 @@ CONDITIONS = {
     "!train.async_enable": ("--train.async_enable", ""),
     "!train.dynamic_batch_enable": ("--train.dynamic_batch_enable", ""),
     "!uses_group_baseline": ("--algo.advantage.estimator rloo", "--algo.advantage.estimator reinforce"),
+    "uses_group_baseline": ("--algo.advantage.estimator reinforce", "--algo.advantage.estimator rloo"),
     "algo.advantage.is_correction_enable": ("", "--algo.advantage.is_correction_enable"),
     "algo.dynamic_filtering_enable": ("", "--algo.dynamic_filtering_enable --rollout.n_samples_per_prompt 2"),
     "algo.kl.target": ("", "--algo.kl.target 0.1"),
