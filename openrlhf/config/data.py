@@ -1,7 +1,7 @@
 """Where prompts, examples and pairs come from, and how they become text."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from openrlhf.config.fields import Flag
 
@@ -119,6 +119,10 @@ class PromptDataSection(DataSection):
     label_key: Annotated[
         str | None, Flag("record key of the ground truth given to rewards and agents", flat="label_key")
     ] = None
+    long_prompts: Annotated[
+        Literal["cut", "skip", "error"],
+        Flag("prompts that leave no room for max_new_tokens lose their beginning, are left out, or end the run"),
+    ] = "cut"
     dataloader_num_workers: Annotated[
         int,
         Flag(

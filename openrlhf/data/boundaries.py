@@ -14,6 +14,9 @@ import numpy as np
 
 from openrlhf.data.errors import DataError
 
+HUGE = 1_000_000
+"""Characters of a text of which only the part that may be kept is tokenised."""
+
 Span = tuple[int, int]
 """Characters `start : end` of a text."""
 
@@ -70,6 +73,7 @@ class Encoder:
     def encode(self, texts: Sequence[MarkedText]) -> list[Tokens]:
         if not texts:
             return []
+        texts = [self._beginning(text) if len(text.text) > HUGE else text for text in texts]
         with_offsets = any(text.learnt is not None for text in texts)
         if with_offsets and not self.tokenizer.is_fast:
             raise DataError(
@@ -90,6 +94,11 @@ class Encoder:
             for text, ids, of in zip(texts, encoded["input_ids"], offsets, strict=True)
         ]
 
+    def _beginning(self, text: MarkedText) -> MarkedText:
+        """A huge text without what is beyond `max_len` tokens for sure: tokenising megabytes takes minutes."""
+        most = max(HUGE, (self.max_len + 1) * longest_token(self.tokenizer))
+        return text if len(text.text) <= most else text._replace(text=text.text[:most], closed=False)
+
     def _tokens(self, text: MarkedText, ids: np.ndarray, offsets: Sequence[Span] | None) -> Tokens:
         targets = np.ones(len(ids), dtype=bool) if text.learnt is None else tokens_in(text.learnt, offsets or ())
         prompt_length = int(targets.argmax()) if targets.any() else len(ids)
@@ -100,6 +109,23 @@ class Encoder:
         ids, targets = ids[: self.max_len], targets[: self.max_len].copy()
         targets[:1] = False
         return Tokens(ids, targets, prompt_length, truncated)
+
+
+def without_common_beginning(first: Tokens, second: Tokens) -> list[Tokens]:
+    """What two texts begin with is not learnt: it is equally likely in both, and cancels out of their comparison."""
+    shorter = min(len(first.ids), len(second.ids))
+    differ = np.flatnonzero(first.ids[:shorter] != second.ids[:shorter])
+    common = int(differ[0]) if len(differ) else max(0, shorter - 1)
+    later = [np.arange(len(tokens.ids)) >= common for tokens in (first, second)]
+    return [
+        tokens._replace(targets=tokens.targets & after, prompt_length=common)
+        for tokens, after in zip((first, second), later, strict=True)
+    ]
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Characters of its longest token."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def tokens_in(spans: Iterable[Span], offsets: Sequence[Span]) -> np.ndarray:

@@ -11,7 +11,15 @@ from openrlhf.data.boundaries import MarkedText
 from openrlhf.data.errors import DataError
 from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.json_files import Record
-from openrlhf.data.reading import Reading, Reason, Unusable, chat_text, plain_text, whole_chat, whole_text
+from openrlhf.data.reading import (
+    Reading,
+    Reason,
+    Unusable,
+    chat_text,
+    plain_text,
+    whole_chat,
+    whole_text,
+)
 from openrlhf.data.templates import read_messages, read_text, read_value
 
 Messages = list[dict[str, Any]]
@@ -54,7 +62,8 @@ class PairFormat:
     """Which keys of a record hold what, and how they become text.
 
     With `answers_only` the targets are the answers' tokens, as DPO wants them, and the answers must be to the same
-    prompt: under `prompt_key`, or, in chats, all messages before the last. Without it nothing is told apart, as a
+    prompt: under `prompt_key`, or, in chats, all messages before the last, or, in texts, all that both begin with.
+    Without it nothing is told apart, as a
     reward model wants it: the targets are all tokens.
     """
 
@@ -68,7 +77,11 @@ class PairFormat:
 
     def read(self, record: Record, tokenizer: Any) -> Reading:
         read = self._chats if self.apply_chat_template else self._plain
-        return Reading(read(record, tokenizer), value=_margin(record.get(self.margin_key), key=self.margin_key))
+        return Reading(
+            read(record, tokenizer),
+            value=_margin(record.get(self.margin_key), key=self.margin_key),
+            undivided=self.answers_only and not self.apply_chat_template and self.prompt_key is None,
+        )
 
     def _values(self, record: Record) -> tuple[Any, Any]:
         return (
@@ -82,11 +95,6 @@ class PairFormat:
             for value, key in zip(self._values(record), (self.chosen_key, self.rejected_key), strict=True)
         )
         if self.prompt_key is None:
-            if self.answers_only:
-                raise DataError(
-                    f"its {self.chosen_key!r} is one text, and where the answer begins is not said: set "
-                    "--data.prompt_key, or give chats and --data.apply_chat_template"
-                )
             return whole_text(chosen), whole_text(rejected)
         prompt = read_text(read_value(record, self.prompt_key, flag="--data.prompt_key"), key=self.prompt_key)
         texts = tuple(plain_text(prompt, answer, input_template=self.input_template) for answer in (chosen, rejected))

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf.data.boundaries import HUGE, longest_token
 from openrlhf.data.errors import DataError
 from openrlhf.data.shuffling import shuffled
-from openrlhf.data.sources import Record, Records, warn_left_out
+from openrlhf.data.sources import Record, Records, named, warn_left_out
 from openrlhf.data.templates import known_keys, render_prompt, usable_template
 from openrlhf.types import Prompt
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 BATCH = 1024
 """Prompts tokenised per call: fast tokenizers run a batch on all cores."""
+_ROOM = "raise --data.max_len or lower --rollout.max_new_tokens"
 
 
 def _datasource(record: Record) -> str:
@@ -30,10 +32,12 @@ def _datasource(record: Record) -> str:
 class PromptSet(Sequence[Prompt]):
     """The usable prompts of a data set, in file order; `prompts[i]` has ordinal i.
 
-    Every record is rendered and checked once, here. Records without text and prompts of more than
-    `max_prompt_tokens` tokens are left out, with one warning that says how many; anything else that is wrong
-    raises DataError with the record's number. Texts are rendered again when asked for, so memory stays that of
-    the records.
+    Every record is rendered and checked once, here. Records without text are left out, with one warning that says how
+    many; anything else that is wrong raises DataError with the record's number. Texts are rendered again when asked
+    for, so memory stays that of the records.
+
+    What becomes of prompts of more than `max_prompt_tokens` tokens is `long_prompts`: "cut" keeps them, and whoever
+    plays them cuts their tokens from the left; "skip" leaves them out; "error" raises DataError.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class PromptSet(Sequence[Prompt]):
         apply_chat_template: bool = False,
         input_template: str | None = None,
         max_prompt_tokens: int | None = None,
+        long_prompts: str = "cut",
         flag: str = "--data.prompt_dataset",
     ) -> None:
         if max_prompt_tokens is not None and tokenizer is None:
@@ -57,6 +62,7 @@ class PromptSet(Sequence[Prompt]):
         self._apply_chat_template = apply_chat_template
         self._input_template = usable_template(input_template, apply_chat_template=apply_chat_template)
         self._max_prompt_tokens = max_prompt_tokens
+        self._long_prompts = long_prompts
         self._flag = flag
         self._kept, self.digest = self._check_all()
 
@@ -76,7 +82,7 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(
             ordinal=ordinal,
             text=self._render(row, record),
-            label=self._label(row, record),
+            label=self._label(record),
             datasource=_datasource(record),
             where=self._records.where(row),
         )
@@ -95,6 +101,7 @@ class PromptSet(Sequence[Prompt]):
         kept: list[int] = []
         empty: list[int] = []
         long: list[int] = []
+        unlabelled: list[int] = []
         digest = hashlib.blake2b(digest_size=8)
         rows = iter(range(len(self._records)))
         while batch := list(islice(rows, BATCH)):
@@ -102,7 +109,9 @@ class PromptSet(Sequence[Prompt]):
             for row in batch:
                 record = self._records[row]
                 text = self._render(row, record)
-                label = self._label(row, record)
+                label = self._label(record)
+                if label is None:
+                    unlabelled.append(row)
                 if text:
                     usable.append((row, text, label))
                 else:
@@ -113,19 +122,51 @@ class PromptSet(Sequence[Prompt]):
                     empty.append(row)
                 elif self._max_prompt_tokens is not None and length > self._max_prompt_tokens:
                     long.append(row)
-                else:
+                    if self._long_prompts != "cut":
+                        continue
+                if length:
                     kept.append(row)
                     digest.update(repr((text, label)).encode())
         warn_left_out(self._records, empty, why=f"have an empty {self._input_key!r}", what="prompts", flag=self._flag)
-        too_long = f"are longer than {self._max_prompt_tokens} tokens"
-        warn_left_out(self._records, long, why=too_long, what="prompts", flag=self._flag)
+        self._tell_long(long)
+        self._tell_unlabelled(unlabelled)
         if not kept:
             raise DataError(
                 f"{self._flag}: no usable prompt in {len(self._records)} records: {len(empty)} are empty, "
-                f"{len(long)} are longer than {self._max_prompt_tokens} tokens"
-                + (" (raise --data.max_len or lower --rollout.max_new_tokens)" if long else "")
+                f"{len(long)} are longer than {self._max_prompt_tokens} tokens" + (f" ({_ROOM})" if long else "")
             )
         return np.array(kept, dtype=np.int64), digest.hexdigest()
+
+    def _tell_long(self, rows: list[int]) -> None:
+        too_long = f"are longer than {self._max_prompt_tokens} tokens"
+        if not rows:
+            return
+        if self._long_prompts == "error":
+            raise DataError(
+                f"{self._flag}, {self._records.where(rows[0])}: {len(rows)} of {len(self._records)} prompts "
+                f"{too_long}: {_ROOM}, or take another --data.long_prompts"
+            )
+        if self._long_prompts == "skip":
+            warn_left_out(self._records, rows, why=too_long, what="prompts", flag=self._flag)
+        else:
+            logger.warning(
+                "%s: %d of %d prompts %s and lose their beginning (%s; --data.long_prompts skip leaves them out): %s",
+                self._flag, len(rows), len(self._records), too_long, _ROOM, named(self._records, rows),
+            )  # fmt: skip
+
+    def _tell_unlabelled(self, rows: list[int]) -> None:
+        """Rewards get None for a label that is null or missing. Raises DataError when no record has one."""
+        if self._label_key is None or not rows:
+            return
+        if not any(self._label_key in self._records[row] for row in range(len(self._records))):
+            raise DataError(
+                f"{self._flag}, {self._records.where(0)}: it has no {self._label_key!r}: "
+                f"set --data.label_key to one of {known_keys(self._records[0])}"
+            )
+        logger.warning(
+            "%s: %d of %d records have no %r: rewards and agents get None for it: %s",
+            self._flag, len(rows), len(self._records), self._label_key, named(self._records, rows),
+        )  # fmt: skip
 
     def _lengths(self, texts: list[str]) -> list[int]:
         """Tokens of each text; characters where no tokenizer was given."""
@@ -135,6 +176,13 @@ class PromptSet(Sequence[Prompt]):
         return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def _render(self, row: int, record: Record) -> str:
+        """The text, and of a huge one its end: tokenising megabytes takes minutes, and a prompt is cut there anyway."""
+        text = self._whole(row, record)
+        if len(text) <= HUGE or self._max_prompt_tokens is None:
+            return text
+        return text[-max(HUGE, (self._max_prompt_tokens + 1) * longest_token(self._tokenizer)) :]
+
+    def _whole(self, row: int, record: Record) -> str:
         try:
             return render_prompt(
                 record,
@@ -146,16 +194,8 @@ class PromptSet(Sequence[Prompt]):
         except DataError as error:
             raise DataError(f"{self._flag}, {self._records.where(row)}: {error}") from error
 
-    def _label(self, row: int, record: Record) -> Any:
-        if self._label_key is None:
-            return ""
-        label = record.get(self._label_key)
-        if label is None:
-            raise DataError(
-                f"{self._flag}, {self._records.where(row)}: it has no {self._label_key!r}: "
-                f"set --data.label_key to one of {known_keys(record)}"
-            )
-        return label
+    def _label(self, record: Record) -> Any:
+        return "" if self._label_key is None else record.get(self._label_key)
 
 
 class PromptStream:

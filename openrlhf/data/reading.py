@@ -40,6 +40,8 @@ class Reading(NamedTuple):
     """One; of a pair the chosen, then the rejected."""
     value: float = 0.0
     """The number that goes with them: a margin, or a label."""
+    undivided: bool = False
+    """Nobody has said where the answers of a pair begin: the prompt is the tokens that both texts begin with."""
 
 
 class Format(Protocol):

@@ -22,7 +22,7 @@ from openrlhf.data.tables import HubUnreachableError, UnknownSplitError, read_fo
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DataError", "Record", "Records", "load_records", "warn_left_out"]
+__all__ = ["DataError", "Record", "Records", "load_records", "named", "warn_left_out"]
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ACCEPTED = (
@@ -124,11 +124,14 @@ def load_records(
 def warn_left_out(records: Records, rows: Sequence[int], *, why: str, what: str, flag: str) -> None:
     """One warning about records that will not be used: how many, why, and the first few."""
     if rows:
-        first = ", ".join(records.where(row) for row in rows[:5])
         logger.warning(
-            "%s: left out %d of %d %s, which %s: %s%s",
-            flag, len(rows), len(records), what, why, first, ", …" if len(rows) > 5 else "",
-        )  # fmt: skip
+            "%s: left out %d of %d %s, which %s: %s", flag, len(rows), len(records), what, why, named(records, rows)
+        )
+
+
+def named(records: Records, rows: Sequence[int]) -> str:
+    """The first few of these records, for messages."""
+    return ", ".join([*(records.where(row) for row in rows[:5]), *(["…"] if len(rows) > 5 else [])])
 
 
 # ---------------------------------------------------------------------------------------------- mixing

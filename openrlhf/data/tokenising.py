@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf.data.boundaries import Encoder, Tokens
+from openrlhf.data.boundaries import Encoder, Tokens, without_common_beginning
 from openrlhf.data.errors import DataError
 from openrlhf.data.reading import Format, Reading, Reason, Unusable
 from openrlhf.data.sources import Record, Records
@@ -114,6 +114,8 @@ class _Work:
         encoded = iter(self.encoder.encode([text for _, reading in read for text in reading.texts]))
         for row, reading in read:
             sequences = [next(encoded) for _ in reading.texts]
+            if reading.undivided:
+                sequences = without_common_beginning(*sequences)
             if reason := self._unusable(sequences):
                 out.skip(row, reason)
             else:

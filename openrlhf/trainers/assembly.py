@@ -18,7 +18,8 @@ from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.checkpoint.manager import CheckpointManager, Kept
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
-from openrlhf.data.sources import load_records
+from openrlhf.data.recognising import PromptFormat, recognise
+from openrlhf.data.sources import Records, load_records
 from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
@@ -216,16 +217,26 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
         trust_remote_code=config.data.trust_remote_code,
         flag=flag,
     )
-    # A prompt must leave room for the response; without a response limit, for one token.
-    room = config.data.max_len - (config.rollout.max_new_tokens or 1)
+    return prompt_set(records, config, tokenizer, flag=flag)
+
+
+def prompt_set(records: Records, config: RLConfig, tokenizer: Any, *, flag: str) -> PromptSet:
+    """Prompts as the flags, or the records' own keys, have them."""
+    data = config.data
+    given = PromptFormat(
+        input_key=data.input_key, label_key=data.label_key, apply_chat_template=data.apply_chat_template
+    )
+    found = recognise(records, given, flag=flag)
     return PromptSet(
         records,
         tokenizer=tokenizer,
-        input_key=config.data.input_key,
-        label_key=config.data.label_key,
-        apply_chat_template=config.data.apply_chat_template,
-        input_template=config.data.prompt_template,
-        max_prompt_tokens=room,
+        input_key=found.input_key,
+        label_key=found.label_key,
+        apply_chat_template=found.apply_chat_template,
+        input_template=data.prompt_template,
+        # A prompt must leave room for the response; without a response limit, for one token.
+        max_prompt_tokens=data.max_len - (config.rollout.max_new_tokens or 1),
+        long_prompts=data.long_prompts,
         flag=flag,
     )
 

@@ -24,6 +24,7 @@ from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
 from openrlhf.data.reading import Format
+from openrlhf.data.recognising import recognise
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import load_records
 from openrlhf.data.token_cache import default_folder
@@ -406,7 +407,7 @@ def _samples(config: SupervisedConfig, kind: _Kind, tokenizer: Any, *, evaluatio
     )
     return kind.samples(
         records,
-        kind.format(config),
+        recognise(records, kind.format(config), flag=flag),
         tokenizer=tokenizer,
         max_len=config.data.max_len,
         workers=config.data.dataloader_num_workers or None,

@@ -51,11 +51,7 @@ def test_a_metric_that_evaluations_will_not_have_is_found_before_the_first_step(
         ("notes.txt", "hello", ["--data.prompt_dataset", "notes.txt", "give a .jsonl"]),
         ("number.jsonl", '{"input": 5, "label": "3"}\n', ["record 1 of number.jsonl", "must be a string", "got int"]),
         ("nothing.jsonl", '{"input": " ", "label": "3"}\n' * 2, ["no usable prompt in 2 records: 2 are empty"]),
-        (
-            "long.jsonl",
-            '{"input": "1111111+111111=", "label": "3"}\n',  # 15 tokens; 16 - 4 leave room for 12
-            ["1 are longer than 12 tokens", "raise --data.max_len or lower --rollout.max_new_tokens"],
-        ),
+        ("half.jsonl", GOOD + '{"input": "1+\\ud83d", "label": "3"}\n', ["half.jsonl, line 2 has half a character"]),
     ],
 )
 def test_unusable_data(cli, tmp_path, name, text, parts):
@@ -99,18 +95,31 @@ def test_unknown_split(cli, inputs, tmp_path):
 
 
 def test_prompts_that_cannot_be_used_are_counted_and_left_out(cli, tmp_path):
-    """4 usable prompts of 7: one round."""
+    """4 usable prompts of 7: one round. The last has 15 tokens, and 16 − 4 leave room for 12."""
     lines = [GOOD] * 4 + [
         '{"input": "", "label": "3"}\n',
         '{"input": null, "label": "3"}\n',
         '{"input": "1111111+111111=", "label": "3"}\n',
     ]
     (tmp_path / "some.jsonl").write_text("".join(lines))
-    ran = cli(data__prompt_dataset="some.jsonl")
+    ran = cli(data__prompt_dataset="some.jsonl", data__long_prompts="skip")
     succeeded(ran)
     assert "left out 2 of 7 prompts, which have an empty 'input': record 5 of some.jsonl, record 6" in ran.err
     assert "left out 1 of 7 prompts, which are longer than 12 tokens: record 7 of some.jsonl" in ran.err
     assert len(ran.metrics) == 1
+
+
+def test_prompts_that_are_too_long_are_cut_from_the_left(cli, tmp_path):
+    """Records as TRL has them, one without a label. 15 tokens, of which 12 leave room for 4 more."""
+    lines = ['{"prompt": "1111111+111111=", "label": "3"}\n'] * 3 + ['{"prompt": "1+2=", "label": null}\n']
+    (tmp_path / "long.jsonl").write_text("".join(lines))
+    ran = cli(data__prompt_dataset="long.jsonl")
+    succeeded(ran)
+    assert "3 of 4 prompts are longer than 12 tokens and lose their beginning" in ran.err
+    assert "1 of 4 records have no 'label'" in ran.err
+    (record,) = ran.metrics
+    assert record["rollout/failed"] == 0
+    assert record["total_length"] <= 16
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "parquet", "folder", "split of a file"])

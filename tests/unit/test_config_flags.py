@@ -43,6 +43,7 @@ ADDED = {
     ("rollout.abort_stragglers", "switch", False): ("train_ppo_ray",),
     ("rollout.agent_hosts", "int", None): ("train_ppo_ray",),
     ("rollout.step_timeout", "float", 600.0): ("train_ppo_ray",),
+    ("data.long_prompts", "str cut/skip/error", "cut"): ("train_ppo_ray",),
     ("train.total_steps", "int", None): TRAINERS,
     ("train.stall_timeout", "float", 1800.0): TRAINERS,
     ("vllm.sync_verify", "switch", False): ("train_ppo_ray",),

@@ -35,6 +35,34 @@ def pieces(kind, ids):
     return encoder(kind).tokenizer.convert_ids_to_tokens([int(i) for i in ids])
 
 
+class Counting:
+    """A tokenizer that knows the longest text it was given."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.longest = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, texts, **options):
+        self.longest = max(self.longest, *map(len, texts))
+        return self._tokenizer(texts, **options)
+
+
+def test_of_a_huge_text_no_more_than_may_be_kept_is_tokenised(monkeypatch):
+    """The tokens are those of the whole text, of which 20 are kept; only what is tokenised is less."""
+    text = "Q: what is a cat? " * 400
+    whole = answered(text[:9], text[9:], max_len=20)
+    monkeypatch.setattr("openrlhf.data.boundaries.HUGE", 100)
+    limited = copy(encoder("byte_level"))
+    limited.max_len, limited.tokenizer = 20, Counting(limited.tokenizer)
+    (tokens,) = limited.encode([MarkedText.of(text, [(9, len(text))])])
+    assert limited.tokenizer.longest < 1000
+    assert (tokens.ids.tolist(), tokens.targets.tolist()) == (whole.ids.tolist(), whole.targets.tolist())
+    assert tokens.truncated
+    assert whole.truncated
+
+
 class TestOffsets:
     def test_any_character_counts(self):
         """Span 2:4. Token (1, 3) straddles its beginning, (3, 5) its end; (0, 2) and (4, 6) only touch it."""

@@ -1,9 +1,12 @@
 """Pairs and judged answers: same prompt, other answers, and a number that goes with them."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonl_records import written
-from small_tokenizers import tokenizer
+from small_tokenizers import KINDS, tokenizer
 
+from openrlhf.data.boundaries import Encoder, MarkedText, without_common_beginning
 from openrlhf.data.errors import DataError
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
 
@@ -88,9 +91,33 @@ class TestPairs:
         (pair,) = pairs([record], apply_chat_template=True, answers_only=False)
         assert "another" in whole(pair.rejected)
 
-    def test_dpo_needs_to_know_the_answer(self, pairs):
-        with pytest.raises(DataError, match=r"set --data\.prompt_key, or give chats"):
-            pairs([{"chosen": "a", "rejected": "b"}])
+    def test_texts_without_a_prompt_begin_alike(self, pairs):
+        """The prompt is the tokens that both begin with, of which a space before the answer may be none."""
+        (pair,) = pairs([{"chosen": "Q: 2+3= A: the answer is 5.", "rejected": "Q: 2+3= A: a cat"}])
+        assert (learnt(pair.chosen), learnt(pair.rejected)) == (" the answer is 5.</s>", " a cat</s>")
+        assert whole(pair.chosen) == "Q: 2+3= A: the answer is 5.</s>"
+
+    def test_texts_that_have_nothing_in_common(self, pairs):
+        """Nothing predicts the first token, so it is the prompt."""
+        (pair,) = pairs([{"chosen": "the cat", "rejected": "a b"}])
+        assert (learnt(pair.chosen), learnt(pair.rejected)) == (" cat</s>", " b</s>")
+
+    def test_a_text_that_is_the_beginning_of_the_other(self, pairs):
+        (pair,) = pairs([{"chosen": "Q: a", "rejected": "Q: a b\n"}])
+        assert (learnt(pair.chosen), learnt(pair.rejected)) == ("</s>", " b</s>")
+
+    @given(st.data())
+    def test_what_is_not_learnt_of_undivided_texts_is_the_same_in_both(self, data):
+        """Whatever merges across the end of the prompt, also in a tokenizer that merges over spaces."""
+        kind = data.draw(st.sampled_from(KINDS))
+        prompt, first, second = (data.draw(st.text(st.sampled_from("ab c=A:. the"), max_size=12)) for _ in range(3))
+        texts = [MarkedText(prompt + rest + ".", None, closed=True) for rest in (first, second)]
+        one, other = without_common_beginning(*Encoder(tokenizer(kind), max_len=100).encode(texts))
+        assert one.ids[: one.prompt_length].tolist() == other.ids[: other.prompt_length].tolist()
+        assert one.targets[max(1, one.prompt_length) :].all()
+        assert not one.targets[: one.prompt_length].any()
+        if one.ids.tolist() != other.ids.tolist():
+            assert one.ids[one.prompt_length :].tolist() != other.ids[other.prompt_length :].tolist()
 
     def test_length_is_of_both(self, pairs):
         made = pairs([{"p": "Q", "chosen": " a", "rejected": " a a"}], prompt_key="p")

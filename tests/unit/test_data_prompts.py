@@ -66,11 +66,19 @@ class TestPromptSet:
         )
 
     @pytest.mark.parametrize("second", [{"input": "b", "answer": "5"}, {"input": "b", "answer": "5", "label": None}])
-    def test_missing_label(self, load, second):
+    def test_a_label_may_be_null_or_missing_in_some_records(self, load, second, caplog):
+        prompts = PromptSet(load([{"input": "a", "label": 1}, second]), label_key="label")
+        assert [prompt.label for prompt in prompts] == [1, None]
+        assert caplog.messages == [
+            "--data.prompt_dataset: 1 of 2 records have no 'label': rewards and agents get None for it: "
+            "record 2 of train.jsonl"
+        ]
+
+    def test_a_label_that_no_record_has_is_a_mistake(self, load):
         with pytest.raises(DataError) as caught:
-            PromptSet(load([{"input": "a", "label": 1}, second]), label_key="label")
+            PromptSet(load([{"input": "a", "answer": 5}] * 3), label_key="label")
         assert str(caught.value) == (
-            "--data.prompt_dataset, record 2 of train.jsonl: it has no 'label': "
+            "--data.prompt_dataset, record 1 of train.jsonl: it has no 'label': "
             "set --data.label_key to one of input, answer"
         )
 
@@ -79,7 +87,7 @@ class TestPromptSet:
         records = [{"input": text} for text in ["a", "", "a b", " ", *["a b c"] * 6]]
         tokenizer = WordTokenizer()
         with caplog.at_level(logging.WARNING):
-            prompts = PromptSet(load(records), tokenizer=tokenizer, max_prompt_tokens=2)
+            prompts = PromptSet(load(records), tokenizer=tokenizer, max_prompt_tokens=2, long_prompts="skip")
         assert [p.text for p in prompts] == ["a", "a b"]
         assert prompts.where(1) == "record 3 of train.jsonl"
         assert tokenizer.calls == 1
@@ -91,12 +99,45 @@ class TestPromptSet:
             + ", …",
         ]
 
+    def test_long_prompts_are_kept_and_counted(self, load, caplog):
+        """Whoever plays them cuts them from the left, when it is known what is read first."""
+        prompts = PromptSet(load([{"input": "a"}, {"input": "a b c"}]), tokenizer=WordTokenizer(), max_prompt_tokens=2)
+        assert [p.text for p in prompts] == ["a", "a b c"]
+        assert caplog.messages == [
+            "--data.prompt_dataset: 1 of 2 prompts are longer than 2 tokens and lose their beginning (raise "
+            "--data.max_len or lower --rollout.max_new_tokens; --data.long_prompts skip leaves them out): "
+            "record 2 of train.jsonl"
+        ]
+
+    def test_long_prompts_may_end_the_run(self, load):
+        with pytest.raises(
+            DataError, match=r"record 2 of train\.jsonl: 2 of 3 prompts are longer than 2 tokens: raise"
+        ):
+            PromptSet(
+                load([{"input": "a"}, {"input": "a b c"}, {"input": "a b c"}]),
+                tokenizer=WordTokenizer(),
+                max_prompt_tokens=2,
+                long_prompts="error",
+            )
+
+    def test_of_a_huge_prompt_the_end_is_tokenised(self, load, monkeypatch):
+        """Words of at most 3 letters: 2 + 1 of them have 9 characters, and no more than the last 10 are read."""
+        monkeypatch.setattr("openrlhf.data.prompts.HUGE", 10)
+        monkeypatch.setattr(WordTokenizer, "get_vocab", lambda self: {"a": 0, "bcd": 1}, raising=False)
+        prompts = PromptSet(load([{"input": "a " * 50 + "end"}]), tokenizer=WordTokenizer(), max_prompt_tokens=2)
+        assert prompts[0].text == " a a a end"
+
     def test_the_limit_itself_fits(self, load):
         assert len(PromptSet(load([{"input": "a b"}]), tokenizer=WordTokenizer(), max_prompt_tokens=2)) == 1
 
     def test_nothing_left(self, load):
         with pytest.raises(DataError) as caught:
-            PromptSet(load([{"input": "a b c"}, {"input": ""}]), tokenizer=WordTokenizer(), max_prompt_tokens=2)
+            PromptSet(
+                load([{"input": "a b c"}, {"input": ""}]),
+                tokenizer=WordTokenizer(),
+                max_prompt_tokens=2,
+                long_prompts="skip",
+            )
         assert str(caught.value) == (
             "--data.prompt_dataset: no usable prompt in 2 records: 1 are empty, 1 are longer than 2 tokens "
             "(raise --data.max_len or lower --rollout.max_new_tokens)"
