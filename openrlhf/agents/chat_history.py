@@ -11,6 +11,8 @@ is tokenised:
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,22 @@ Message = Mapping[str, Any]
 
 MARK = "@@what-the-policy-said@@"
 """Stands for an answer in a rendered conversation. Without spaces, which templates trim."""
+
+TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""What a system message says of tools where the template says nothing. Hermes' and Qwen's words, which models that have
+seen any tools are most likely to know, and the form of calls that `tool_calls.py` reads."""
 
 
 class TemplateError(ValueError):
@@ -60,6 +78,8 @@ class ChatHistory:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._exchanges: list[_Exchange] = []
+        self.spells_tools: bool | None = None
+        """Whether tools are described in a message of ours, as the template leaves them out; None: none were given."""
 
     def prompt(self, conversation: Conversation) -> ChatPrompt:
         """What the engine reads next. Raises TemplateError."""
@@ -105,17 +125,16 @@ class ChatHistory:
         return ids[1:] if ids[:1] == exchange.written[-1:] else ids
 
     def _render(self, conversation: Conversation) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(conversation.messages),
-                tools=list(conversation.tools) if conversation.tools else None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **conversation.template_options,
-            )
-        except Exception as error:  # templates are programs: whatever one raises is about these messages
-            raise TemplateError(f"the chat template refused these messages: {error}") from error
-        return text
+        if conversation.tools:
+            if self.spells_tools is None:
+                self.spells_tools = not renders_tools(self._tokenizer, conversation)
+            if self.spells_tools:
+                conversation = spell_tools(conversation)
+                try:
+                    return render(self._tokenizer, conversation)
+                except TemplateError:  # of models that know no system messages
+                    conversation = _without_system(conversation)
+        return render(self._tokenizer, conversation)
 
     def _tokenise(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -135,3 +154,118 @@ def _same(one: Reply, other: Reply, *, spaces: bool = True) -> bool:
     """Up to white space around the content; without `spaces`, to any in it."""
     contents = [reply.content.strip() if spaces else "".join(reply.content.split()) for reply in (one, other)]
     return contents[0] == contents[1] and one.tool_calls == other.tool_calls
+
+
+# ------------------------------------------------------------------------------------ templates
+
+
+def render(tokenizer: Any, conversation: Conversation) -> str:
+    """The text that the policy goes on from. Raises TemplateError."""
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(conversation.messages),
+            tools=list(conversation.tools) if conversation.tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **conversation.template_options,
+        )
+    except Exception as error:  # templates are programs: whatever one raises is about these messages
+        raise TemplateError(f"the chat template refused these messages: {error}") from error
+    return text
+
+
+def renders_tools(tokenizer: Any, conversation: Conversation) -> bool:
+    """Whether the template says anything of the conversation's tools."""
+    asked = conversation._replace(messages=[{"role": "user", "content": "hi"}])
+    return render(tokenizer, asked) != render(tokenizer, asked._replace(tools=None))
+
+
+def spell_tools(conversation: Conversation) -> Conversation:
+    """The same without tools, calls and tools' answers: a system message, the assistant and the user spell them out."""
+    tools = "\n".join(_json(tool) for tool in conversation.tools or ())
+    messages: list[Message] = []
+    for message in conversation.messages:
+        if message["role"] == "tool":
+            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if messages and messages[-1].get("answers"):
+                messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{answer}"}
+            else:
+                messages.append({"role": "user", "content": answer, "answers": True})
+        elif message.get("tool_calls"):
+            calls = (call["function"] for call in message["tool_calls"])
+            spelled = [
+                f'<tool_call>\n{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}\n</tool_call>'
+                for call in calls
+            ]
+            content = "\n".join([*([message["content"]] if message["content"] else []), *spelled])
+            messages.append({"role": "assistant", "content": content})
+        else:
+            messages.append(message)
+    said = TOOLS.format(tools=tools)
+    if messages and messages[0]["role"] == "system":
+        first, *messages = messages
+        said = f"{first['content']}\n\n{said}" if first["content"] else said
+    return conversation._replace(messages=[{"role": "system", "content": said}, *messages], tools=None)
+
+
+def _without_system(conversation: Conversation) -> Conversation:
+    """What the system message says begins the first message of the user."""
+    system, first, *others = conversation.messages
+    if first["role"] != "user":
+        return conversation
+    joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+    return conversation._replace(messages=[joined, *others])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# ------------------------------------------------------------------------------------ for users' agents
+
+
+def next_user_turn(tokenizer: Any, text: str, *, after: str, **template_options: Any) -> str:
+    """What the model's own chat template puts between an answer and the next: feedback as a message of the user.
+
+    `after` is the answer, as `states["action_text"]` has it: special tokens that it has ended with are not there twice.
+    `template_options` are variables of the template, `enable_thinking` for instance. Raises ValueError.
+
+    >>> next_user_turn(tokenizer, "Try again.", after="5<|im_end|>")
+    '\\n<|im_start|>user\\nTry again.<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        name = getattr(tokenizer, "name_or_path", "") or "this model"
+        raise TemplateError(f"the tokenizer of {name} has no chat template, so it has no turns")
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": MARK},
+        {"role": "user", "content": text},
+    ]
+    _, mark, turn = render(tokenizer, Conversation(messages, None, template_options)).partition(MARK)
+    if not mark:
+        raise TemplateError("the chat template does not show what the assistant has said")
+    closing = turn.lstrip()
+    for token in _special_tokens(tokenizer):
+        if after.endswith(token) and closing.startswith(token):
+            return closing[len(token) :]
+    return turn
+
+
+def action_text(tokenizer: Any, action: str | Sequence[int]) -> str:
+    """What the policy said, without special tokens; of `states["action_text"]`, or of token ids.
+
+    >>> action_text(tokenizer, "5<|im_end|>")
+    '5'
+    """
+    if not isinstance(action, str):
+        text: str = tokenizer.decode(action, skip_special_tokens=True)
+        return text
+    tokens = _special_tokens(tokenizer)
+    return re.sub("|".join(map(re.escape, tokens)), "", action) if tokens else action
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """The longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    tokens = {*getattr(tokenizer, "all_special_tokens", ()), *(str(token) for token in added if token.special)}
+    return sorted((token for token in tokens if token), key=len, reverse=True)

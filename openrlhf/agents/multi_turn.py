@@ -57,7 +57,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         A first observation that leaves no room for a turn is cut from the left. Feedback becomes tokens when a turn
         follows it: what nobody reads is in the text only.
         """
-        environment = Environment(self.agent_instance_cls)
+        environment = Environment(self.agent_instance_cls, hf_tokenizer)
         start = await environment.reset(prompt, label, images)
         params = sampling_params.copy()
         prompt_ids = _tokenise(hf_tokenizer, start.observation)
@@ -124,8 +124,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 class Environment:
     """One instance of a user's class: what it is told, what it answers, its errors with file and line."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type, tokenizer: Any) -> None:
         self._cls = cls
+        self._tokenizer = tokenizer
         self._file = file_of(cls)
         self._instance: Any = None
 
@@ -147,6 +148,7 @@ class Environment:
             "action_text": action,
             "label": label,
             "sampling_params": params.copy(),
+            "tokenizer": self._tokenizer,
         }
         with users_code(self._file):
             returned = await run_user(self._instance.step, states)

@@ -84,8 +84,9 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
         plan = self._plan()
         place = place_of(self.run_agent)
         if not getattr(hf_tokenizer, "chat_template", None):
-            name = getattr(hf_tokenizer, "name_or_path", "") or "this model"
-            raise AgentResultError(f"{place}: the tokenizer of {name} has no chat template, so it cannot read messages")
+            raise AgentResultError(
+                f"{place}: the tokenizer of {_name(hf_tokenizer)} has no chat template, so it cannot read messages"
+            )
         most = min(max_length, llm_engine.max_model_len)
         engine = RecordingEngine(llm_engine, sampling_params=sampling_params, max_length=most)
         session = ChatSession(
@@ -114,6 +115,11 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
         finally:
             await self._server.close(session)
         self._note_sampling(session)
+        if session.history.spells_tools:
+            say(
+                f"{file_of(type(self))}: the chat template of {_name(hf_tokenizer)} leaves tools out; a system message "
+                "describes them instead (docs/openai_agents.md)"
+            )
         try:
             judged = parse_judgement(returned, of="run_agent")
         except BadValueError as error:
@@ -182,6 +188,10 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
                 else "does not get it (client_sampling is False)"
             )
             say(f"{file_of(type(self))}: the agent asks for {asked}, unlike the run, and {became}")
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or "this model"
 
 
 def _decode(tokenizer: Any, segment: Segment) -> str:

@@ -1,6 +1,7 @@
 """What users' agent files import."""
 
 from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase
+from openrlhf.agents.chat_history import action_text, next_user_turn
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
@@ -11,4 +12,6 @@ __all__ = [
     "MultiTurnAgentExecutor",
     "OpenAIServerAgentExecutor",
     "SingleTurnAgentExecutor",
+    "action_text",
+    "next_user_turn",
 ]

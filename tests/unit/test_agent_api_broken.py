@@ -74,7 +74,7 @@ RETURNING = {
     "logs that are no dict": (env("return {'rewards': 1, 'done': True, 'extra_logs': [1]}"), 8, "step's 'extra_logs' must be a dict of numbers, got [1] (list of 1)"),
     "a log in words": (env("return {'rewards': 1, 'done': True, 'extra_logs': {'a': 'b'}}"), 8, "step's 'extra_logs'['a'] must be one number, got 'b' (str)"),
     "parameters that are none": (env("return {'rewards': 1, 'done': True, 'sampling_params': 'hot'}"), 8, "step's 'sampling_params' must be sampling parameters"),
-    "parameters that cannot be": (env("states['sampling_params'].temperature = -1; return {'rewards': 1, 'done': True, 'sampling_params': states['sampling_params']}"), 8, "step's 'sampling_params' cannot be used: temperature must be >= 0, got -1.0"),
+    "parameters that cannot be": (env("states['sampling_params'].temperature = -1; return {'rewards': 1, 'done': True, 'sampling_params': states['sampling_params']}"), 8, "step's 'sampling_params' cannot be used: temperature must be >= 0 and finite, got -1.0"),
     "a limit in words": (env("states['sampling_params'].max_tokens = '9'; return {'rewards': 1, 'done': True, 'sampling_params': states['sampling_params']}"), 8, "step's 'sampling_params'.max_tokens must be a whole number, got '9' (str)"),
     "pictures that are no list": (env("return {'rewards': 1, 'done': True, 'environment_images': 'cat.png'}"), 8, "step's 'environment_images' must be a list of pictures, got 'cat.png' (str)"),
     "execute returns nothing": (execute("pass"), 4, "execute returned None: is a `return` missing?"),

@@ -1,11 +1,14 @@
 """From messages to tokens: what the policy wrote stays as it wrote it, the rest is what the template says."""
 
+import copy
+import json
+
 import pytest
 from chat_model import CALCULATOR, TEMPLATES, Speaker, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.agents.chat_history import ChatHistory, Conversation, TemplateError
+from openrlhf.agents.chat_history import ChatHistory, Conversation, TemplateError, action_text, next_user_turn
 from openrlhf.agents.recording_engine import EngineCall, segments_from_calls
 from openrlhf.agents.tool_calls import GrowingReply
 from openrlhf.types import FinishReason, Generation
@@ -236,3 +239,82 @@ def test_whatever_a_client_does_its_segments_are_what_was_read_and_written(steps
         assert segment.token_ids[: at + len(call.generation.token_ids)].tolist() == call.token_ids
         assert segment.action_mask[at : at + len(call.generation.token_ids)].all()
     assert sum(int(s.action_mask.sum()) for s in segments) == sum(len(c.generation.token_ids) for c in calls)
+
+
+NO_SYSTEM = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def toolless(template):
+    """A tokenizer whose template is like that of models that know no tools."""
+    tokenizer = copy.deepcopy(chat_tokenizer("words"))
+    tokenizer.chat_template = template + tokenizer.chat_template
+    return tokenizer
+
+
+class TestToolsThatTheTemplateLeavesOut:
+    """They were left out in silence: the policy never heard of them, and of its calls saw nothing."""
+
+    def test_a_system_message_describes_them(self):
+        chat = Chat("words", tools=True)
+        prompt = chat.say({"role": "system", "content": "Be kind."}, user("2+3?"), answer="5")
+        assert prompt.text.startswith("\nsystem: Be kind.\n\n# Tools\n\nYou may call one or more functions")
+        assert f"<tools>\n{json.dumps(CALCULATOR)}\n</tools>" in prompt.text
+        assert prompt.text.endswith("</tool_call>\nuser: 2+3?\nassistant: ")
+        assert chat.history.spells_tools
+
+    def test_without_a_system_message_there_is_one_and_where_none_may_be_the_user_says_it(self):
+        said = Conversation([user("2+3?")], [CALCULATOR])
+        assert ChatHistory(toolless("")).prompt(said).text.startswith("\nsystem: # Tools")
+        text = ChatHistory(toolless(NO_SYSTEM)).prompt(said).text
+        assert text.startswith("\nuser: # Tools")
+        assert text.endswith("</tool_call>\n\n2+3?\nassistant: ")
+
+    def test_calls_and_answers_are_read_and_the_conversation_goes_on(self):
+        """The tokens of the call are the policy's own, and what is shown of it is what our parser reads."""
+        chat = Chat("words", tools=True)
+        call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+3"}}\n</tool_call>'
+        chat.say(user("2+3?"), answer=f"I add.\n{call}")
+        assert chat.messages[-1]["tool_calls"][0]["function"]["name"] == "calculator"
+        prompt = chat.say(tool("5"), tool("five"), answer="5")
+        assert prompt.continues
+        answers = "<tool_response>\n5\n</tool_response>\n<tool_response>\nfive\n</tool_response>"
+        assert prompt.text.endswith(f"\nassistant: I add.\n{call}\nuser: {answers}\nassistant: ")
+        assert len(segments_from_calls(chat.calls)) == 1
+
+    def test_a_template_that_knows_them_is_left_alone(self):
+        chat = Chat(tools=True)
+        assert "# Tools" not in chat.say(user("2+3?"), answer="5").text
+        assert not chat.history.spells_tools
+
+
+class TestHelpers:
+    def test_the_next_turn_of_the_user_in_the_models_own_template(self):
+        turn = "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+        assert next_user_turn(TOKENIZER, "again", after="5<|im_end|>") == turn
+        assert next_user_turn(TOKENIZER, "again", after="5") == f"<|im_end|>{turn}"
+        assert next_user_turn(chat_tokenizer("words"), "again", after="5") == "\nuser: again\nassistant: "
+
+    def test_variables_of_the_template_reach_it(self):
+        tokenizer = toolless("")
+        tokenizer.chat_template += "{% if calm %}[calm] {% endif %}"
+        assert next_user_turn(tokenizer, "again", after="5", calm=True).endswith("\nassistant: [calm] ")
+
+    def test_it_is_the_whole_conversation_as_the_template_renders_it(self):
+        """Whatever it is after, and whether or not that is closed."""
+        for template in TEMPLATES:
+            tokenizer = chat_tokenizer(template)
+            before = [user("hi"), {"role": "assistant", "content": "yes"}]
+            whole = tokenizer.apply_chat_template([*before, user("a")], tokenize=False, add_generation_prompt=True)
+            first = tokenizer.apply_chat_template(before[:1], tokenize=False, add_generation_prompt=True)
+            assert first + "yes" + next_user_turn(tokenizer, "a", after="yes") == whole
+
+    def test_without_a_template_there_are_no_turns(self):
+        tokenizer = toolless("")
+        tokenizer.chat_template = None
+        with pytest.raises(ValueError, match="has no chat template, so it has no turns"):
+            next_user_turn(tokenizer, "again", after="5")
+
+    def test_an_action_without_special_tokens(self):
+        said = "<|im_start|>5 < 6<|im_end|><|endoftext|>"
+        assert action_text(TOKENIZER, said) == "5 < 6"
+        assert action_text(TOKENIZER, TOKENIZER(said)["input_ids"]) == "5 < 6"

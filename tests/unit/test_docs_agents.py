@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from chat_model import Speaker, chat_tokenizer
 from scripted_engine import CharTokenizer, ScriptedEngine
 
 from openrlhf.agents.user_agent import load_agent
@@ -14,7 +15,7 @@ from openrlhf.types import SamplingParams
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
 AGENTS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-TEN_LINES, CALCULATOR, THINKER, DRAFTS, JUDGED, OLDER = AGENTS
+TEN_LINES, GUESS, CALCULATOR, THINKER, DRAFTS, JUDGED, OLDER = AGENTS
 
 
 class SpeakingEngine(ScriptedEngine):
@@ -73,6 +74,21 @@ def test_it_gives_up_after_three_and_a_limit_of_turns_truncates(play):
     assert play(TEN_LINES, "6.")[0].segments[0].action_mask.sum() == 6
     assert not play(TEN_LINES, "6.")[0].truncated
     assert play(TEN_LINES, "6.", max_steps=2)[0].truncated
+
+
+def test_feedback_in_the_models_own_template(tmp_path):
+    """The policy closes its first answer itself and is cut short in the second; either way the turn is closed once."""
+    (tmp_path / "agent.py").write_text(GUESS)
+    tokenizer = chat_tokenizer()
+    engine = Speaker(tokenizer, "7", "8 or so", "5")
+    player = load_agent(tmp_path / "agent.py")
+    params = SamplingParams(max_tokens=2)
+    prompt = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    episode = asyncio.run(player.play(prompt, "5", params, 500, tokenizer, engine))
+    again = "<|im_end|>\n<|im_start|>user\nNo. Try again.<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(engine.asked[1][0]) == f"{prompt}7{again}"
+    assert episode.text == f"{prompt}7{again}8 {again}5<|im_end|>"
+    assert episode.reward == 1.0
 
 
 def test_the_calculator(play):
