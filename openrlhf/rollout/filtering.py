@@ -32,8 +32,12 @@ class ScoreFilter:
     a judged member that has no score cannot be compared with the range; it is accepted.
     """
 
-    def __init__(self, low: float, high: float, *, warn_after: int) -> None:
-        """`warn_after`: rejections in a row after which the log says so, once, until a group is accepted again."""
+    def __init__(self, low: float, high: float, *, warn_after: int, members: int = 1) -> None:
+        """`warn_after`: rejections in a row after which the log says so, once, until a group is accepted again.
+
+        `members`: how many judged members a group must have to be trained on; one with fewer is a failed one.
+        """
+        self.members = members
         self._low, self._high = float(np.float32(low)), float(np.float32(high))
         self._range = f"--algo.dynamic_filtering_range {low:g} {high:g}"
         self._warn_after = warn_after

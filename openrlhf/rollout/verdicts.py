@@ -14,7 +14,8 @@ class Verdicts:
     """Of the groups of a round.
 
     Without a filter every group is accepted, also a failed one: it is in the batch, gives no sample and is counted.
-    With a filter failed groups are turned away like rejected ones.
+    With a filter failed groups are turned away like rejected ones, and so are those in which so many members failed
+    that the rest give no sample: a round would have fewer samples than it was asked for.
     """
 
     def __init__(self, score_filter: ScoreFilter | None) -> None:
@@ -24,13 +25,13 @@ class Verdicts:
         self._judged = 0
         self._rejected = 0
         self._failed: list[Group] = []
-        """Groups without a judged member, in the order in which they ended."""
+        """Groups without a judged member, or without enough of them, in the order in which they ended."""
         self._failed_samples = 0
         """Failed samples of the groups turned away."""
 
     def accepts(self, group: Group) -> bool:
         """Whether a group that ended is trained on."""
-        if group.scored:
+        if len(group.scored) >= (1 if self._filter is None else self._filter.members):
             self._judged += 1
             accepted = self._filter is None or self._filter.accepts(group)
             self._rejected += not accepted

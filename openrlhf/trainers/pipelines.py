@@ -229,4 +229,5 @@ def _score_filter(config: RLConfig) -> ScoreFilter | None:
     if not config.algo.dynamic_filtering_enable:
         return None
     low, high = config.algo.dynamic_filtering_range
-    return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size)
+    members = 2 if config.uses_group_baseline else 1
+    return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size, members=members)

@@ -101,6 +101,7 @@ def make(loop, records):
         at_once: int | None = None,
         filtered: bool = True,
         logprobs_every: int = 1,
+        members: int = 1,
     ):
         data = PromptSet(load_records(str(records), max_samples=len(runner.script)))
         return SyncCollector(
@@ -112,7 +113,7 @@ def make(loop, records):
             sampling_params=SamplingParams(),
             logprobs_every=logprobs_every,
             generate_batch_size=at_once,
-            score_filter=ScoreFilter(0, 1, warn_after=10 * batch) if filtered else None,
+            score_filter=ScoreFilter(0, 1, warn_after=10 * batch, members=members) if filtered else None,
         )
 
     return make
@@ -181,6 +182,24 @@ def test_a_group_with_an_unscored_member_is_not_filtered():
 
 
 # -------------------------------------------------------------------------------------------------- replacements
+
+
+def test_a_group_that_would_give_no_sample_is_replaced(make):
+    """One judged member of two, with a score inside the range: where members are compared it has nobody to be compared
+    with. The round is full all the same. Where they are not compared, it is as good as others."""
+    script = [(0.5, None), GOOD, BAD, GOOD, GOOD]
+    batch = make(ScriptedRunner(script), members=2).next_batch()
+    assert ordinals(batch.groups) == [1, 3]
+    assert batch.turned_away == [0, 2]
+    metrics = batch.metrics.values()
+    assert metrics["rollout/failed"] == 1
+    assert metrics["dynamic_filtering_pass_rate"] == 2 / 3
+    assert ordinals(make(ScriptedRunner(script)).next_batch().groups) == [0, 1]
+
+
+def test_a_round_of_members_left_alone_says_why(make):
+    with pytest.raises(RolloutError, match=r"all 3 groups of a round failed; first reason: rewards.py:3: no"):
+        make(ScriptedRunner([(0.5, None)] * 8), members=2).next_batch()
 
 
 def test_a_replacement_starts_while_others_are_in_play(make):
