@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -401,7 +402,8 @@ def _charts(run: RunData, *, ended: bool) -> str:
         if (curve := Curve.read(name, evaluations, label=evaluation_label(name))).points
     ]
     if scores:
-        sections["Learning"].append(line_chart("Evaluation", scores, dots=True))
+        title = f"Evaluation ({scores[0].name})" if len(scores) == 1 else "Evaluation"
+        sections["Learning"].append(line_chart(title, scores, dots=True))
     if phases := _phases(train):
         sections.setdefault("Speed", []).append(stacked_chart("Time per step", phases, unit=" s"))
     html = "".join(chart_section(title, cards) for title, cards in sections.items() if cards)
@@ -476,5 +478,10 @@ def setting_text(value: Any) -> str:
 
 def fill_template(parts: Mapping[str, str]) -> str:
     """The template with {{name}} replaced, in one pass, so that nothing in a part is taken for a placeholder."""
-    template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], _template())
+
+
+@functools.cache
+def _template() -> str:
+    """Read once: an installation that changes during a run does not change its page."""
+    return resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")

@@ -217,8 +217,8 @@ def _facts(record: Record, turns: Sequence[Record]) -> list[str]:
         facts.append(outcome)
     versions = sorted({v for turn in turns for v in turn.get("versions") or [] if _is_number(v)})
     if versions:
-        facts.append(f"weights {versions[0]}" + (f"–{versions[-1]}" if len(versions) > 1 else ""))
-    return facts
+        facts.append(f"weights v{versions[0]}" + (f"–{versions[-1]}" if len(versions) > 1 else ""))
+    return [fact.replace(" ", "\u00a0") for fact in facts]  # a line is broken between them
 
 
 def _turns(turns: Sequence[Record], characters: int) -> str:

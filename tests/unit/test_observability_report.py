@@ -128,7 +128,7 @@ def test_a_whole_run(run: RunDirectory):
     assert "Model Qwen/Qwen3-0.6B" in page.text
     assert list(page.charts) == [
         "Reward",
-        "Evaluation",
+        "Evaluation (pass@1)",
         "Policy loss",
         "Tokens per second",
         "Time per step",
@@ -260,9 +260,9 @@ def test_an_episode_is_shown_as_its_turns(run: RunDirectory):
     assert shown.startswith(
         "mean reward 0.050 of all 64 samples best prompt 7 · 2 of 8 samples · mean 0.2 "
         "system 5 tokens Be kind. user 4 tokens Guess! 4 "
-        "0.9 2 turns · 3 tokens · score 1 · weights 3–4 "
+        "0.9 2 turns · 3 tokens · score 1 · weights v3–4 "
         "assistant 2 tokens 0 seven <|im_end|> tool 3 tokens too low assistant 1 token +0.9 nine "
-        "-0.5 2 turns · 3 tokens · score 1 · truncated · weights 3–4 "
+        "-0.5 2 turns · 3 tokens · score 1 · truncated · weights v3–4 "
         "assistant 2 tokens 0 seven <|im_end|> tool 3 tokens too low assistant 1 token -0.5 ten"
     )
     classes = [attrs.get("class") for tag, attrs in page.tags if tag == "div"]
