@@ -55,7 +55,7 @@ class RolloutLog:
         for choice, group in chosen_groups(groups, self._groups):
             of_group = {"choice": choice, "group_reward": mean_reward(group), "group_samples": len(group.trajectories)}
             for trajectory in chosen_episodes(group.trajectories, MOST_EPISODES):
-                turns = self._reader.turns(trajectory.segments)
+                turns = self._reader.turns(trajectory.segments, text=trajectory.text)
                 self._lines.write({**_record(step, group, trajectory), **of_group, **whole, "turns": _fitted(turns)})
 
     def close(self) -> None:

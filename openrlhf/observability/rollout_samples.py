@@ -238,6 +238,8 @@ def _turns(turns: Sequence[Record], characters: int) -> str:
 
 def _turn(turn: Record, text: str, most: int, *, rewarded: bool) -> str:
     role, tokens = str(turn.get("role") or ""), _tokens(turn.get("tokens", 0))
+    if turn.get("tokens") == 0:
+        tokens = "after the end, not read"
     if role == "left out":
         role, text = "", f"… {turn.get('turns')} turns left out …"
     elif role == "history":

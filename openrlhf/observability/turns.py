@@ -114,15 +114,37 @@ class TurnReader:
         added = getattr(tokenizer, "added_tokens_encoder", {})
         self._marks = {added[mark]: mark for mark in (*HEADERS, *OPENERS) if mark in added}
 
-    def turns(self, segments: Sequence[Segment]) -> list[Turn]:
-        """Of a whole episode. What a later segment repeats of the one before it is one turn without a text."""
+    def turns(self, segments: Sequence[Segment], *, text: str = "") -> list[Turn]:
+        """Of a whole episode. What a later segment repeats of the one before it is one turn without a text.
+
+        `text` is that of the episode. What stands in it after the last action is the environment's last answer, which
+        nobody read: it becomes turns without tokens.
+        """
         turns: list[Turn] = []
         before: list[Turn] = []
         for place, segment in enumerate(segments):
             own = self._segment(segment, place)
             turns += _without_repetition(own, before) if place else own
             before = own
-        return turns
+        return [*turns, *self._unread(turns, text)]
+
+    def _unread(self, turns: Sequence[Turn], text: str) -> list[Turn]:
+        if not text or not turns or not turns[-1].action or not turns[-1].text:
+            return []
+        _, found, tail = text.rpartition(turns[-1].text)
+        if not found or not tail:
+            return []
+        marks = "|".join(map(re.escape, self._marks.values()))
+        pieces = re.split(f"(?={marks})", tail) if marks else [tail]
+        messages = [(piece, *self._message(self._mark_of(piece), piece, otherwise=ENVIRONMENT)) for piece in pieces]
+        return [
+            Turn(role=role, action=False, text=said, tokens=0, segment=turns[-1].segment)
+            for piece, role, said in messages
+            if said and not NOTHING_SAID.fullmatch(piece)
+        ]
+
+    def _mark_of(self, text: str) -> str | None:
+        return next((mark for mark in self._marks.values() if text.startswith(mark)), None)
 
     def _segment(self, segment: Segment, place: int) -> list[Turn]:
         turns: list[Turn] = []
@@ -155,7 +177,8 @@ class TurnReader:
         for start, end in pairwise(edges):
             tokens = end - start + waiting
             text = self._tokenizer.decode(ids[start:end], skip_special_tokens=False)
-            role, said = self._message(ids[start], text, otherwise=PROMPT if first else ENVIRONMENT)
+            mark = self._marks.get(ids[start])
+            role, said = self._message(mark, text, otherwise=PROMPT if first else ENVIRONMENT)
             between = start not in starts and NOTHING_SAID.fullmatch(text) is not None
             if between and end < len(ids):
                 waiting = tokens  # what closes the message before, and opens the next
@@ -168,9 +191,8 @@ class TurnReader:
             turns.append(Turn(role=role, action=False, text=said, tokens=tokens, segment=place))
         return turns
 
-    def _message(self, token: int, text: str, *, otherwise: str) -> tuple[str, str]:
-        """(role, what was said)"""
-        mark = self._marks.get(token)
+    def _message(self, mark: str | None, text: str, *, otherwise: str) -> tuple[str, str]:
+        """(role, what was said) of a text that begins with `mark`, if with any."""
         text = PADS.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
         if mark is None:
             return otherwise, text

@@ -1,10 +1,13 @@
 """What a run leaves on disk can be read, whatever moment it ended at."""
 
+import contextlib
 import json
+import logging
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,11 +15,15 @@ import pytest
 import torch
 import yaml
 
+from openrlhf.config import parse
+from openrlhf.data.errors import DataError
 from openrlhf.observability.jsonl import JsonLinesWriter, read_json_lines
 from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, NullLogger, read_metrics, without_times
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.turns import TurnReader
+from openrlhf.observability.watchdog import Watchdog
+from openrlhf.trainers.running import Observers, observed
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
 
 
@@ -404,6 +411,24 @@ def test_what_follows_an_action_without_marks_is_the_environment():
     assert [turn.role for turn in turns] == ["prompt", "assistant", "environment", "assistant", "environment"]
 
 
+@pytest.mark.parametrize(
+    ("tail", "told"),
+    [
+        ("", []),
+        ("\n<|im_start|>user\nYes!<|im_end|>\n<|im_start|>assistant\n", [("user", "Yes!")]),
+        (" Yes!", [("environment", " Yes!")]),
+    ],
+)
+def test_the_last_feedback_is_a_turn_that_nobody_read(tail: str, told: list[tuple[str, str]]):
+    """No token of it was recorded: it is in the episode's text alone."""
+    tokenizer = CharacterTokenizer(*CHAT)
+    segment = history(tokenizer, OPENING, ("7<|im_end|>", 1.0))
+    turns = TurnReader(tokenizer).turns([segment], text=f"{OPENING}7<|im_end|>{tail}")
+    assert [(turn.role, turn.text) for turn in turns[3:]] == told
+    assert sum(turn.tokens for turn in turns) == len(segment)
+    assert TurnReader(tokenizer).turns([segment], text="another text") == turns[:3]
+
+
 def test_a_later_segment_does_not_repeat_what_it_has_in_common():
     """The client dropped nothing, but its first answer is read again, as part of the history."""
     tokenizer = CharacterTokenizer(*CHAT)
@@ -460,3 +485,50 @@ def test_a_large_file_keeps_fewer_steps(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("openrlhf.observability.rollout_log.THINNED", ((1, 3), (3 * line + 3, 10)))
     records = logged(tmp_path / "many", *[[rewarded(0, 1.0)]] * 40)
     assert [r["step"] for r in records] == [1, 3, 6, 9, 10, 20, 30, 40]
+
+
+# ------------------------------------------------------------------------------------------------- while a run goes on
+
+
+@contextlib.contextmanager
+def running(tmp_path: Path) -> Iterator[tuple[RunDirectory, Observers]]:
+    config = parse("train_ppo_ray", ["--pretrain", "m", "--prompt_data", "p"])
+    run = RunDirectory.create(tmp_path / "demo", {})
+    with Watchdog(stall_seconds=0) as watching, observed(config, run, watching, steps=2, title="demo") as seen:
+        yield run, seen
+
+
+def test_a_run_has_its_page_from_the_beginning_and_says_where(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    with running(tmp_path) as (run, seen):
+        assert "step 0 of 2" in run.report.read_text()
+        assert str(run.report) in caplog.messages[-1]
+        seen.logger.log(1, {"reward": 0.5})
+        page = run.report.read_text()
+        assert "step 1 of 2" in page
+        assert ">running</span>" in page
+        assert len(caplog.messages) == 2
+    assert caplog.messages[-1] == f"report: {run.report}"
+    page = run.report.read_text()
+    assert ">finished</span>" in page
+    assert "data-refresh=" not in page.split("<script>")[0]
+
+
+def test_a_run_that_fails_says_why_on_its_page(tmp_path: Path):
+    def fail() -> None:
+        with running(tmp_path) as (_, seen):
+            seen.progress.note("continues from step 3")
+            raise DataError("record 3 is <broken>")
+
+    with pytest.raises(DataError):
+        fail()
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert ">failed</span>" in page
+    assert "<b>The run failed.</b> record 3 is &lt;broken&gt;" in page
+    assert "continues from step 3" in page
+
+
+def test_a_run_that_is_interrupted_says_so(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt), running(tmp_path) as (run, _):
+        raise KeyboardInterrupt
+    assert ">interrupted</span>" in run.report.read_text()
