@@ -82,6 +82,8 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
         "steps": [f"{run.train[-1]['step'] if run.train else 0:,}" for run in runs],
         "time": [clock_text(math.nan if run.seconds is None else run.seconds) for run in runs],
     }
+    if any(run.warnings for run in runs):
+        columns["warnings"] = [str(len(run.warnings)) for run in runs]
     scores = dict.fromkeys(name for run in runs for name in evaluation_names(run.evaluations))
     for name in scores:
         columns[f"{evaluation_label(name)}, last"] = [_value(run.evaluations, name, _last, score_text) for run in runs]
@@ -109,7 +111,7 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
         for i, name in enumerate(names)
     )
     return (
-        f'<section><h2>Results <span class="count">curves’ values: mean of the last tenth of the steps</span></h2>'
+        f'<section><h2>Results <span class="count">training: means of the last tenth of the steps</span></h2>'
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 

@@ -98,7 +98,7 @@ PLANS = (
     ChartPlan(
         "Update",
         "{engine} against trainer (nats per token)",
-        {"logprobs_diff": "mean |gap| of log-probs", "vllm_kl": "KL"},
+        {"logprobs_diff": "gap of log-probs", "vllm_kl": "KL"},
         zero=True,
     ),
     _plan("Update", "Corrected tokens (share)", "is_corrected", zero=True),
