@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrlhf.agents.tool_calls import Reply, ToolCall, parse_reply
+from openrlhf.data.templates import template_arguments
 
 Message = Mapping[str, Any]
 """As chat templates read it: `role`, `content` (text), perhaps `tool_calls` whose arguments are dicts."""
@@ -167,7 +168,7 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
             tools=list(conversation.tools) if conversation.tools else None,
             tokenize=False,
             add_generation_prompt=True,
-            **conversation.template_options,
+            **{**template_arguments(tokenizer), **conversation.template_options},
         )
     except Exception as error:  # templates are programs: whatever one raises is about these messages
         raise TemplateError(f"the chat template refused these messages: {error}") from error

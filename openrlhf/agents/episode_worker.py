@@ -23,6 +23,10 @@ class EpisodeSettings(NamedTuple):
     max_length: int
     max_steps: int | None
     max_model_len: int
+    chat_template: str | None = None
+    """Replaces the tokenizer's, as Jinja text or a file with it."""
+    template_arguments: tuple[tuple[str, Any], ...] = ()
+    """Variables for it."""
 
 
 class EpisodeService:
@@ -32,11 +36,13 @@ class EpisodeService:
         self._settings = settings
         self._player = load_agent(settings.agent_file)
         # Seconds of imports, which who wrote a file that cannot be used need not wait for.
+        from openrlhf.data.templates import set_chat_template
         from openrlhf.models.loading import load_tokenizer
 
-        self._tokenizer = load_tokenizer(
+        tokenizer = load_tokenizer(
             settings.tokenizer, use_fast=settings.use_fast, trust_remote_code=settings.trust_remote_code
         )
+        self._tokenizer = set_chat_template(tokenizer, settings.chat_template, dict(settings.template_arguments))
         self._engine = AskingEngine(settings.max_model_len)
 
     async def play(

@@ -1,7 +1,8 @@
 """Where prompts, examples and pairs come from, and how they become text."""
 
+import json
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from openrlhf.config.fields import Flag
 
@@ -30,12 +31,27 @@ class DataSection(TokenizerSection):
     apply_chat_template: Annotated[
         bool, Flag("format with the tokenizer's chat template", flat="apply_chat_template")
     ] = False
+    tokenizer_chat_template: Annotated[
+        str | None,
+        Flag(
+            "Jinja text, or a file with it, that replaces the tokenizer's chat template", flat="tokenizer_chat_template"
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None,
+        Flag("JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"),
+    ] = None
     dataloader_num_workers: Annotated[
         int, Flag("processes that tokenise; 0 = chosen by the data's size", flat="dataloader_num_workers")
     ] = 0
     trust_remote_code: Annotated[bool, Flag("run Python code that comes with a dataset; off unless you trust it")] = (
         False
     )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """`chat_template_kwargs` as values."""
+        return json.loads(self.chat_template_kwargs) if self.chat_template_kwargs else {}
 
     @property
     def prompt_template(self) -> str | None:
@@ -55,14 +71,6 @@ class SupervisedDataSection(DataSection):
         Flag("comma list of mixing probabilities; unset: one after the other", flat="dataset_probs"),
     ] = None
     dataset_split: Annotated[str, Flag("split of the training data", flat="dataset_split train_split")] = "train"
-    tokenizer_chat_template: Annotated[
-        str | None,
-        Flag(
-            "Jinja text that replaces the tokenizer's chat template",
-            flat="tokenizer_chat_template",
-            only_with=".apply_chat_template",
-        ),
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Values no run could use, whatever the other flags say. Each rule yields messages that name the flag."""
 
 import difflib
+import json
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -187,6 +188,24 @@ def sampling_is_valid(config: RLConfig) -> Iterator[str]:
         yield f"--rollout.top_p {config.rollout.top_p}: must be more than 0 and at most 1"
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         yield f"--rollout.top_k {config.rollout.top_k}: give a number of tokens, or -1 for all"
+    if not all(config.rollout.stop or (True,)):
+        yield "--rollout.stop: an empty text would end every response at once: leave it out"
+
+
+def template_arguments_are_an_object(config: Any) -> Iterator[str]:
+    given = getattr(getattr(config, "data", None), "chat_template_kwargs", None)
+    if given is None:
+        return
+    try:
+        arguments = json.loads(given)
+    except ValueError as error:
+        arguments = error
+    if not isinstance(arguments, dict):
+        yield f"--data.chat_template_kwargs {given}: must be a JSON object such as '{{\"enable_thinking\": false}}'"
+    elif taken := sorted(
+        {"conversation", "messages", "tokenize", "chat_template", "add_generation_prompt"} & {*arguments}
+    ):
+        yield f"--data.chat_template_kwargs: {', '.join(taken)} is given by the run itself: leave it out"
 
 
 def reward_clip_is_ordered(config: RLConfig) -> Iterator[str]:

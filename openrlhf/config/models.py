@@ -62,7 +62,11 @@ class TrainedModelSection(TrustSection):
         ),
     ] = False
     aux_loss_coef: Annotated[
-        float, Flag("weight of the mixture-of-experts load-balancing loss", flat="aux_loss_coef balancing_loss_coef")
+        float,
+        Flag(
+            "weight of the mixture-of-experts load-balancing loss; in RL of actor and critic",
+            flat="aux_loss_coef balancing_loss_coef",
+        ),
     ] = 0.0
 
 

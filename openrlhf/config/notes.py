@@ -143,6 +143,11 @@ def raw_text_has_no_template(config: SFTConfig) -> Iterator[str]:
         yield "--data.apply_chat_template is for lists of messages: --model.pretrain_mode_enable learns text as it is"
 
 
+def stop_text_is_meant(config: RLConfig) -> Iterator[str]:
+    if any("\\n" in text for text in config.rollout.stop or ()):
+        yield "--rollout.stop contains a backslash and an n, not a line break: write $'…\\n…' in the shell"
+
+
 def kl_estimator_fits_its_use(config: RLConfig) -> Iterator[str]:
     kl = config.algo.kl
     if not config.uses_reference:

@@ -147,6 +147,10 @@ class RolloutSection:
     temperature: Annotated[float, Flag("sampling temperature, also in log-probs", flat="temperature")] = 1.0
     top_p: Annotated[float, Flag("sample from the smallest set with this probability", flat="top_p")] = 1.0
     top_k: Annotated[int, Flag("sample from this many likeliest tokens; -1 = all", flat="top_k")] = -1
+    stop: Annotated[
+        tuple[str, ...] | None,
+        Flag("texts that end a response, which keeps them; several words: several texts"),
+    ] = None
     agent_hosts: Annotated[
         int | None,
         Flag(

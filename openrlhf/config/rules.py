@@ -28,6 +28,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     limits.schedules_are_known,
     limits.periods_are_positive_or_off,
     limits.probabilities_fit_datasets,
+    limits.template_arguments_are_an_object,
 )
 RULES: dict[type, tuple[Rule, ...]] = {
     SFTConfig: (agreements.balanced_routers_are_seen, agreements.multiturn_needs_a_chat_template),
@@ -90,6 +91,7 @@ NOTES: dict[type, tuple[Rule, ...]] = {
     DPOConfig: _SUPERVISED_NOTES,
     RLConfig: (
         notes.template_is_not_used,
+        notes.stop_text_is_meant,
         notes.kl_estimator_fits_its_use,
         notes.agent_replaces_remote_reward,
         notes.reward_servers_have_a_path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import string
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from openrlhf.data.errors import DataError
@@ -125,17 +126,47 @@ def _message(item: Any, number: int, input_key: str) -> dict[str, Any]:
     return {key: value for key, value in item.items() if value is not None or key in ("role", "content")}
 
 
+def set_chat_template(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]) -> Any:
+    """The tokenizer, with another template (Jinja text, or a file with it) and with variables for it, if any are given.
+
+    Raises DataError for a name of a file that is not there.
+    """
+    if template:
+        tokenizer.chat_template = _template_text(template)
+    if arguments:
+        tokenizer.template_arguments = dict(arguments)
+    return tokenizer
+
+
+def template_arguments(tokenizer: Any) -> dict[str, Any]:
+    """Variables that every rendering of its chat template gets (`--data.chat_template_kwargs`)."""
+    return getattr(tokenizer, "template_arguments", {})
+
+
+def _template_text(template: str) -> str:
+    if "{" in template or "\n" in template:
+        return template
+    path = Path(template).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise DataError(
+        f"--data.tokenizer_chat_template {template}: this is neither Jinja text, which has braces, nor a file (looked "
+        f"in {Path.cwd()})"
+    )
+
+
 def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
     """The messages in the tokenizer's chat template. Raises DataError."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "this model"
         raise DataError(
             f"the tokenizer of {name} has no chat template: leave --data.apply_chat_template out "
-            f"(and use --data.input_template), or take a model whose tokenizer has one"
+            "(and use --data.input_template), give one with --data.tokenizer_chat_template, or take a model whose "
+            "tokenizer has one"
         )
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **template_arguments(tokenizer)
         )
     except Exception as error:  # templates are programs: whatever one raises is about this record
         raise DataError(f"the chat template refused its messages: {error}") from error

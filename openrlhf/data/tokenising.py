@@ -25,6 +25,7 @@ from openrlhf.data.boundaries import Encoder, Tokens, without_common_beginning
 from openrlhf.data.errors import DataError
 from openrlhf.data.reading import Format, Reading, Reason, Unusable
 from openrlhf.data.sources import Record, Records
+from openrlhf.data.templates import template_arguments
 from openrlhf.data.token_cache import cached
 
 logger = logging.getLogger(__name__)
@@ -256,6 +257,7 @@ def _fingerprint(records: Records, work: _Work) -> str:
         repr((work.encoder.max_len, tokenizer.eos_token_id, tokenizer.special_tokens_map)),
         type(tokenizer).__qualname__,
         json.dumps(tokenizer.chat_template),
+        json.dumps(template_arguments(tokenizer)),
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else _slow_vocabulary(tokenizer),
     ]
     texts = (json.dumps(records[row], default=repr) for row in range(len(records)))

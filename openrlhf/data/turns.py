@@ -18,7 +18,7 @@ from typing import Any
 
 from openrlhf.data.boundaries import MarkedText, Span
 from openrlhf.data.errors import DataError
-from openrlhf.data.templates import render_chat, says_something
+from openrlhf.data.templates import render_chat, says_something, template_arguments
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -69,6 +69,7 @@ def _generation_blocks(messages: Messages, tokenizer: Any) -> list[Span]:
         chat_template=_template(tokenizer),
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
+        **template_arguments(tokenizer),
     )
     return [(start, end) for start, end in spans[0]]
 

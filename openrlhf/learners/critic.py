@@ -6,19 +6,33 @@ from collections.abc import Sequence
 
 import torch
 
+from openrlhf.algorithms.balancing import load_balancing_loss
 from openrlhf.algorithms.values import value_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulating import accumulate
+from openrlhf.learners.policy import BalanceSettings
 from openrlhf.learners.steps import MicroBatch, Step
+from openrlhf.models.routing import RouterLog
 from openrlhf.observability.metrics import Metrics
 
 
 class CriticLearner:
-    """Updates the critic through its backend. The loss is a mean over a step's action tokens."""
+    """Updates the critic through its backend. The loss is a mean over a step's action tokens, and of a mixture of
+    experts the balancing loss of each micro-batch by its share of the tokens, as for the policy."""
 
-    def __init__(self, backend: Backend, *, value_clip: float, device: torch.device, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        value_clip: float,
+        device: torch.device,
+        balance: BalanceSettings | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`balance`: None: experts, if there are any, are left to themselves."""
         self._backend = backend
+        self._balance = balance
         self._value_clip = value_clip
         self._device = device
         self._ranks = ranks
@@ -39,11 +53,19 @@ class CriticLearner:
         packed, metrics = micro.packed.to(self._device), Metrics() if micro.is_filler else metrics
         if packed.values_A is None or packed.returns_A is None:
             raise ValueError("a critic update needs the values before it, and returns")
-        values_A = self._backend.module(packed.tokens, positions=packed.tokens.action_positions - 1)
+        router_log = RouterLog() if self._balance else None
+        values_A = self._backend.module(
+            packed.tokens, positions=packed.tokens.action_positions - 1, router_log=router_log
+        )
         result = value_loss(values_A, packed.values_A, packed.returns_A, value_clip=self._value_clip)
-        loss = (micro.value_weights_A.to(self._device) * result.loss_A).sum()
+        loss = value = (micro.value_weights_A.to(self._device) * result.loss_A).sum()
+        if self._balance is not None and router_log is not None:
+            tokens = packed.tokens.num_tokens
+            balance = load_balancing_loss(router_log.logits, top_k=self._balance.top_k)
+            loss = value + self._balance.coef * micro.token_share * balance
+            metrics.mean("critic_aux_loss", float(balance.detach()) * tokens, tokens)
         self._backend.backward(loss)
         count = packed.tokens.num_actions
         metrics.mean("values", float(values_A.detach().sum()), count)
         metrics.mean("critic_clip_ratio", float(result.clipped_A.sum()), count)
-        return float(loss.detach())
+        return float(value.detach())

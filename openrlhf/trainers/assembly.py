@@ -255,6 +255,8 @@ def _episodes(config: RLConfig, engine: Engine, tokenizer: Any) -> Episodes:
         max_length=config.data.max_len,
         max_steps=config.max_steps,
         max_model_len=engine.max_model_len,
+        chat_template=config.data.tokenizer_chat_template,
+        template_arguments=tuple(config.data.template_arguments.items()),
     )
     at_once = config.generate_batch_size * config.samples_per_prompt
     return AgentEpisodes(
@@ -323,5 +325,6 @@ def _sampling(config: RLConfig, *, temperature: float, evaluation: bool = False)
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         max_tokens=config.rollout.max_new_tokens,
+        stop=list(config.rollout.stop or ()),
         logprobs=None if evaluation and config.vllm.num_engines != 0 else True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,13 @@ from openrlhf.learners.steps import StepSettings
 from openrlhf.models.adapters import LoraSettings, WithoutAdapter
 from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
+from openrlhf.models.routing import NoRoutersError, experts_per_token
 from openrlhf.models.value import ValueModel
 from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
 from openrlhf.trainers.preflight import reading_model, warn_of_positions
 from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
+
+logger = logging.getLogger(__name__)
 
 ACTOR = "actor"
 CRITIC = "critic"
@@ -169,7 +173,8 @@ class LocalTraining:
         policy_logprobs = logprobs(config.rollout.temperature)
         critic = kl = None
         if self._critic_backend is not None:
-            critic = critic_part(config, self._critic_backend, self._distribution, device=device)
+            assert self._models.critic is not None
+            critic = critic_part(config, self._models.critic, self._critic_backend, self._distribution, device=device)
         if config.uses_reference:
             reference = self._models.reference
             kl = KLTerm(
@@ -216,7 +221,9 @@ def kept_critic(backend: Backend, critic: ValueModel, tokenizer: Any, ranks: Ran
     )
 
 
-def critic_part(config: RLConfig, backend: Backend, distribution: Distribution, *, device: torch.device) -> CriticPart:
+def critic_part(
+    config: RLConfig, critic: ValueModel, backend: Backend, distribution: Distribution, *, device: torch.device
+) -> CriticPart:
     ranks = distribution.ranks
     return CriticPart(
         scorer=Scorer(
@@ -227,7 +234,13 @@ def critic_part(config: RLConfig, backend: Backend, distribution: Distribution, 
             forwards_together=distribution.forwards_together,
             ranks=ranks,
         ),
-        learner=CriticLearner(backend, value_clip=config.critic.value_clip, device=device, ranks=ranks),
+        learner=CriticLearner(
+            backend,
+            value_clip=config.critic.value_clip,
+            device=device,
+            balance=critic_balance(config, critic),
+            ranks=ranks,
+        ),
     )
 
 
@@ -284,6 +297,18 @@ def balance_settings(config: RLConfig, policy: Policy) -> BalanceSettings | None
     return BalanceSettings(
         coef=coef, top_k=balanced_experts(policy.model.config, flag=f"--actor.aux_loss_coef {coef:g}")
     )
+
+
+def critic_balance(config: RLConfig, critic: ValueModel) -> BalanceSettings | None:
+    """The actor's coefficient, where the critic has experts too: it may have been started from another model."""
+    coef = config.actor.aux_loss_coef
+    if not coef:
+        return None
+    try:
+        return BalanceSettings(coef=coef, top_k=experts_per_token(critic.model.config, flag="--actor.aux_loss_coef"))
+    except NoRoutersError:
+        logger.info("--actor.aux_loss_coef %g is for the actor alone: the critic has no experts", coef)
+        return None
 
 
 def policy_settings(config: RLConfig, *, balance: BalanceSettings | None = None) -> PolicySettings:

@@ -20,6 +20,7 @@ from openrlhf.config.roots import Config, RLConfig
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.hub import hub_reachable, offline
+from openrlhf.data.templates import set_chat_template
 from openrlhf.models.loading import ModelLoadError, load_tokenizer
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.trainers.resuming import run_directory_of
@@ -101,11 +102,12 @@ def policy_tokenizer(config: RLConfig) -> Any:
     """Of the model that an RL run trains, in whatever process. Raises ModelLoadError."""
     path = config.actor.model_name_or_path
     with reading_model(path, flag="--actor.model_name_or_path"):
-        return load_tokenizer(
+        tokenizer = load_tokenizer(
             path,
             use_fast=not config.data.disable_fast_tokenizer,
             trust_remote_code=config.actor.trust_remote_code,
         )
+    return set_chat_template(tokenizer, config.data.tokenizer_chat_template, config.data.template_arguments)
 
 
 def warn_of_positions(model_config: Any, *, max_len: int) -> None:

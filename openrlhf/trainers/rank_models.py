@@ -82,7 +82,7 @@ class _Rank:
         settings = optimizer_settings(config.critic, total_steps=self._total_steps)
         backend = self._distribution.train(critic, settings)
         kept = kept_critic(backend, critic, policy_tokenizer(config), ranks)
-        part = critic_part(config, backend, self._distribution, device=self._device)
+        part = critic_part(config, critic, backend, self._distribution, device=self._device)
         return CriticService(
             CriticLearners(part, steps, ranks=ranks), kept={CRITIC: kept}, sleepers=[backend], **beside
         )

@@ -27,6 +27,7 @@ from openrlhf.data.reading import Format
 from openrlhf.data.recognising import recognise
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import load_records
+from openrlhf.data.templates import set_chat_template
 from openrlhf.data.token_cache import default_folder
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
@@ -388,9 +389,7 @@ def _tokenizer(config: SupervisedConfig) -> Any:
             trust_remote_code=config.model.trust_remote_code,
             flag=MODEL_FLAG,
         )
-    if config.data.tokenizer_chat_template:
-        tokenizer.chat_template = config.data.tokenizer_chat_template
-    return tokenizer
+    return set_chat_template(tokenizer, config.data.tokenizer_chat_template, config.data.template_arguments)
 
 
 def _samples(config: SupervisedConfig, kind: _Kind, tokenizer: Any, *, evaluation: bool = False) -> TokenisedSet[Any]:

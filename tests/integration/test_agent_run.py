@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from openrlhf.data.templates import render_chat
 from openrlhf.observability.loggers import read_metrics, without_times
 
 AGENT = """
@@ -168,3 +169,22 @@ def test_a_missing_file_is_named(cli, tmp_path):
     ran = run(cli, tmp_path / "nowhere.py")
     assert ran.rc == 1
     assert "--train.agent_func_path: there is no file" in ran.err
+
+
+def test_an_agents_tokenizer_has_the_template_of_the_run(inputs, agent_file):
+    from openrlhf.agents.episode_worker import EpisodeService, EpisodeSettings
+
+    service = EpisodeService(
+        EpisodeSettings(
+            agent_file=str(agent_file()),
+            tokenizer=str(inputs.model),
+            use_fast=True,
+            trust_remote_code=False,
+            max_length=16,
+            max_steps=None,
+            max_model_len=16,
+            chat_template="{{ messages[0].content }}{{ more }}",
+            template_arguments=(("more", "1"),),
+        )
+    )
+    assert render_chat([{"role": "user", "content": "2"}], service._tokenizer) == "21"

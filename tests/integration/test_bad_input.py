@@ -109,6 +109,26 @@ def test_prompts_that_cannot_be_used_are_counted_and_left_out(cli, tmp_path):
     assert len(ran.metrics) == 1
 
 
+def test_a_template_variables_for_it_and_texts_that_end_a_response(cli, inputs):
+    """The template repeats the prompt's first character, and every digit ends a response."""
+    ran = cli(
+        *("--rollout.stop", *"0123456789"),
+        data__apply_chat_template=True,
+        data__tokenizer_chat_template="{{ messages[0].content[:times] }}{{ messages[0].content }}",
+        data__chat_template_kwargs='{"times": 1}',
+        train__total_steps=1,
+    )
+    succeeded(ran)
+    assert len(ran.metrics) == 1
+    prompts = {record["input"][0] + record["input"] for record in inputs.records}
+    rollouts = [json.loads(line) for line in (ran.run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert rollouts
+    texts = [json.dumps(rollout) for rollout in rollouts]
+    assert all(any(prompt in text for prompt in prompts) for text in texts)
+    assert 1 <= ran.metrics[0]["response_length"] < 4, "the untrained model writes a digit sooner than four others"
+    assert ran.metrics[0]["truncated"] < 1
+
+
 def test_prompts_that_are_too_long_are_cut_from_the_left(cli, tmp_path):
     """Records as TRL has them, one without a label. 15 tokens, of which 12 leave room for 4 more."""
     lines = ['{"prompt": "1111111+111111=", "label": "3"}\n'] * 3 + ['{"prompt": "1+2=", "label": null}\n']

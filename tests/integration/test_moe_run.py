@@ -60,8 +60,16 @@ def test_a_model_without_experts_is_refused(inputs, tmp_path, monkeypatch, capsy
     assert "--model.aux_loss_coef 0.1: qwen2 has no experts" in capsys.readouterr().err
 
 
-def test_rl_balances_the_actor(cli, moe):
-    ran = cli(actor__model_name_or_path=moe, actor__aux_loss_coef=0.1, actor__adam__lr=1e-3)
+def test_rl_balances_the_actor_and_the_critic(cli, moe):
+    """The critic starts from the actor: the same routers have the same loss in the first round."""
+    ran = cli(
+        actor__model_name_or_path=moe,
+        actor__aux_loss_coef=0.1,
+        actor__adam__lr=1e-3,
+        algo__advantage__estimator="gae",
+    )
     assert ran.rc == 0, ran.err
     assert all(2.0 < record["aux_loss"] < 4.0 for record in ran.metrics)
     assert all(record["actor_grad_norm"] > 0 for record in ran.metrics)
+    assert all(2.0 < record["critic_aux_loss"] < 4.0 for record in ran.metrics)
+    assert ran.metrics[0]["critic_aux_loss"] == pytest.approx(ran.metrics[0]["aux_loss"], rel=0.05)

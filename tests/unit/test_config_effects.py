@@ -82,6 +82,7 @@ SAMPLES = {
     "critic.lr_scheduler": "linear",
     "lr_scheduler": "linear",
     "ckpt.max_num": "5",
+    "data.chat_template_kwargs": '{"think":true}',
     "data.dataset_probs": "1.0",
     "data.input_template": "Q:{}",
     "data.prompt_probs": "1.0",

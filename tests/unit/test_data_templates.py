@@ -6,7 +6,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.data.errors import DataError
-from openrlhf.data.templates import render_prompt
+from openrlhf.data.templates import render_prompt, set_chat_template
+from openrlhf.data.turns import mark_turns
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}>{{ m.content }}{% endfor %}"
@@ -98,3 +99,38 @@ def test_template_that_refuses_a_record():
     picky = tokenizer("{{ raise_exception('roles must alternate') }}")
     message = refused({"input": "x"}, apply_chat_template=True, tokenizer=picky)
     assert message == "the chat template refused its messages: roles must alternate"
+
+
+THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not think %}<no thought>{% endif %}"
+
+
+def test_another_template_and_variables_for_it(tmp_path):
+    """As Jinja text, and as a file with it."""
+    (tmp_path / "template.jinja").write_text(THINKING)
+    for template in (THINKING, str(tmp_path / "template.jinja")):
+        for arguments, expected in (({}, "q<no thought>"), ({"think": False}, "q<no thought>"), ({"think": True}, "q")):
+            made = set_chat_template(tokenizer(), template, arguments)
+            assert render_prompt({"input": "q"}, apply_chat_template=True, tokenizer=made) == expected
+
+
+def test_without_another_template_it_stays():
+    assert set_chat_template(tokenizer(), None, {}).chat_template == CHAT
+
+
+def test_a_template_file_that_is_not_there():
+    with pytest.raises(DataError, match=r"--data\.tokenizer_chat_template no\.jinja: this is neither Jinja text"):
+        set_chat_template(tokenizer(), "no.jinja", {})
+
+
+def test_variables_change_the_place_of_an_answer():
+    """The generation prompt of a model that does not think holds an empty thought, which is not learnt."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not think %}()"
+        "{% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% if not think %}(){% endif %}"
+        "{% endif %}"
+    )
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    for think, text in ((True, "<user>q<assistant>a"), (False, "<user>q<assistant>()a")):
+        marked = mark_turns(messages, set_chat_template(tokenizer(), template, {"think": think}), first=1)
+        assert marked.text == text
+        assert marked.learnt == ((len(text) - 1, len(text)),)
