@@ -6,9 +6,9 @@ from openrlhf.config import LoraCombinerConfig
 from openrlhf.config.entry import enter
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse `argv` (default: the command line) and run; the exit status."""
-    return enter("lora_combiner", argv, _run)
+def main(argv: Sequence[str] | None = None, *, name: str | None = None) -> int:
+    """Parse `argv` (default: the command line) and run; the exit status. `name`: what the user called it by."""
+    return enter("lora_combiner", argv, _run, name=name)
 
 
 def _run(config: LoraCombinerConfig) -> int | None:

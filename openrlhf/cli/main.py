@@ -1,9 +1,12 @@
 """The `openrlhf` command: one word per job, each imported only when asked for."""
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+
+from openrlhf.config.roots import SHORT_NAMES
 
 COMMANDS = {
     "demo": ("openrlhf.cli.demo", "train a small model with RL on this machine, from nothing"),
@@ -18,6 +21,25 @@ COMMANDS = {
 }
 """Word -> (module with `main(argv)`, what it does)."""
 
+MODULES = {module.rpartition(".")[2]: word for word, (module, _) in COMMANDS.items()}
+"""`openrlhf train_ppo_ray` is `openrlhf rl`."""
+
+ELSEWHERE = {
+    "train_ppo": "openrlhf rl, which needs neither Ray nor vLLM on one machine",
+    "ppo": "openrlhf rl",
+    "grpo": "openrlhf rl --algo.advantage.estimator group_norm",
+    "train_kto": "openrlhf dpo --model.loss_type kto (--input_key is --data.prompt_key there, and --output_key "
+    "--data.response_key)",
+    "kto": "openrlhf dpo --model.loss_type kto",
+    "batch_inference": "vLLM's own `vllm run-batch` for answers, openrlhf serve-rm for rewards, and openrlhf rl with "
+    "--eval.dataset and --eval.at_start for answers with rewards",
+    "interactive_chat": "vLLM's own `vllm serve` and `vllm chat` with the folder of --ckpt.output_dir",
+    "chat": "vLLM's own `vllm serve` and `vllm chat` with the folder of --ckpt.output_dir",
+    "train_kd": "nothing here: there is no distillation",
+    "train_prm": "nothing here: there are no process reward models; an agent or a reward function may judge each turn",
+}
+"""Commands of older versions and other tools, and what does their work."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command with the rest of the arguments; the exit status."""
@@ -29,15 +51,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"openrlhf {_version()}")
         return 0
-    if name not in COMMANDS:
-        print(f"openrlhf: error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+    if name in ELSEWHERE:
+        return refer(name, called=f"openrlhf {name}")
+    word = MODULES.get(name, name)
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(name, [*COMMANDS, *MODULES], n=1)
+        instead = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"openrlhf: error: no command {name!r}; {instead}", file=sys.stderr)
         return 2
-    return import_module(COMMANDS[name][0]).main(rest) or 0
+    run = import_module(COMMANDS[word][0]).main
+    return (run(rest, name=f"openrlhf {word}") if word in SHORT_NAMES.values() else run(rest)) or 0
+
+
+def refer(command: str, *, called: str) -> int:
+    """Say what does the work of a command that is not here; the exit status."""
+    print(f"{called}: error: there is no such command; use {ELSEWHERE[command]}", file=sys.stderr)
+    return 2
 
 
 def _usage() -> str:
     lines = [f"  {name:<14}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: openrlhf COMMAND [FLAGS]   (openrlhf COMMAND --help lists its flags)", "", *lines])
+    return "\n".join(
+        [
+            "usage: openrlhf COMMAND [FLAGS]",
+            "",
+            *lines,
+            "",
+            "openrlhf COMMAND --help shows the flags that matter, --help all every flag.",
+            "openrlhf --version says which version this is.",
+        ]
+    )
 
 
 def _version() -> str:

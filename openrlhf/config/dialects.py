@@ -5,6 +5,7 @@ A plain name — dotted or flat — sets one field, or several where actor and c
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.fields import Flag, Shape, convert
 from openrlhf.config.oddities import (
     CLIP_HALVES,
+    FOREIGN,
+    HINTS,
     INERT,
     LENGTH_HALVES,
     NO_PTX,
@@ -65,6 +68,11 @@ class Vocabulary:
             return (self.value_switches[item.name].path,)
         return tuple(spec.path for spec in self.fields.get(item.name, ()))
 
+    def hint(self, name: str) -> str | None:
+        """What to use for another tool's name; None where this command has nothing of the kind."""
+        hint = HINTS.get(name)
+        return hint if hint and {flag.rstrip(".") for flag in re.findall(r"--([\w.]+)", hint)} <= self.names() else None
+
     def shape(self, name: str) -> Shape:
         """What values `name` takes on the command line."""
         if name in self.fields:
@@ -86,6 +94,10 @@ def vocabulary(command: str) -> Vocabulary:
     halves = (LENGTH_HALVES if "data.max_len" in specs and command != "serve_rm" else {}) | (
         CLIP_HALVES if "actor.eps_clip" in specs else {}
     )
+    for foreign, paths in FOREIGN.items():
+        ours = next((path for path in paths.split() if path in specs), None)
+        if ours is not None and foreign not in names:
+            names[foreign] = [specs[ours]]
     return Vocabulary(
         command=command,
         fields={name: tuple(targets) for name, targets in names.items()},
@@ -118,15 +130,15 @@ def resolve(
     words: Vocabulary,
     below: Mapping[str, Any],
     note: Callable[[str], None],
-) -> dict[str, Any]:
-    """Settings of one layer (a file, or a command line) -> values by dotted name.
+) -> dict[str, Assigned]:
+    """Settings of one layer (a file, or a command line) -> values by dotted name, and where each was given.
 
     `below` holds the values of the layer underneath: the other half of a pair may come from there. Raises
     `ConfigError` when two settings give one field different values.
     """
     assigned: dict[str, Assigned] = {}
     halves: dict[str, Assigned] = {}
-    implied: list[str] = []
+    implied: dict[str, Assigned] = {}
 
     def assign(path: str, value: Any, where: str) -> None:
         secret = path in specs and specs[path].flag.secret
@@ -152,7 +164,7 @@ def resolve(
             if value is not None:
                 assign(switch.path, value, item.where)
             if value == switch.on and switch.enables is not None:
-                implied.append(switch.enables)
+                implied[switch.enables] = Assigned(True, item.where)
         elif item.name in words.halves:
             value = convert(item.raw, shape=words.halves[item.name].shape, flag=Flag(""), where=item.where)
             if halves.setdefault(item.name, Assigned(value, item.where)).value != value:
@@ -161,7 +173,7 @@ def resolve(
             _accept_without_effect(item, note=note)
     _join_clip(halves, assigned=assigned, below=below, assign=assign)
     _join_lengths(halves, assigned=assigned, known=specs, assign=assign)
-    return dict.fromkeys(implied, True) | {path: setting.value for path, setting in assigned.items()}
+    return implied | assigned
 
 
 def _show(value: Any) -> str:

@@ -3,19 +3,9 @@
 from collections.abc import Iterator
 
 from openrlhf.config.dialects import vocabulary
-from openrlhf.config.oddities import GONE, INERT
-from openrlhf.config.roots import ROOTS
+from openrlhf.config.oddities import FOREIGN, GONE, INERT
+from openrlhf.config.roots import ROOTS, SHORT_NAMES
 from openrlhf.config.schema import FlagSpec, flags_of
-
-SHORT_NAMES = {
-    "train_sft": "sft",
-    "train_rm": "rm",
-    "train_dpo": "dpo",
-    "train_ppo_ray": "rl",
-    "serve_rm": "serve-rm",
-    "lora_combiner": "lora-combine",
-}
-"""Commands as the `openrlhf` command calls them."""
 
 INTRODUCTION = """\
 # Flags
@@ -28,7 +18,8 @@ Commands: `rl` is `python -m openrlhf.cli.train_ppo_ray` (or `openrlhf rl`), `sf
 - Every flag has a dotted name; the older names in the last column mean the same, also in a file.
 - A switch takes nothing, `true` or `false`; `--no-NAME` switches it off.
 - `--config FILE.yaml` gives defaults, with nested or dotted keys; flags override it. `--print_config` prints the
-  resolved configuration in that form and exits.
+  resolved configuration in that form, with a comment beside what was set, and exits.
+- `--help` shows the flags that matter most, `--help all` every flag, `--help SECTION` those of a section.
 - `None` unsets a flag that may be unset. Two settings of one flag that differ are an error.
 - A flag that has no effect with the others that were given is noted on stderr when the run begins, with what it needs.
 - `sft`, `rm` and `dpo` also know their model and optimizer flags as `--actor.*`.
@@ -90,6 +81,18 @@ def _oddities() -> Iterator[str]:
     meanings |= {name: f"gone: {remedy}" for name, remedy in GONE.items()}
     for name, meaning in meanings.items():
         yield f"| `--{name}` | {meaning} |"
+    yield from _foreign_names()
+
+
+def _foreign_names() -> Iterator[str]:
+    yield "\n## Names of other tools\n"
+    yield "These mean the same here; a command has the first that it knows. Other names that TRL, verl or transformers'"
+    yield "trainer have lead to an error that says what to use. `--algo.advantage.estimator` also takes `grpo`"
+    yield "(`group_norm`), `ppo` (`gae`), `reinforce++` and `reinforce++-baseline`.\n"
+    yield "| name | means |"
+    yield "|---|---|"
+    for name, paths in FOREIGN.items():
+        yield f"| `--{name}` | {' or '.join(f'`--{path}`' for path in paths.split())} |"
 
 
 if __name__ == "__main__":

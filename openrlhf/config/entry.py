@@ -13,20 +13,23 @@ from openrlhf.utils import interrupts
 USAGE_ERROR = 2
 
 
-def enter(command: str, argv: Sequence[str] | None, run: Callable[[Any], int | None]) -> int:
+def enter(
+    command: str, argv: Sequence[str] | None, run: Callable[[Any], int | None], *, name: str | None = None
+) -> int:
     """Exit status of `command`: 2 for a configuration that cannot run, else that of `run(config)` (None = 0).
 
+    `name`: what the user called it by, `openrlhf rl`, if it was not the module's name.
     A signal that ends it gives 128 + its number, wherever it comes: 130 for Ctrl-C, 143 for SIGTERM.
     """
     with interrupts.handled():
         try:
-            config = parse(command, argv)
+            config = parse(command, argv, name=name)
             require_runnable(config)
             refuse_unbuilt(config)
             return run(config) or 0
         except (ConfigError, NotBuiltError) as error:
             for line in str(error).splitlines():
-                print(f"{command}: error: {line}", file=sys.stderr)
+                print(f"{name or command}: error: {line}", file=sys.stderr)
             return USAGE_ERROR
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

@@ -38,6 +38,8 @@ class Flag:
     """Text for a default that depends on the moment (a time stamp)."""
     choices: tuple[str, ...] | None = None
     """Choices that a registry knows; a fixed set is a `Literal` instead."""
+    synonyms: tuple[tuple[str, str], ...] = ()
+    """Other tools' words for some of the choices, each with ours."""
     unlimited: bool = False
     """Infinity is a value: it means that there is no limit."""
     only_with: str = ""
@@ -145,6 +147,7 @@ def _convert_one(item: Any, *, shape: Shape, flag: Flag, where: str) -> Any:
         raise ConfigError(f"{where}: expected {expected}, got {shown}") from None
     if shape.kind is float and (math.isnan(value) or (math.isinf(value) and not flag.unlimited)):
         raise ConfigError(f"{where}: {shown} is not a value; give a finite number")
+    value = dict(flag.synonyms).get(value, value)
     if shape.choices and value not in shape.choices:
         raise ConfigError(f"{where}: {shown} is not one of {', '.join(shape.choices)}")
     return value

@@ -1,9 +1,11 @@
-"""Names of older documents that are not plain aliases. Four kinds:
+"""Names of older documents, and of other tools, that are not plain aliases. Six kinds:
 
 - a switch that stands for a value (`--bf16`),
 - one half of a pair of numbers (`--clip_eps_low`, `--prompt_max_len`),
 - a name that is accepted and does nothing (`--perf`),
-- a name that is gone (`--pretrain_data`): an error that says what to use.
+- a name that is gone (`--pretrain_data`): an error that says what to use,
+- another tool's name for a flag that means the same (`--num_generations`),
+- another tool's name for what is said in another way here (`--gradient_accumulation_steps`): an error that says how.
 """
 
 from dataclasses import dataclass
@@ -85,3 +87,113 @@ GONE = {
     "save_hf_model": "the final model is always saved, to --ckpt.output_dir; use --ckpt.save_hf for checkpoints",
 }
 """Names of older versions without an equivalent, and what to use."""
+
+_MODEL = "actor.model_name_or_path model.model_name_or_path"
+FOREIGN = {
+    # of TRL and of transformers' trainer
+    "num_generations": "rollout.n_samples_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "response_length": "rollout.max_new_tokens",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "num_train_epochs": "train.num_episodes train.max_epochs",
+    "num_iterations": "train.max_epochs",
+    "num_ppo_epochs": "train.max_epochs",
+    "learning_rate": "actor.adam.lr adam.lr",
+    "weight_decay": "actor.adam.weight_decay adam.weight_decay",
+    "lr_scheduler_type": "actor.lr_scheduler lr_scheduler",
+    "warmup_ratio": "actor.lr_warmup_ratio lr_warmup_ratio",
+    "max_grad_norm": "actor.max_norm max_norm",
+    "epsilon": "actor.eps_clip",
+    "cliprange": "actor.eps_clip",
+    "cliprange_value": "critic.value_clip",
+    "kl_coef": "algo.kl.init_coef",
+    "lam": "algo.advantage.lambd",
+    "model_name_or_path": _MODEL,
+    "ref_model_name_or_path": "ref.model_name_or_path",
+    "dataset_name": "data.prompt_dataset data.dataset",
+    "dataset_train_split": "data.prompt_split data.dataset_split",
+    "dataset_test_split": "eval.split",
+    "max_length": "data.max_len",
+    "max_seq_length": "data.max_len",
+    "output_dir": "ckpt.output_dir",
+    "save_total_limit": "ckpt.max_num",
+    "run_name": "logger.wandb.run_name",
+    "lora_r": "ds.lora.rank",
+    "lora_target_modules": "ds.lora.target_modules",
+    # of verl
+    "adv_estimator": "algo.advantage.estimator",
+    "entropy_coeff": "actor.entropy_coef",
+}
+"""Another tool's name -> the flags that mean the same. A command has the first of them that it knows; a name that the
+command has already keeps its own meaning."""
+
+_BATCHES = (
+    "--train.batch_size counts the samples of an optimizer step over all workers, --train.micro_batch_size those of a "
+    "forward; what lies between follows"
+)
+_LENGTHS = "--data.max_len counts prompt and response together, --rollout.max_new_tokens the response"
+_LOGGERS = "use --logger.wandb.key or --logger.tensorboard_dir"
+HINTS = {
+    "gradient_accumulation_steps": _BATCHES,
+    "per_device_eval_batch_size": "evaluations have forwards as large as those of training",
+    "max_prompt_length": f"{_LENGTHS}; or give --prompt_max_len and --generate_max_len",
+    "epsilon_high": "use --actor.eps_clip_low_high LOW HIGH",
+    "beta": "the KL coefficient is --algo.kl.init_coef",
+    "kl_loss_coef": "use --algo.kl.init_coef with --algo.kl.use_loss",
+    "loss_type": "use --actor.policy_loss_type for the loss, --algo.loss_agg for its mean",
+    "scale_rewards": "--algo.advantage.estimator dr_grpo does not divide by the deviation, group_norm does",
+    "use_vllm": "vLLM is used where it is installed and there is a GPU; --vllm.num_engines 0 does without",
+    "vllm_mode": "engines share the actor's GPUs with --train.colocate_all",
+    "reward_funcs": "use --reward.remote_url with .py files that have a reward_func",
+    "report_to": _LOGGERS,
+    "with_tracking": _LOGGERS,
+    "logging_dir": "use --logger.run_dir",
+    "torch_dtype": "use --ds.param_dtype bf16, fp16 or fp32",
+    "dtype": "use --ds.param_dtype bf16, fp16 or fp32",
+    "fp16": "use --ds.param_dtype fp16",
+    "use_peft": "use --ds.lora.rank",
+    "deepspeed": "use --ds.zero_stage and the other flags of ds; DeepSpeed's own file is not read",
+    "resume_from_checkpoint": "use --ckpt.load_enable, which goes on from --ckpt.path",
+    "eval_strategy": "use --eval.steps",
+    "evaluation_strategy": "use --eval.steps",
+    "save_strategy": "use --ckpt.save_steps",
+    "max_steps": "use --train.total_steps",
+    "push_to_hub": "there is no such thing: upload the folder of --ckpt.output_dir",
+    "packing": "sequences are always packed",
+    "dataset_text_field": "use --data.input_key (and --model.pretrain_mode_enable for raw text)",
+    "assistant_only_loss": "the loss is on answers; --data.multiturn has it on every assistant turn",
+    "completion_only_loss": "the loss is on answers, unless --model.pretrain_mode_enable has it on all tokens",
+    "tensor_parallel_size": "use --vllm.tensor_parallel_size for engines, --ds.tensor_parallel_size for training",
+    "desirable_loss_weight": "KTO weighs desirable and undesirable answers alike",
+    "undesirable_loss_weight": "KTO weighs desirable and undesirable answers alike",
+    "input_key": "of pairs it is --data.prompt_key",
+    "output_key": "use --data.chosen_key and --data.rejected_key, or with --model.loss_type kto --data.response_key",
+    # of verl, which writes name=value
+    "algorithm.adv_estimator": "use --algo.advantage.estimator",
+    "algorithm.kl_ctrl.kl_coef": "use --algo.kl.init_coef",
+    "actor_rollout_ref.actor.kl_loss_coef": "use --algo.kl.init_coef with --algo.kl.use_loss",
+    "actor_rollout_ref.actor.optim.lr": "use --actor.adam.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "use --train.batch_size, which counts samples, not prompts",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "use --train.micro_batch_size",
+    "actor_rollout_ref.actor.ppo_epochs": "use --train.max_epochs",
+    "actor_rollout_ref.actor.clip_ratio": "use --actor.eps_clip",
+    "actor_rollout_ref.model.path": "use --actor.model_name_or_path",
+    "actor_rollout_ref.rollout.n": "use --rollout.n_samples_per_prompt",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "use --vllm.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "use --vllm.tensor_parallel_size",
+    "critic.model.path": "use --critic.model_name_or_path",
+    "custom_reward_function.path": "use --reward.remote_url",
+    "data.train_files": "use --data.prompt_dataset",
+    "data.val_files": "use --eval.dataset",
+    "data.train_batch_size": "use --rollout.batch_size",
+    "data.max_prompt_length": _LENGTHS,
+    "data.max_response_length": "use --rollout.max_new_tokens",
+    "data.prompt_key": "use --data.input_key",
+    "reward_model.model.path": "use --reward.model_name_or_path",
+    "trainer.n_gpus_per_node": "use --actor.num_gpus_per_node",
+    "trainer.nnodes": "use --actor.num_nodes",
+    "trainer.save_freq": "use --ckpt.save_steps",
+    "trainer.test_freq": "use --eval.steps",
+    "trainer.total_epochs": "use --train.num_episodes",
+}
+"""Other tools' names for what is said in another way here, and how. Told where a command has every flag of the hint."""

@@ -12,38 +12,55 @@ from typing import Any, NoReturn
 
 from openrlhf.config.dialects import Given, Vocabulary, resolve, vocabulary
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.help import described, help_of, topics
 from openrlhf.config.oddities import GONE, INERT
-from openrlhf.config.roots import ROOTS, Config
+from openrlhf.config.roots import ROOTS, SHORT_NAMES, Config
 from openrlhf.config.rules import check, notes_on
 from openrlhf.config.schema import build, flags_of, to_yaml
 
 
-def parse(command: str, argv: Sequence[str] | None = None) -> Config:
+def parse(command: str, argv: Sequence[str] | None = None, *, name: str | None = None) -> Config:
     """Configuration of `command` (a key of `ROOTS`) from its arguments, `sys.argv[1:]` by default.
+
+    `name`: what the user called it by, `openrlhf rl`, for messages.
 
     Later layers win: defaults, `--config FILE.yaml`, flags. Raises `ConfigError` for anything that cannot be right.
     `--help` and `--print_config` print to stdout and raise `SystemExit(0)`; notes go to stderr.
     """
     words = vocabulary(command)
     words_given = list(sys.argv[1:] if argv is None else argv)
+    _answer_help(command, words_given, name=name or f"python -m openrlhf.cli.{command}")
     blank = argparse.Namespace(given=[], config=None, print_config=False)
     found, unknown = build_parser(command).parse_known_args(words_given, namespace=blank)
     if unknown:
-        raise ConfigError(_explain_unknown(unknown, words=words))
+        raise ConfigError(_explain_unknown(unknown, words=words, name=name))
     defaults = {path: spec.default for path, spec in flags_of(command).items()}
-    in_file = list(_read_file(found.config, words=words)) if found.config is not None else []
-    values = defaults | resolve(in_file, words=words, below=defaults, note=_note)
+    in_file = list(_read_file(found.config, words=words, name=name)) if found.config is not None else []
+    from_file = resolve(in_file, words=words, below=defaults, note=_note)
     # A file that --print_config wrote has every flag: of a file, what differs from the default was meant.
-    meant = [words.sets(item) for item in in_file if any(values[p] != defaults[p] for p in words.sets(item))]
-    values |= resolve(found.given, words=words, below=values, note=_note)
-    config = build(command, values)
+    meant = {path: given for path, given in from_file.items() if given.value != defaults[path]}
+    below = defaults | {path: given.value for path, given in from_file.items()}
+    from_words = resolve(found.given, words=words, below=below, note=_note)
+    config = build(command, below | {path: given.value for path, given in from_words.items()})
     check(config)
-    for line in notes_on(config, [*meant, *(words.sets(item) for item in found.given if not _by_launcher(item))]):
+    settings = [paths for item in in_file if meant.keys() & (paths := words.sets(item))]
+    settings += [words.sets(item) for item in found.given if not _by_launcher(item)]
+    for line in notes_on(config, settings):
         _note(line)
     if found.print_config:
-        print(to_yaml(config), end="")
+        print(to_yaml(config, {path: given.where for path, given in (meant | from_words).items()}), end="")
         raise SystemExit(0)
     return config
+
+
+def _answer_help(command: str, words: Sequence[str], *, name: str) -> None:
+    for place, word in enumerate(words):
+        flag, _, asked = word.partition("=")
+        if flag in ("-h", "--help"):
+            asked = asked or next(iter(words[place + 1 :]), "")
+            topic = asked if asked in topics(command) else None
+            print(help_of(command, build_parser(command), name=name, topic=topic), end="")
+            raise SystemExit(0)
 
 
 def _note(line: str) -> None:
@@ -81,13 +98,15 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     words, specs = vocabulary(command), flags_of(command)
     parser = _Parser(
         prog=f"python -m openrlhf.cli.{command}",
-        description=f"{ROOTS[command].__doc__}",
+        description=described(command),
         epilog="Switches also take true or false, and --no-NAME. A name in brackets is an older one for the same flag.",
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     # argparse takes -1e-6 and -inf for options; no option here begins with a single dash and a digit.
     parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
+    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="the flags that matter; all: all of them")
     parser.add_argument("--config", metavar="FILE", help="YAML file of defaults, nested or dotted; flags override it")
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and exit")
 
@@ -126,25 +145,37 @@ def _help_of_oddity(name: str, *, words: Vocabulary) -> str:
     return argparse.SUPPRESS
 
 
-def _explain_unknown(unknown: Sequence[str], *, words: Vocabulary) -> str:
+def _explain_unknown(unknown: Sequence[str], *, words: Vocabulary, name: str | None) -> str:
     """One line per unknown flag. Values are not repeated: one of them may be a key."""
-    names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
-    if not names:
-        return f"{len(unknown)} value(s) without a flag: every setting needs its --name"
-    return "\n".join(_explain_name(f"--{name}", name=name, words=words) for name in names)
+    flags = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
+    if flags:
+        return "\n".join(_explain_name(f"--{flag}", flag=flag, words=words, name=name) for flag in flags)
+    assigned = [word.partition("=")[0].lstrip("+") for word in unknown if "=" in word]
+    known = [flag for flag in assigned if words.hint(flag) or flag in words.names()]
+    if known:  # data.train_batch_size=8, as other tools write it
+        return "\n".join(
+            f"{flag}=… is not a flag; " + (words.hint(flag) or f"write --{flag} with its value") for flag in known
+        )
+    return f"{len(unknown)} value(s) without a flag: every setting needs its --name"
 
 
-def _explain_name(shown: str, *, name: str, words: Vocabulary) -> str:
-    if name in GONE:
-        return f"{shown} is gone: {GONE[name]}"
-    homes = [command for command in ROOTS if name in vocabulary(command).names()]
+def _explain_name(shown: str, *, flag: str, words: Vocabulary, name: str | None) -> str:
+    if flag in GONE:
+        return f"{shown} is gone: {GONE[flag]}"
+    if hint := words.hint(flag):
+        return f"{shown} is unknown; {hint}"
+    homes = [command for command in ROOTS if flag in vocabulary(command).names()]
     candidates = words.names() | {"config", "print_config", "help"}
-    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8 if homes else 0.5)
-    problem = f"belongs to {', '.join(homes)}, not to {words.command}" if homes else "is unknown"
-    return f"{shown} {problem}; " + (f"did you mean --{near[0]}?" if near else "--help lists all flags")
+    near = difflib.get_close_matches(flag, candidates, n=1, cutoff=0.8 if homes else 0.5)
+    problem = "is unknown"
+    if homes and name and name.startswith("openrlhf "):
+        problem = f"belongs to {', '.join(f'openrlhf {SHORT_NAMES[home]}' for home in homes)}, not to {name}"
+    elif homes:
+        problem = f"belongs to {', '.join(homes)}, not to {words.command}"
+    return f"{shown} {problem}; " + (f"did you mean --{near[0]}?" if near else "--help all lists all flags")
 
 
-def _read_file(path: str, *, words: Vocabulary) -> Iterator[Given]:
+def _read_file(path: str, *, words: Vocabulary, name: str | None) -> Iterator[Given]:
     """Settings of a YAML file, whose keys are nested, dotted or flat names."""
     import yaml
 
@@ -158,19 +189,19 @@ def _read_file(path: str, *, words: Vocabulary) -> Iterator[Given]:
         return
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {path}: must be a mapping of names to values, not {type(tree).__name__}")
-    yield from _flatten(tree, prefix="", path=path, words=words)
+    yield from _flatten(tree, prefix="", path=path, words=words, name=name)
 
 
-def _flatten(tree: dict[Any, Any], *, prefix: str, path: str, words: Vocabulary) -> Iterator[Given]:
+def _flatten(tree: dict[Any, Any], *, prefix: str, path: str, words: Vocabulary, name: str | None) -> Iterator[Given]:
     for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if name in words.names() and not isinstance(value, dict):
-            yield Given(name=name, raw=value, where=f"{path}: {name}")
-        elif any(known.startswith(f"{name}.") for known in words.names()) and (
+        flag = f"{prefix}{key}"
+        if flag in words.names() and not isinstance(value, dict):
+            yield Given(name=flag, raw=value, where=f"{path}: {flag}")
+        elif any(known.startswith(f"{flag}.") for known in words.names()) and (
             value is None or isinstance(value, dict)
         ):
-            yield from _flatten(value or {}, prefix=f"{name}.", path=path, words=words)
-        elif name in words.names():
-            raise ConfigError(f"{path}: {name} takes a value, not a mapping")
+            yield from _flatten(value or {}, prefix=f"{flag}.", path=path, words=words, name=name)
+        elif flag in words.names():
+            raise ConfigError(f"{path}: {flag} takes a value, not a mapping")
         else:
-            raise ConfigError(_explain_name(f"{path}: key {name}", name=name, words=words))
+            raise ConfigError(_explain_name(f"{path}: key {flag}", flag=flag, words=words, name=name))

@@ -13,7 +13,19 @@ from openrlhf.config.fields import Flag
 class AdvantageSection:
     estimator: Annotated[
         str,
-        Flag("advantage estimator; only gae has a critic", flat="advantage_estimator", choices=tuple(ESTIMATORS)),
+        Flag(
+            "advantage estimator; group_norm is GRPO, only gae has a critic",
+            flat="advantage_estimator",
+            choices=tuple(ESTIMATORS),
+            synonyms=(
+                ("grpo", "group_norm"),
+                ("ppo", "gae"),
+                ("reinforce++", "reinforce"),
+                ("reinforce_plus_plus", "reinforce"),
+                ("reinforce++-baseline", "reinforce_baseline"),
+                ("reinforce_plus_plus_baseline", "reinforce_baseline"),
+            ),
+        ),
     ] = "gae"
     lambd: Annotated[float, Flag("lambda of GAE", flat="lambd", only_with="uses_critic")] = 1.0
     gamma: Annotated[

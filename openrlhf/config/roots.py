@@ -354,3 +354,13 @@ ROOTS: dict[str, type[Config]] = {
     "lora_combiner": LoraCombinerConfig,
 }
 """Configuration class of each command in `openrlhf.cli`."""
+
+SHORT_NAMES = {
+    "train_sft": "sft",
+    "train_rm": "rm",
+    "train_dpo": "dpo",
+    "train_ppo_ray": "rl",
+    "serve_rm": "serve-rm",
+    "lora_combiner": "lora-combine",
+}
+"""Commands as the `openrlhf` command calls them."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -119,8 +120,29 @@ def to_dict(config: Any) -> dict[str, Any]:
     return result
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved configuration; feeding it to `--config` gives the same configuration, secrets apart."""
+def to_yaml(config: Config, given: Mapping[str, str] | None = None) -> str:
+    """The resolved configuration; feeding it to `--config` gives the same configuration, secrets apart.
+
+    `given`: where the user set a flag, which becomes a comment beside it.
+    """
+    return "".join(_lines(to_dict(config), given or {}, prefix=""))
+
+
+def _lines(tree: Mapping[str, Any], given: Mapping[str, str], *, prefix: str) -> Iterator[str]:
     import yaml  # only where a file is written or read: it costs a tenth of --help
 
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    indent = "  " * prefix.count(".")
+    for name, value in tree.items():
+        path = prefix + name
+        if isinstance(value, dict):
+            yield f"{indent}{name}:\n"
+            yield from _lines(value, given, prefix=f"{path}.")
+            continue
+        first, *rest = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).splitlines(keepends=True)
+        # A comment after a text of several lines would be a part of it.
+        mark = f"  # set: {given[path]}" if path in given else ""
+        if rest and not isinstance(value, list):
+            yield f"{indent}{mark.strip()}\n" if mark else ""
+            mark = ""
+        yield f"{indent}{first.rstrip(chr(10))}{mark}\n"
+        yield from (f"{indent}{line}" if line.strip() else line for line in rest)
