@@ -85,6 +85,7 @@ class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
         Flag(
             "separate eps below and above 1; unset: eps_clip twice",
             flat="eps_clip_low_high",
+            unlimited=True,
             only_with=".policy_loss_type!=sapo",
         ),
     ] = None
@@ -119,7 +120,9 @@ class CriticSection(OptimizerSection, OtherGroupSection):
         str | None,
         Flag("critic to start from (gae only); unset: the first reward model, else the actor", flat="critic_pretrain"),
     ] = None
-    value_clip: Annotated[float, Flag("values move at most this far from the old ones", flat="value_clip")] = 0.5
+    value_clip: Annotated[
+        float, Flag("values move at most this far from the old ones", flat="value_clip", unlimited=True)
+    ] = 0.5
     freezing_steps: Annotated[
         int,
         Flag(

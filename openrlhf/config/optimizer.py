@@ -64,5 +64,10 @@ class OptimizerSection:
         ),
     ] = 0.1
     max_norm: Annotated[
-        float, Flag("gradients are scaled down to this norm; 0 = never (muon's steps hardly change)", flat="max_norm")
+        float,
+        Flag(
+            "gradients are scaled down to this norm; 0 = never (muon's steps hardly change)",
+            flat="max_norm",
+            unlimited=True,
+        ),
     ] = 1.0

@@ -55,6 +55,7 @@ class AdvantageSection:
             "bounds of that weight; one value X means 0 X",
             flat="vllm_is_truncated_threshold",
             one_value="upper",
+            unlimited=True,
             only_with=".is_correction_enable",
         ),
     ] = (0.5, 5.0)
@@ -105,6 +106,7 @@ class AlgoSection:
         Flag(
             "the range, both ends excluded",
             flat="dynamic_filtering_reward_range",
+            unlimited=True,
             only_with=".dynamic_filtering_enable",
         ),
     ] = (0.0, 1.0)
