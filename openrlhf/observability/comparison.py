@@ -14,6 +14,7 @@ from openrlhf.observability.progress import clock_text
 from openrlhf.observability.report import (
     PLANS,
     chart_section,
+    contents,
     evaluation_label,
     evaluation_names,
     fill_template,
@@ -38,6 +39,7 @@ def write_comparison(run_dirs: Sequence[str | Path], path: Path) -> Path:
     runs = [read_run(run_dir) for run_dir in run_dirs][:MOST_RUNS]
     names = told_apart([run.directory.path for run in runs])
     differing = settings_that_differ(runs)
+    body = _results(runs, names) + _settings(differing, names) + _charts(runs, names)
     page = fill_template(
         {
             "title": f"{len(runs)} runs",
@@ -48,7 +50,8 @@ def write_comparison(run_dirs: Sequence[str | Path], path: Path) -> Path:
             "status": "",
             "progress": "",
             "cards": "",
-            "body": _results(runs, names) + _settings(differing, names) + _charts(runs, names),
+            "contents": contents(body),
+            "body": body,
         }
     )
     return put_in_place(path, page)
@@ -111,7 +114,8 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
         for i, name in enumerate(names)
     )
     return (
-        f'<section><h2>Results <span class="count">training: means of the last tenth of the steps</span></h2>'
+        '<section id="results"><h2>Results <span class="count">training: means of the last tenth of the steps</span>'
+        "</h2>"
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 
@@ -145,7 +149,8 @@ def _settings(differing: Mapping[str, Sequence[Any]], names: Sequence[str]) -> s
         for setting, values in differing.items()
     )
     return (
-        f'<section><h2>Settings that differ <span class="count">{len(differing)}</span></h2><div class="scroll">'
+        f'<section id="settings"><h2>Settings that differ <span class="count">{len(differing)}</span></h2>'
+        '<div class="scroll">'
         f'<table class="words"><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 

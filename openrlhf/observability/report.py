@@ -205,6 +205,14 @@ def write_report(
     """
     run = read_run(run_dir)
     rollouts = rollouts or RolloutFile(run.directory.rollouts)
+    body = "".join(
+        (
+            _notes(run),
+            _charts(run, ended=running is None),
+            render_rollouts(rollouts, mean_rewards(run.train)),
+            _settings(run),
+        )
+    )
     page = fill_template(
         {
             "title": escape(run.name),
@@ -215,17 +223,18 @@ def write_report(
             "status": status_chip("running" if running else run.end if status is None else status),
             "progress": _progress(running) if running else "",
             "cards": _cards(run),
-            "body": "".join(
-                (
-                    _notes(run),
-                    _charts(run, ended=running is None),
-                    render_rollouts(rollouts, mean_rewards(run.train)),
-                    _settings(run),
-                )
-            ),
+            "contents": contents(body),
+            "body": body,
         }
     )
     return put_in_place(path or run.directory.report, page)
+
+
+def contents(body: str) -> str:
+    """Links to the sections of a page that is longer than a screen."""
+    names = re.findall(r'<section id="(\w+)"', body)
+    links = "".join(f'<a href="#{name}">{name.capitalize()}</a>' for name in names)
+    return f"<nav>{links}</nav>" if len(names) > 2 else ""
 
 
 def put_in_place(path: Path, page: str) -> Path:
@@ -356,7 +365,7 @@ def _notes(run: RunData) -> str:
     if notes:
         summary = f'<summary>Notes <span class="count">{len(notes)}</span></summary>'
         html += f'<details data-key="notes">{summary}<ul class="notes">{_note_lines(notes)}</ul></details>'
-    return f'<section class="said-so">{html}</section>' if html else ""
+    return f'<section id="warnings" class="said-so">{html}</section>' if html else ""
 
 
 def _note_lines(notes: Sequence[Mapping]) -> str:
@@ -416,7 +425,7 @@ def _same_values(run: RunData, one: str, other: str) -> bool:
 
 def chart_section(title: str, cards: Sequence[str]) -> str:
     css = "charts large" if title in ("Learning", "Speed") and len(cards) % 3 else "charts"
-    return f'<section><h2>{title}</h2><div class="{css}">{"".join(cards)}</div></section>'
+    return f'<section id="{title.lower()}"><h2>{title}</h2><div class="{css}">{"".join(cards)}</div></section>'
 
 
 def _phases(train: Sequence[Mapping]) -> dict[str, Curve]:
@@ -465,7 +474,7 @@ def _settings(run: RunData) -> str:
             f'<details data-key="config"><summary>All settings <span class="count">config.yaml</span></summary>'
             f"<pre>{escape(text)}</pre></details>"
         )
-    return f'<section class="settings">{"".join(parts)}</section>' if parts else ""
+    return f'<section id="settings" class="settings">{"".join(parts)}</section>' if parts else ""
 
 
 def setting_text(value: Any) -> str:

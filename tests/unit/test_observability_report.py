@@ -71,7 +71,8 @@ class Page(HTMLParser):
         """Well-formed, self-contained, and no undefined number in any drawing."""
         assert self.open == []
         for tag, attrs in self.tags:
-            assert not {"src", "href", "srcset"} & set(attrs), f"<{tag}> loads something"
+            assert not {"src", "srcset"} & set(attrs), f"<{tag}> loads something"
+            assert (attrs.get("href") or "#").startswith("#"), f"<{tag}> leads elsewhere"
             assert not any(name.startswith("on") for name in attrs)
             for name in ("d", "x", "y", "x1", "cx", "cy", "height"):
                 assert "nan" not in (attrs.get(name) or "")
@@ -143,6 +144,9 @@ def test_a_whole_run(run: RunDirectory):
     assert "Early step" in page.text
     assert page.source.count("answer of 10<") == 2, "the middle step stands in its column and in its template"
     assert "estimator: rloo" in page.text
+    links = [attrs["href"].removeprefix("#") for tag, attrs in page.tags if tag == "a"]
+    assert links == ["learning", "update", "speed", "rollouts", "settings"]
+    assert links == [attrs["id"] for tag, attrs in page.tags if tag == "section" and "id" in attrs]
 
 
 def test_without_evaluations_rewards_make_the_summary(run: RunDirectory):
