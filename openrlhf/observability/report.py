@@ -207,9 +207,10 @@ def write_report(
     rollouts = rollouts or RolloutFile(run.directory.rollouts)
     body = "".join(
         (
-            _notes(run),
+            _warnings(run),
             _charts(run, ended=running is None),
             render_rollouts(rollouts, mean_rewards(run.train)),
+            _notes(run),
             _settings(run),
         )
     )
@@ -351,21 +352,26 @@ def evaluation_label(name: str) -> str:
     return re.sub(r"(^|_)pass(\d+)$", lambda m: f"{' ' if m[1] else ''}pass@{m[2]}", label)
 
 
-def _notes(run: RunData) -> str:
-    """Warnings, and how the run failed, where they are seen at once; the other notes folded up."""
-    warnings = run.warnings
-    notes = [note for note in run.notes if note.get("kind") == "note"]
+def _warnings(run: RunData) -> str:
+    """How the run failed, and what it warned of: seen at once."""
     failure = run.end if run.end is not None and run.end.startswith("failed: ") else None
     html = ""
     if failure:
         html += f'<p class="alert"><b>The run failed.</b> {escape(failure.removeprefix("failed: "))}</p>'
-    if warnings:
-        count = f'<span class="count">{len(warnings)}</span>'
-        html += f'<h2>Warnings {count}</h2><ul class="notes warn">{_note_lines(warnings)}</ul>'
-    if notes:
-        summary = f'<summary>Notes <span class="count">{len(notes)}</span></summary>'
-        html += f'<details data-key="notes">{summary}<ul class="notes">{_note_lines(notes)}</ul></details>'
+    if run.warnings:
+        count = f'<span class="count">{len(run.warnings)}</span>'
+        html += f'<h2>Warnings {count}</h2><ul class="notes warn">{_note_lines(run.warnings)}</ul>'
     return f'<section id="warnings" class="said-so">{html}</section>' if html else ""
+
+
+def _notes(run: RunData) -> str:
+    """What else was said, folded up."""
+    notes = [note for note in run.notes if note.get("kind") == "note"]
+    if not notes:
+        return ""
+    summary = f'<summary>Notes <span class="count">{len(notes)}</span></summary>'
+    folded = f'<details data-key="notes">{summary}<ul class="notes">{_note_lines(notes)}</ul></details>'
+    return f"<section>{folded}</section>"
 
 
 def _note_lines(notes: Sequence[Mapping]) -> str:
