@@ -1,4 +1,4 @@
-"""`openrlhf check FILE.py`: what is wrong with a reward or agent file, in one line; or what training will see of it."""
+"""`openrlhf check FILE`: what is wrong with a reward file, agent file or data set; or what training will see of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from openrlhf.utils import interrupts
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: it can be trained with; 1: it cannot, or a model or data could not be read."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-") and not words[0].endswith(".py"):
+        return _check_data(words)
     parser = _parser()
-    given = parser.parse_args(argv)
+    given = parser.parse_args(words)
     if given.max_new_tokens >= given.max_len:
         parser.error(
             f"--max_new_tokens {given.max_new_tokens} leaves no room for a prompt in --max_len {given.max_len}"
@@ -27,6 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with interrupts.handled():
         try:
             return _run(CheckOptions(**vars(given)))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return interrupts.exit_status()
+
+
+def _check_data(words: Sequence[str]) -> int:
+    from openrlhf.checking.data_check import run  # seconds of imports
+
+    with interrupts.handled():
+        try:
+            return run(words)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return interrupts.exit_status()
@@ -58,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Try a file that defines reward_func or AgentExecutor on a few prompts, by the code that runs it "
         "in training. Says in one line what is wrong with it (exit status 1), or shows what it judged or played (0). "
         "Without options it takes prompts of its own and a tiny model with random weights.",
-        epilog="Options may also have the names they have in a run.",
+        epilog="With a data set in place of the file (openrlhf check DATA --model MODEL) it shows which tokens of its "
+        "records are learnt; openrlhf check DATA --help. Options may also have the names they have in a run.",
         allow_abbrev=False,
     )
     add = parser.add_argument

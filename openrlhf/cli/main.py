@@ -10,7 +10,7 @@ from openrlhf.config.roots import SHORT_NAMES
 
 COMMANDS = {
     "demo": ("openrlhf.cli.demo", "train a small model with RL on this machine, from nothing"),
-    "check": ("openrlhf.cli.check", "try a reward or agent file on a few prompts, before a run does"),
+    "check": ("openrlhf.cli.check", "try a reward or agent file, or look at data, before a run does"),
     "report": ("openrlhf.cli.report", "make a run's report again, or compare several runs on one page"),
     "rl": ("openrlhf.cli.train_ppo_ray", "reinforcement learning"),
     "sft": ("openrlhf.cli.train_sft", "supervised fine-tuning"),

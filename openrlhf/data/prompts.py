@@ -61,7 +61,7 @@ class PromptSet(Sequence[Prompt]):
         self._label_key = label_key
         self._apply_chat_template = apply_chat_template
         self._input_template = usable_template(input_template, apply_chat_template=apply_chat_template)
-        self._max_prompt_tokens = max_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         self._long_prompts = long_prompts
         self._flag = flag
         self._kept, self.digest = self._check_all()
@@ -120,7 +120,7 @@ class PromptSet(Sequence[Prompt]):
             for (row, text, label), length in zip(usable, lengths, strict=True):
                 if length == 0:
                     empty.append(row)
-                elif self._max_prompt_tokens is not None and length > self._max_prompt_tokens:
+                elif self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
                     long.append(row)
                     if self._long_prompts != "cut":
                         continue
@@ -133,12 +133,12 @@ class PromptSet(Sequence[Prompt]):
         if not kept:
             raise DataError(
                 f"{self._flag}: no usable prompt in {len(self._records)} records: {len(empty)} are empty, "
-                f"{len(long)} are longer than {self._max_prompt_tokens} tokens" + (f" ({_ROOM})" if long else "")
+                f"{len(long)} are longer than {self.max_prompt_tokens} tokens" + (f" ({_ROOM})" if long else "")
             )
         return np.array(kept, dtype=np.int64), digest.hexdigest()
 
     def _tell_long(self, rows: list[int]) -> None:
-        too_long = f"are longer than {self._max_prompt_tokens} tokens"
+        too_long = f"are longer than {self.max_prompt_tokens} tokens"
         if not rows:
             return
         if self._long_prompts == "error":
@@ -178,9 +178,9 @@ class PromptSet(Sequence[Prompt]):
     def _render(self, row: int, record: Record) -> str:
         """The text, and of a huge one its end: tokenising megabytes takes minutes, and a prompt is cut there anyway."""
         text = self._whole(row, record)
-        if len(text) <= HUGE or self._max_prompt_tokens is None:
+        if len(text) <= HUGE or self.max_prompt_tokens is None:
             return text
-        return text[-max(HUGE, (self._max_prompt_tokens + 1) * longest_token(self._tokenizer)) :]
+        return text[-max(HUGE, (self.max_prompt_tokens + 1) * longest_token(self._tokenizer)) :]
 
     def _whole(self, row: int, record: Record) -> str:
         try:

@@ -19,7 +19,7 @@ from openrlhf.checkpoint.manager import CheckpointManager, Kept
 from openrlhf.config.roots import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.recognising import PromptFormat, recognise
-from openrlhf.data.sources import Records, load_records
+from openrlhf.data.sources import load_records
 from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
@@ -89,11 +89,11 @@ def _train(
 ) -> RunResult:
     tokenizer = policy_tokenizer(config)
     prompts = PromptStream(
-        _prompts(config, tokenizer, evaluation=False),
+        prompts_of(config, tokenizer, evaluation=False),
         seed=config.train.seed,
         num_episodes=config.train.num_episodes,
     )
-    held_out = _prompts(config, tokenizer, evaluation=True) if config.eval.dataset else None
+    held_out = prompts_of(config, tokenizer, evaluation=True) if config.eval.dataset else None
     best = BestMetric(config.ckpt.best_metric_key)
     if held_out and best.is_named:
         best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
@@ -204,7 +204,7 @@ def _checkpointer(
     )
 
 
-def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:
+def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:
     """Training or evaluation prompts, rendered and checked."""
     flag = "--eval.dataset" if evaluation else "--data.prompt_dataset"
     spec = config.eval.dataset if evaluation else config.data.prompt_dataset
@@ -217,11 +217,6 @@ def _prompts(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet
         trust_remote_code=config.data.trust_remote_code,
         flag=flag,
     )
-    return prompt_set(records, config, tokenizer, flag=flag)
-
-
-def prompt_set(records: Records, config: RLConfig, tokenizer: Any, *, flag: str) -> PromptSet:
-    """Prompts as the flags, or the records' own keys, have them."""
     data = config.data
     given = PromptFormat(
         input_key=data.input_key, label_key=data.label_key, apply_chat_template=data.apply_chat_template

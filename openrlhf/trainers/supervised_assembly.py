@@ -112,10 +112,10 @@ def _train(
     config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, watching: Watchdog, *, model_dir: Path
 ) -> RunResult:
     distribution, ranks = place.distribution, place.distribution.ranks
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     kind = _KINDS[_kind(config)]
-    samples = _samples(config, kind, tokenizer)
-    held_out = _samples(config, kind, tokenizer, evaluation=True) if config.eval.dataset else kind.stand_in(samples)
+    samples = samples_of(config, tokenizer)
+    held_out = samples_of(config, tokenizer, evaluation=True) if config.eval.dataset else kind.stand_in(samples)
     schedule = Schedule(
         samples.lengths,
         batch_size=config.train.batch_size,
@@ -380,7 +380,8 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- what it is trained on
 
 
-def _tokenizer(config: SupervisedConfig) -> Any:
+def tokenizer_of(config: SupervisedConfig) -> Any:
+    """Of the model that is trained, with the chat template of the run. Raises ModelLoadError."""
     path = config.model.model_name_or_path
     with reading_model(path, flag=MODEL_FLAG):
         tokenizer = load_tokenizer(
@@ -392,8 +393,9 @@ def _tokenizer(config: SupervisedConfig) -> Any:
     return set_chat_template(tokenizer, config.data.tokenizer_chat_template, config.data.template_arguments)
 
 
-def _samples(config: SupervisedConfig, kind: _Kind, tokenizer: Any, *, evaluation: bool = False) -> TokenisedSet[Any]:
-    """Training or evaluation data, checked and tokenised."""
+def samples_of(config: SupervisedConfig, tokenizer: Any, *, evaluation: bool = False) -> TokenisedSet[Any]:
+    """Training or evaluation data, checked and tokenised. Raises DataError."""
+    kind = _KINDS[_kind(config)]
     flag = "--eval.dataset" if evaluation else "--data.dataset"
     records = load_records(
         config.eval.dataset if evaluation else config.data.dataset,

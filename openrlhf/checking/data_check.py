@@ -1,0 +1,282 @@
+"""`openrlhf check DATA`: how its records are read, and which tokens are learnt, by the code that trains on them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from openrlhf.checking.display import MOST_CHARACTERS, PIPE_WIDTH, shown
+from openrlhf.config.errors import ConfigError, NotBuiltError
+from openrlhf.config.parser import parse
+from openrlhf.config.roots import Config, RLConfig, RMConfig
+from openrlhf.data.errors import DataError
+from openrlhf.data.examples import Example, TokenisedSet
+from openrlhf.data.json_files import Record
+from openrlhf.data.preferences import Judged, Pair
+from openrlhf.data.prompts import PromptSet
+from openrlhf.data.recognising import ANSWERS, is_chat
+from openrlhf.data.sources import load_records
+from openrlhf.models.loading import ModelLoadError
+
+COMMANDS = {"sft": "train_sft", "rm": "train_rm", "dpo": "train_dpo", "kto": "train_dpo", "rl": "train_ppo_ray"}
+"""What a data set may be for -> the command that trains on it."""
+
+
+ABOUT = {
+    "rl": "The policy goes on from what it reads here.",
+    "rm": "A text's reward is read at its last token; all of it is learnt from.",
+}
+"""What is done with texts of which no part is learnt more than others."""
+
+
+class Part(NamedTuple):
+    """Neighbouring tokens of a text that are learnt, or are not."""
+
+    text: str
+    learnt: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownText:
+    """A tokenised text, for people."""
+
+    name: str
+    """What it is: `chosen`, `prompt`; empty where there is only one."""
+    parts: tuple[Part, ...]
+    tokens: int
+    learnt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRecord:
+    where: str
+    facts: str
+    """What goes with its texts: a margin, a label."""
+    texts: tuple[ShownText, ...]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Exit status: 0 when training can use the data, 1 when it cannot, 2 for options that cannot be right."""
+    options, flags = _parser().parse_known_args(argv[1:])
+    data = argv[0]
+    if options.model is None:
+        _complain("--model is missing: the folder or Hub name of the model whose tokenizer and chat template it is for")
+        return 2
+    told = _Told()
+    with told.listening():
+        try:
+            purpose = options.purpose or guess(load_records(data, max_samples=1, flag="DATA")[0], flags)
+            config = configure(purpose, data, options.model, flags)
+            samples, tokenizer = read(config)
+        except (ConfigError, NotBuiltError, DataError, ModelLoadError) as error:
+            for line in told.lines:
+                print(f"note: {line}", file=sys.stderr)
+            _complain(str(error))
+            return 2 if isinstance(error, ConfigError | NotBuiltError) else 1
+    records = [show(samples, index, tokenizer) for index in range(min(options.records, len(samples)))]
+    _Page(sys.stdout).show(purpose, records, summary(samples, config), told.lines, guessed=options.purpose is None)
+    return 0
+
+
+def guess(record: Record, flags: Sequence[str] = ()) -> str:
+    """What a record is for, by its keys and by the flags that name keys."""
+    given = {word.split("=")[0].rpartition(".")[2].lstrip("-") for word in flags if word.startswith("--")}
+    if {"chosen", "rejected"} <= {*record} or given & {"chosen_key", "rejected_key"}:
+        return "dpo"
+    if ("label" in record and "prompt" in record and any(key in record for key in ANSWERS)) or "response_key" in given:
+        return "kto"
+    if given & {"output_key", "multiturn", "pretrain_mode", "pretrain_mode_enable"} or "completion" in record:
+        return "sft"
+    chat = next((record[key] for key in ("messages", "input") if is_chat(record.get(key))), None)
+    return "sft" if chat is not None and chat[-1]["role"] == "assistant" else "rl"
+
+
+def configure(purpose: str, data: str, model: str, flags: Sequence[str]) -> Config:
+    """The configuration of a run on this data. Raises ConfigError."""
+    where, what = ("actor", "prompt_dataset") if purpose == "rl" else ("model", "dataset")
+    words = [f"--{where}.model_name_or_path", model, f"--data.{what}", data]
+    if purpose == "kto":
+        words += ["--model.loss_type", "kto"]
+    return parse(COMMANDS[purpose], [*words, *flags])
+
+
+def read(config: Config) -> tuple[TokenisedSet[Any] | PromptSet, Any]:
+    """Its data as a run reads it, and the tokenizer. Raises DataError and ModelLoadError."""
+    if isinstance(config, RLConfig):
+        from openrlhf.trainers.assembly import prompts_of
+        from openrlhf.trainers.preflight import policy_tokenizer
+
+        tokenizer = policy_tokenizer(config)
+        return prompts_of(config, tokenizer, evaluation=False), tokenizer
+    from openrlhf.trainers.supervised_assembly import samples_of, tokenizer_of
+
+    tokenizer = tokenizer_of(config)
+    return samples_of(config, tokenizer), tokenizer
+
+
+def show(samples: TokenisedSet[Any] | PromptSet, index: int, tokenizer: Any) -> ShownRecord:
+    """Sample `index`, token by token."""
+    sample, where = samples[index], samples.where(index)
+    if isinstance(samples, PromptSet):
+        tokens = len(tokenizer(sample.text, add_special_tokens=False)["input_ids"])
+        text = ShownText(name="prompt", parts=(Part(sample.text, False),), tokens=tokens, learnt=0)
+        return ShownRecord(where=where, facts=f"label {shown(repr(sample.label), 60)}", texts=(text,))
+    match sample:
+        case Pair():
+            texts = (shown_text(sample.chosen, tokenizer, "chosen"), shown_text(sample.rejected, tokenizer, "rejected"))
+            return ShownRecord(where=where, facts=f"margin {sample.margin:g}" if sample.margin else "", texts=texts)
+        case Judged():
+            facts = "wanted" if sample.desirable else "not wanted"
+            return ShownRecord(where=where, facts=facts, texts=(shown_text(sample.example, tokenizer),))
+    return ShownRecord(where=where, facts="", texts=(shown_text(sample, tokenizer),))
+
+
+def shown_text(example: Example, tokenizer: Any, name: str = "") -> ShownText:
+    """Its text, cut where what is learnt begins and ends."""
+    ids, parts, end, before = example.token_ids.tolist(), [], 0, ""
+    for learnt, tokens in groupby(example.target_mask.tolist()):
+        end += len(list(tokens))
+        # A piece by itself may lose a space: the text grows, and the piece is what it grows by.
+        text = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        parts.append(Part(text[len(before) :], learnt))
+        before = text
+    return ShownText(name=name, parts=tuple(parts), tokens=len(ids), learnt=int(example.target_mask.sum()))
+
+
+def lines_of(record: ShownRecord, purpose: str) -> list[str]:
+    """The record in a line for each text, what is learnt between ⟦ and ⟧."""
+    lines = [record.facts] if record.facts else []
+    for text in record.texts:
+        marked = "".join(
+            f"⟦{shown(part.text, MOST_CHARACTERS)}⟧" if part.learnt and purpose not in ABOUT else
+            shown(part.text, MOST_CHARACTERS)
+            for part in text.parts
+        )  # fmt: skip
+        lines.append(f"{text.name}: {marked}" if text.name else marked)
+    return lines
+
+
+def summary(samples: TokenisedSet[Any] | PromptSet, config: Config) -> str:
+    """All records in a sentence or two."""
+    if isinstance(samples, PromptSet):
+        return (
+            f"{len(samples):,} prompt{'s' if len(samples) > 1 else ''} for a run to play; "
+            f"there is room for {samples.max_prompt_tokens:,} tokens of each."
+        )
+    lengths, learnt = np.array(samples.lengths), np.array(samples.target_counts)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in samples.skipped.items())
+    part = "" if isinstance(config, RMConfig) else f", {learnt.sum() / lengths.sum():.0%} of them learnt"
+    return (
+        f"{len(samples):,} sample{'s' if len(samples) > 1 else ''} with {lengths.sum():,} tokens{part}. "
+        f"Cut at --data.max_len {config.data.max_len}: {samples.num_truncated:,}. "
+        f"Left out: {sum(samples.skipped.values()):,}{f' ({reasons})' if reasons else ''}."
+    )
+
+
+class _Told(logging.Handler):
+    """What reading the data has to say."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        logger = logging.getLogger("openrlhf")
+        before = logger.level, logger.propagate
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            logger.setLevel(before[0])
+            logger.propagate = before[1]
+
+
+class _Page:
+    """Colours on a terminal, plain marks in a pipe."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._console = Console(file=file, highlight=False, markup=False, emoji=False)
+        if not self._console.is_terminal:
+            self._console.width = PIPE_WIDTH
+
+    def show(
+        self, purpose: str, records: Sequence[ShownRecord], summary: str, told: Sequence[str], *, guessed: bool
+    ) -> None:
+        looks = f"Read as `openrlhf {'dpo --model.loss_type kto' if purpose == 'kto' else purpose}` reads it"
+        self._print(Text(looks + (" (--as says otherwise)." if guessed else "."), style="bold"))
+        for line in told:
+            self._print(Text.assemble(("note: ", "yellow"), shown(line, 2000)), soft_wrap=True)
+        mark = "green" if self._console.is_terminal else "between ⟦ and ⟧"
+        self._print(ABOUT.get(purpose, f"What is learnt is {mark}."))
+        for record in records:
+            self._print("")
+            self._print(Text.assemble((record.where, "bold"), f", {record.facts}" if record.facts else ""))
+            for text in record.texts:
+                learnt = "" if purpose in ABOUT else f", {text.learnt} learnt"
+                self._print(Text(f"{text.name or 'text'}: {text.tokens} tokens{learnt}", style="dim"))
+                self._print(self._marked(text.parts, plain=purpose in ABOUT), soft_wrap=True)
+        self._print("")
+        self._print(summary, soft_wrap=True)
+
+    def _marked(self, parts: Sequence[Part], *, plain: bool) -> Text:
+        text = Text()
+        for part in parts:
+            words = shown(part.text, MOST_CHARACTERS, lines=True)
+            if plain or not part.learnt:
+                text.append(words)
+            elif self._console.is_terminal:
+                text.append(words, style="bold black on green")
+            else:
+                text.append(f"⟦{words}⟧")
+        return text
+
+    def _print(self, what: Any, **how: Any) -> None:
+        self._console.print(what, **how)
+
+
+def _complain(text: str) -> None:
+    for line in text.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openrlhf check",
+        usage="openrlhf check DATA --model MODEL [--as sft|rm|dpo|kto|rl] [FLAGS of that command]",
+        description="Show how a data set is read, and which tokens of it are learnt: a few records in full, how many "
+        "are cut or left out, and what could not be used.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        *("--model", "--pretrain", "--model.model_name_or_path", "--actor.model_name_or_path"),
+        metavar="MODEL",
+        help="whose tokenizer and chat template are used",
+    )
+    parser.add_argument(
+        "--as", dest="purpose", choices=tuple(COMMANDS), help="what the data is for (default: by its keys)"
+    )
+    parser.add_argument("--records", type=_count, default=3, metavar="N", help="records to show in full (3)")
+    return parser

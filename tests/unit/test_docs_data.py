@@ -1,0 +1,115 @@
+"""Every example of docs/data.md is read as the document says, by the code that trains on it."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from small_tokenizers import tokenizer
+from transformers import Qwen2Config
+
+from openrlhf.checking.data_check import configure, guess, lines_of, read, run, show
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+CHATML = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+EXAMPLES = re.findall(
+    r"```json\n(.*?)\n```\n```bash\n(.*?)\n```\n```text\n(.*?)```\n", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tokenizer and no weights: data needs none."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer(chat_template=CHATML).save_pretrained(folder)
+    Qwen2Config(vocab_size=400).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Runs in a folder of its own, with a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def written(*records):
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return "data.jsonl"
+
+    return written
+
+
+def shown_as(record, command, model, write):
+    words = shlex.split(re.sub(r"\$'([^']*)'", lambda m: shlex.quote(m[1].replace("\\n", "\n")), command))
+    purpose, flags = words[1], words[2:]
+    if "kto" in flags:
+        purpose = "kto"
+    config = configure(purpose, write(record), model, flags)
+    samples, made = read(config)
+    return lines_of(show(samples, 0, made), purpose)
+
+
+@pytest.mark.parametrize(
+    ("record", "command", "expected"),
+    EXAMPLES,
+    ids=[f"{number} {command.split()[1]}" for number, (_, command, _) in enumerate(EXAMPLES, start=1)],
+)
+def test_an_example_is_read_as_the_document_says(record, command, expected, model, write):
+    assert shown_as(json.loads(record), command, model, write) == expected.splitlines()
+
+
+def test_the_document_has_an_example_of_every_command():
+    assert {command.split()[1] for _, command, _ in EXAMPLES} == {"sft", "rm", "dpo", "rl"}
+
+
+def test_the_command_shows_what_is_learnt(model, write, capsys):
+    """The output that the document quotes, for this file and model."""
+    quoted = re.search(r"```console\n\$ [^\n]*\n(.*?)```\n", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    data = write({"chosen": "Q: 2+3= A: 5 of course", "rejected": "Q: 2+3= A: 6"})
+    assert run([data, "--model", model]) == 0
+    assert capsys.readouterr().out == quoted[1].replace("pairs.jsonl", "data.jsonl")
+
+
+def test_what_is_left_out_or_cut_is_counted_and_recognised_keys_are_said(model, write, capsys):
+    answer = {"role": "assistant", "content": "the cat is an animal"}
+    chats = [[{"role": "user", "content": "q"}, {**answer, "content": text}] for text in ("a", "", "the cat " * 40)]
+    assert run([write(*({"messages": chat} for chat in chats)), "--model", model, "--data.max_len", "80"]) == 0
+    out = capsys.readouterr().out
+    assert "read as with --data.input_key messages --data.apply_chat_template" in out
+    assert "Cut at --data.max_len 80: 1. Left out: 1 (1 have an empty answer)." in out
+
+
+def test_errors_are_one_line_that_says_what_to_give(model, write, capsys):
+    data = write({"prompt": "q"})
+    assert run([data]) == 2
+    assert capsys.readouterr().err.startswith("error: --model is missing: the folder or Hub name of the model")
+    assert run([data, "--model", model, "--as", "sft"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("note: --data.dataset: its records have the keys prompt; read as with")
+    assert said[1].startswith("error: --data.dataset, record 1 of data.jsonl: its 'prompt' is one text")
+    assert run([data, "--model", model, "--data.max_len", "0"]) == 2
+    assert "--data.max_len 0" in capsys.readouterr().err
+    assert run(["nothing.jsonl", "--model", model]) == 1
+    assert "there is no file nothing.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "flags", "purpose"),
+    [
+        ({"chosen": "a", "rejected": "b"}, [], "dpo"),
+        ({"good": "a", "bad": "b"}, ["--data.chosen_key", "good"], "dpo"),
+        ({"prompt": "q", "completion": "a", "label": 1}, [], "kto"),
+        ({"prompt": "q", "completion": "a"}, [], "sft"),
+        ({"q": "q", "a": "a"}, ["--output_key=a"], "sft"),
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, [], "sft"),
+        ({"messages": [{"role": "user", "content": "q"}]}, [], "rl"),
+        ({"input": "q", "label": "a"}, [], "rl"),
+    ],
+)
+def test_what_a_record_is_for(record, flags, purpose):
+    assert guess(record, flags) == purpose
