@@ -4,14 +4,18 @@ import asyncio
 import signal
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 
 from openrlhf.agents.episodes import OwnEpisodes
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.algorithms.advantages import get_estimator
+from openrlhf.learners.samples import RewardShaping, training_samples
 from openrlhf.observability.loggers import NullLogger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.rewards.base import Reward, RewardError
+from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rollout.collector import PromptsExhausted, SyncCollector
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
@@ -100,6 +104,29 @@ def make_collector(loop, texts, reward, *, batch_size=2, engine=None) -> SyncCol
         samples_per_prompt=3,
         sampling_params=SamplingParams(max_tokens=2),
     )
+
+
+class Fixed:
+    """Gives a prompt's samples these rewards, as a model gives them: in float32."""
+
+    def __init__(self, *rewards: float) -> None:
+        self.rewards = [float(np.float32(reward)) for reward in rewards]
+
+    async def start(self) -> None: ...
+
+    async def score(self, request) -> list[Reward]:
+        return [Reward(reward=reward) for reward in self.rewards]
+
+    async def close(self) -> None: ...
+
+
+def test_sources_that_add_up_to_the_same_teach_nothing(loop):
+    """0.9 as 0.9 + 0, as 0.3 + 0.6 and as 100.9 − 100, whose float32 parts are 3e-6 away from it."""
+    reward = CombinedReward({"a": Fixed(0.9, 0.3, 100.9), "b": Fixed(0.0, 0.6, -100.0)}, [1.0, 1.0])
+    groups = make_collector(loop, ["ab", "cd"], reward).next_batch().groups
+    assert len({t.reward for t in groups[0].trajectories}) > 1
+    shaped = training_samples(groups, estimator=get_estimator("group_norm"), shaping=RewardShaping())
+    assert [sample.compared_A.any().item() for sample in shaped.samples] == [False] * 6
 
 
 def test_groups_come_in_prompt_order_and_each_is_judged_once(loop):
