@@ -1,4 +1,4 @@
-"""The real loop learns the multi-turn demo's task from its agent file, with more than one estimator, sync and async."""
+"""The real loop learns the multi-turn demo's task from its agent file: sync and by outcome, async and by the return to go."""
 
 import pytest
 from demo_runs import column, run, scores
@@ -30,7 +30,7 @@ def test_an_agent_learns_while_it_plays(agent_demo, tmp_path):
     found before the first wrong one by a fifth."""
     words = ["--train.async_enable", "--train.partial_rollout_enable", "--algo.advantage.is_correction_enable"]
     words += ["--train.async_queue_size", "2", "--rollout.vllm_generate_batch_size", "160"]
-    words += ["--algo.advantage.estimator", "reinforce_baseline"]
+    words += ["--algo.advantage.estimator", "reinforce_baseline", "--algo.advantage.turns", "to_go"]
     run_dir = run(agent_demo, tmp_path / "run", *words, *GENTLE, steps=10)
     before, after = scores(run_dir)
     assert after > before
