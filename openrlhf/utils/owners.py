@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 
+RUN_FOLDER = "OPENRLHF_RUN_FOLDER"
+"""In the environment of a run's processes: a folder that only this user may enter, removed when the run ends."""
 
-def end_with(owner: int) -> None:
+
+def end_with(owner: int, *, leaving_nothing_in: str | None = None) -> None:
     """When the process `owner` is gone this one ends, and so does whatever process stands between the two.
 
     Without a word: nobody is there who would hear it, and what they hold, a GPU's memory for instance, is wanted.
+    `leaving_nothing_in`: a folder that goes with them.
     """
     between = os.getppid()
     try:
@@ -29,6 +34,8 @@ def end_with(owner: int) -> None:
         if between != owner:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(between, signal.SIGKILL)
+        if leaving_nothing_in:
+            shutil.rmtree(leaving_nothing_in, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, name="owner", daemon=True).start()

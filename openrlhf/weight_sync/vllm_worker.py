@@ -25,7 +25,7 @@ from openrlhf.utils.owners import end_with
 from openrlhf.weight_sync.buckets import Bucket, Entry
 from openrlhf.weight_sync.device_blocks import DeviceBlock, handle_of, payload_of
 from openrlhf.weight_sync.groups import Meeting, TransferGroup
-from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, OWNER, RPC_BACKEND
+from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, OWNER, RPC_BACKEND, SOCKETS
 
 
 @dataclass
@@ -240,7 +240,7 @@ class WorkerExtension:
 
 if (_owner := int(os.environ.get(OWNER, os.getpid()))) != os.getpid():
     # vLLM's processes do not notice when the one that started them is killed.
-    end_with(_owner)
+    end_with(_owner, leaving_nothing_in=os.environ.get(SOCKETS))
 
 if RPC_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RPC_BACKEND, RpcWeightTransferEngine)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import os
 import signal
+import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ class Setup:
     model: Any
     tokenizer: Any
     version: int = 0
+    others_sockets: frozenset[Path] = frozenset()
+    """Where temporary files are, from before this engine."""
 
     @property
     def policy(self) -> Policy:
@@ -126,11 +129,13 @@ def setup(tmp_path_factory) -> Iterator[Setup]:
     config = Qwen2Config(**SMALL, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False)
     model, folder = write_model(config, tokenizer, tmp_path_factory.mktemp("model"))
     others = set(living_children(os.getpid()))
+    sockets = frozenset(path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket())
     engine = start_engine(folder, tokenizer)
     workers = _descendants(os.getpid()) - others
-    yield Setup(engine, model, tokenizer)
+    yield Setup(engine, model, tokenizer, others_sockets=sockets)
     engine.close()
     engine.close()
+    assert not os.path.exists(engine._sockets)
     torch.set_num_threads(threads)
     # A worker whose parent was killed ends by itself, but not at once.
     assert wait_until(lambda: not {pid for pid in workers if _is_ours(pid)}, 30), workers
@@ -552,6 +557,14 @@ def test_weights_that_cannot_be_read_leave_an_error_and_no_process(setup, tmp_pa
     with pytest.raises(VllmError, match=f"did not start with {tmp_path}"):
         VllmEngine(VllmSettings(model=str(tmp_path), max_model_len=CONTEXT, cpu_cache_gib=1), setup.tokenizer)
     assert wait_until(lambda: not {pid for pid in _descendants(os.getpid()) - others if _is_ours(pid)}, 30)
+
+
+def test_an_engines_sockets_are_in_a_private_folder(setup):
+    """vLLM itself leaves them where all temporary files are. Here they go with their engine, as `setup` asserts."""
+    folder = Path(setup.engine._sockets)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert any(path.is_socket() for path in folder.iterdir())
+    assert not {path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket()} - setup.others_sockets
 
 
 def test_an_engine_that_is_killed_fails_every_call_in_one_sentence(setup):

@@ -1,10 +1,13 @@
 """Our words and vLLM's: sampling parameters and engine arguments. No vLLM is needed to compare them."""
 
+import tempfile
+
 import pytest
 
 from openrlhf.rollout.vllm.sampling import sampling_arguments
-from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
+from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, sockets_folder, worker_environment
 from openrlhf.types import SamplingParams
+from openrlhf.utils.owners import RUN_FOLDER
 
 SETTINGS = VllmSettings(model="/m", max_model_len=1024)
 
@@ -126,3 +129,16 @@ def test_workers_live_beside_their_scheduler_unless_there_are_several_or_somebod
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     settings = VllmSettings(model="m", max_model_len=64, tensor_parallel_size=parts)
     assert engine_arguments(settings, gpu=gpu)["distributed_executor_backend"] == expected
+
+
+def test_sockets_are_made_in_the_runs_folder_or_where_their_names_are_short_enough(tmp_path, monkeypatch):
+    """A socket's path has at most 107 bytes, of which 60 are those of its name and of the engine's own folder."""
+    long = tmp_path / ("x" * 48)
+    long.mkdir()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        assert sockets_folder({RUN_FOLDER: short}) == short
+        assert sockets_folder({RUN_FOLDER: str(long)}) == "/tmp"
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert sockets_folder({RUN_FOLDER: str(long)}) == short
+        assert sockets_folder({}) == short

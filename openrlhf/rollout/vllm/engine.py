@@ -15,6 +15,8 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -33,12 +35,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from openrlhf.rollout.base import EngineError, check_prompt
 from openrlhf.rollout.embedded.stopping import eos_token_ids
 from openrlhf.rollout.vllm.sampling import sampling_arguments
-from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
+from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, sockets_folder, worker_environment
 from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.utils.loop_thread import LoopThread
-from openrlhf.weight_sync.vllm_names import OWNER
+from openrlhf.weight_sync.vllm_names import OWNER, SOCKETS
 
 _T = TypeVar("_T")
 START_SECONDS = 1800.0
@@ -112,15 +114,18 @@ class VllmEngine:
             SimpleNamespace(config=config, generation_config=_generation_config(settings.model)), tokenizer
         )
         self._thread = LoopThread("vllm")
+        self._sockets = tempfile.mkdtemp(prefix="openrlhf-vllm-", dir=sockets_folder(os.environ))
         gpu = torch.cuda.is_available()
         try:
             wanted = worker_environment(settings, gpu=gpu, cores=sorted(os.sched_getaffinity(0)))
-            with _environment(wanted | {OWNER: str(os.getpid())}):
+            owned = {OWNER: str(os.getpid()), SOCKETS: self._sockets, "VLLM_RPC_BASE_PATH": self._sockets}
+            with _environment(wanted | owned):
                 self._llm: AsyncLLM | None = self._thread.run(
                     _start(settings, gpu=gpu), "to start", deadline=START_SECONDS
                 )
         except Exception as error:
             self._thread.close()
+            shutil.rmtree(self._sockets, ignore_errors=True)
             raise VllmError(f"vLLM did not start with {settings.model}: {error}") from error
         waits.add_pulse(self._work_done)
 
@@ -232,6 +237,7 @@ class VllmEngine:
         # First vLLM's own tasks, which would take the end of its processes for a failure.
         self._thread.close()
         self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        shutil.rmtree(self._sockets, ignore_errors=True)  # vLLM leaves them
         self._llm = None  # now, and not when the interpreter ends: its finalizer needs modules that are gone by then
 
     async def _moving(self, answer: asyncio.Future[_T]) -> _T:

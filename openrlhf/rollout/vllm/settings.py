@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.utils.owners import RUN_FOLDER
 from openrlhf.weight_sync.vllm_names import RPC_BACKEND, THREADS, WORKER_EXTENSION
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -117,3 +119,15 @@ def core_shares(cores: Sequence[int], parts: int) -> list[str]:
     return [
         ",".join(str(core) for core in cores[part::parts]) or str(cores[part % len(cores)]) for part in range(parts)
     ]
+
+
+LONGEST_FOLDER = 107 - len("/openrlhf-vllm-01234567/00000000-0000-0000-0000-000000000000")
+"""A socket's path may have 107 bytes."""
+
+
+def sockets_folder(environment: Mapping[str, str]) -> str:
+    """Where a folder of an engine's sockets may be made: in the run's private one, else where temporary files are."""
+    for wanted in (environment.get(RUN_FOLDER), tempfile.gettempdir()):
+        if wanted and len(wanted) <= LONGEST_FOLDER and os.access(wanted, os.W_OK):
+            return wanted
+    return "/tmp"
