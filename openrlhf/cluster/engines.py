@@ -45,6 +45,8 @@ SIGN_DEADLINE = 60.0
 """Of a sign of life that is asked for because something has failed."""
 START_DEADLINE = 1800.0
 """Of an engine that replaces another."""
+CLOSE_SECONDS = 30.0
+"""Of an end in order."""
 MOST_REQUESTS = 100_000
 """At once to an engine: vLLM has a queue of its own."""
 
@@ -296,19 +298,21 @@ class RayEngines:
         slots = [self._slots[engine] for engine in engines]
         return EngineClients([slot.actor for slot in slots], [slot.name for slot in slots])
 
-    def close(self) -> None:
-        """vLLM ends its own processes; whoever does not is killed with his."""
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """vLLM ends its own processes; whoever does not within so many seconds is killed with his."""
+        import ray
+
         with self._lock:
             self._closed = True
         self._awake.set()
         self._watch.stop()
         self._fail(EngineError("the engines are closed"))
-        calls = Calls([slot.name for slot in self._slots])
-        with contextlib.suppress(WorkerError):
-            calls.wait([slot.actor.close.remote() for slot in self._slots], "to end", 30.0)
+        ending = [slot.actor.close.remote() for slot in self._slots]
+        with waits.waiting(lambda: f"to end: {', '.join(slot.name for slot in self._slots)}"):
+            ray.wait(ending, num_returns=len(ending), timeout=seconds)
         for slot in self._slots:
             slot.close()
-        self.wait_for_replacements(10.0)
+        self.wait_for_replacements(seconds / 3)
 
     # ------------------------------------------------------------------------------------------ replacement
 

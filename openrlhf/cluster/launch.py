@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,9 @@ from typing import Any
 
 from openrlhf.cluster.beacons import LOOKING
 from openrlhf.cluster.placement import Fit, Node, Place, PlacementPlan, fit
+from openrlhf.config.errors import ConfigError
 from openrlhf.utils import interrupts, waits
+from openrlhf.utils.owners import RUN_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,8 @@ WORKER = "openrlhf_worker"
 WORKERS_PER_CORE = 4
 """On a Ray of our own without GPUs: so many may share a core."""
 NODE_LABEL = "ray.io/node-id"
+LONGEST_FOLDER = 107 - len("/orlhf-01234567/r/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
+"""Of a temporary folder that Ray's may be in: a socket's path has at most 107 bytes."""
 
 
 class ClusterError(RuntimeError):
@@ -96,8 +102,9 @@ def _node(resources: Mapping[str, float], kind: DeviceKind) -> Node:
 def ray_cluster() -> Iterator[Cluster]:
     """While open this process is connected to Ray: to RAY_ADDRESS if there is one, else to a Ray of its own.
 
-    Whatever was started for it ends with it, also after Ctrl-C; if this process is killed, Ray sees to that itself.
-    Raises ClusterError.
+    A Ray of its own is one machine's and this user's: it listens on loopback, and its folder is private. Whatever was
+    started for it ends with it, also after Ctrl-C; if this process is killed, Ray sees to that itself. Raises
+    ClusterError.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     joins = address not in ("", "local")
@@ -112,26 +119,98 @@ def ray_cluster() -> Iterator[Cluster]:
     from ray._raylet import Config
 
     Config.initialize("")  # who imported Ray before has shown it another environment
+    with contextlib.nullcontext() if joins else private_folder() as folder:
+        try:
+            try:
+                _join(address) if folder is None else _start(folder)
+            except Exception as error:
+                why = cannot_join(address, error) if joins else ClusterError(f"Ray does not start: {_line(error)}")
+                raise why from error
+            yield _connected()
+        except KeyboardInterrupt:
+            # Should shutting down hang: Ray ends what it started when it sees this process gone.
+            interrupts.end_at_once_on_the_next(last=lambda: None)
+            raise
+        finally:
+            with LOOKING:
+                ray.shutdown()
+
+
+def _join(address: str) -> None:
+    with _handlers_kept():
+        _init(address=address)
+
+
+def _start(folder: Path) -> None:
+    """A Ray of one machine and one user."""
+    with _handlers_kept(), _servers_of_our_own():
+        _init(
+            address="local",
+            resources={WORKER: WORKERS_PER_CORE * (os.cpu_count() or 1)},
+            include_dashboard=False,
+            _temp_dir=str(folder),
+        )
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """For Ray's session: sockets, logs and what it spills. Ray opens its own folder to everybody, so it is inside one
+    that only this user may enter.
+
+    It is removed at the end, unless a run has failed on it: then the logs of its processes are wanted.
+    """
+    place = _short_folder(os.environ)
     try:
-        with _handlers_kept():
-            _init(
-                address=address if joins else "local",
-                resources=None if joins else {WORKER: WORKERS_PER_CORE * (os.cpu_count() or 1)},
-                include_dashboard=None if joins else False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-    except Exception as error:
-        raise (cannot_join(address, error) if joins else ClusterError(f"Ray does not start: {_line(error)}")) from error
+        os.makedirs(place, exist_ok=True)
+        outer = Path(tempfile.mkdtemp(prefix="orlhf-", dir=place))
+    except OSError as error:
+        raise ClusterError(f"Ray's folder cannot be made in {place} ({error.strerror}): set TMPDIR") from error
+    keeps, logs = False, outer / "r" / "session_latest" / "logs"
+    logger.info("logs of this run's processes are in %s", logs)
+    os.environ[RUN_FOLDER] = str(outer)  # for engines, which Ray starts
     try:
-        yield _connected()
-    except KeyboardInterrupt:
-        # Should shutting down hang: Ray ends what it started when it sees this process gone.
-        interrupts.end_at_once_on_the_next(last=lambda: None)
+        yield outer / "r"
+    except (ClusterError, ConfigError):
+        raise
+    except Exception:
+        keeps = True
+        logger.info("logs of the processes of the run that failed stay in %s", logs)
         raise
     finally:
-        with LOOKING:
-            ray.shutdown()
+        del os.environ[RUN_FOLDER]
+        if not keeps:
+            shutil.rmtree(outer, ignore_errors=True)
+
+
+def _short_folder(environment: Mapping[str, str]) -> str:
+    """Where Ray itself would make its folder, unless paths of sockets there would be longer than systems allow."""
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        if wanted := environment.get(name):
+            if len(os.path.abspath(wanted)) <= LONGEST_FOLDER:
+                return os.path.abspath(wanted)
+            logger.warning("%s %s is too long for Ray's sockets: its folder is in /tmp", name, wanted)
+    return "/tmp"
+
+
+@contextlib.contextmanager
+def _servers_of_our_own() -> Iterator[None]:
+    """Inside, `ray.init` starts servers that listen on loopback, and that signals to this process's group do not reach.
+
+    Ray has no option for either. It knows loopback as the way of systems that cannot have clusters. Its servers share
+    the group of whoever starts them: a SIGTERM to the group ended them first, and the run had nobody to ask any more.
+    """
+    from ray._private import ray_constants, services
+
+    class Apart(services.ConsolePopen):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options, process_group=0)
+
+    before = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen
+    ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen = False, Apart  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen = before  # type: ignore[misc]
 
 
 def _init(**options: Any) -> None:
@@ -140,7 +219,7 @@ def _init(**options: Any) -> None:
 
     for left in reversed(range(START_TRIES)):
         try:
-            ray.init(**options)
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
             return
         except Exception as error:
             if not left or "timed out during startup" not in str(error):
@@ -220,11 +299,18 @@ def _handlers_kept() -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
+    exits = False
     try:
         yield
+    except SystemExit as end:  # so Ray answers to one that comes while it starts
+        if end.code != signal.SIGTERM:
+            raise
+        exits = True
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+        if exits:
+            signal.raise_signal(signal.SIGTERM)
 
 
 # -------------------------------------------------------------------------------------------------- placement

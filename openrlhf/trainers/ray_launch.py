@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from openrlhf.agents.host import kill_every_host
 from openrlhf.cluster.checkpoints import RankKept
-from openrlhf.cluster.engines import RayEngines
+from openrlhf.cluster.engines import CLOSE_SECONDS, RayEngines
 from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
 from openrlhf.cluster.launch import placed as placed_on
 from openrlhf.cluster.learners import DEADLINE, RayWorkers
@@ -35,6 +36,7 @@ from openrlhf.trainers.rank_engines import engine_on_a_seat
 from openrlhf.trainers.rank_models import rank_service
 from openrlhf.trainers.reward_sources import build_reward, load_reward_reader
 from openrlhf.trainers.settings import model_dtype
+from openrlhf.utils import interrupts
 from openrlhf.weight_sync.probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,9 @@ logger = logging.getLogger(__name__)
 ACTOR_FLAG = "--actor.model_name_or_path"
 START_DEADLINE = 1800.0
 """Of loading models and of starting engines, in seconds."""
+SIGNALLED_SECONDS = 4.0
+"""Of engines to end in order after a signal: they may be in a long step, and whoever has sent it does not wait for it.
+Those that are killed leave shared memory behind."""
 
 
 @contextlib.contextmanager
@@ -159,11 +164,18 @@ class RayLauncher:
             max_model_len=self.config.data.max_len,
             health_timeout=self.config.vllm.health_timeout,
         )
-        with contextlib.closing(engines):
+        seconds = CLOSE_SECONDS
+        try:
             if self.placed.plan.request.engines_share and self.placed.cluster.kind.resource == "GPU":
                 # vLLM measures what is free while it starts: nobody else may take memory then.
                 engines.ready(deadline=START_DEADLINE)
             yield engines
+        except KeyboardInterrupt:
+            interrupts.end_at_once_on_the_next(last=kill_every_host)
+            seconds = SIGNALLED_SECONDS
+            raise
+        finally:
+            engines.close(seconds=seconds)
 
 
 def _kept(groups: dict[Role, WorkerGroup]) -> dict[str, RankKept]:

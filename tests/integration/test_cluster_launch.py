@@ -2,11 +2,13 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from patience import patience
@@ -17,7 +19,7 @@ from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WAITING = """
-import time
+import os, time
 from openrlhf.cluster.launch import ray_cluster
 from openrlhf.utils import interrupts
 import ray
@@ -32,7 +34,7 @@ with interrupts.handled():
         with ray_cluster():
             worker = Worker.remote()
             ray.get(worker.ready.remote())
-            print("ready", flush=True)
+            print(os.environ["OPENRLHF_RUN_FOLDER"], flush=True)
             time.sleep(600)
     except KeyboardInterrupt:
         raise SystemExit(interrupts.exit_status())
@@ -66,6 +68,23 @@ def test_a_ray_of_our_own_counts_workers(cluster):
     (node,) = cluster.total
     assert node.devices == WORKERS_PER_CORE * os.cpu_count()
     assert cluster.devices_per_node == 1
+
+
+def test_a_ray_of_our_own_is_this_machines_and_this_users(cluster):
+    """Whatever it has started listens on loopback alone, and its session is in a folder that others may not enter."""
+    sitter = Sitter.remote()
+    ray.get(sitter.where.remote(), timeout=60)
+    listening = {
+        (process.name(), address.laddr.ip)
+        for process in (psutil.Process(pid) for pid in (os.getpid(), *descendants(os.getpid())))
+        for address in process.net_connections("inet")
+        if address.status == psutil.CONN_LISTEN
+    }
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} <= {"127.0.0.1", "::1"}
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    private = session.parents[1].stat()
+    assert (stat.S_IMODE(private.st_mode), private.st_uid) == (0o700, os.getuid())
 
 
 def test_workers_sit_where_the_plan_says_and_leave_room_afterwards(cluster):
@@ -110,12 +129,12 @@ def test_devices_that_others_use_are_waited_for_until_the_deadline(cluster):
 
 def descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+            parent = int(file.read_text().rsplit(")", 1)[1].split()[1])
         except OSError:
             continue
-        parents.setdefault(parent, []).append(int(stat.parent.name))
+        parents.setdefault(parent, []).append(int(file.parent.name))
     found, waiting = [], [pid]
     while waiting:
         children = parents.get(waiting.pop(), [])
@@ -124,19 +143,26 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_nothing_is_left_of_a_run_that_was_ended(number, status):
-    """Ray's servers are children of the run, its workers grandchildren."""
+@pytest.mark.parametrize(
+    ("number", "group", "status"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGTERM, True, 143)],
+    ids=["ctrl-c", "kill", "kill of the group"],
+)
+def test_nothing_is_left_of_a_run_that_was_ended(number, group, status):
+    """Ray's servers are children of the run, its workers grandchildren. A signal to the run's group, as terminals and
+    schedulers send it, ends the run, and the run ends Ray: nobody finds its servers gone."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"PYTHONPATH": str(REPOSITORY)}
-    run = subprocess.Popen(
-        [sys.executable, "-c", WAITING], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen([sys.executable, "-c", WAITING], env=environment, start_new_session=True, **pipes)
     try:
-        assert run.stdout.readline() == "ready\n"
+        folder = Path(run.stdout.readline().strip())
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         started = descendants(run.pid)
         assert len(started) >= 3
-        run.send_signal(number)
+        (os.killpg if group else os.kill)(run.pid, number)
         assert run.wait(timeout=30) == status
         assert wait_until(lambda: not any(alive(pid) for pid in started), 20)
+        assert run.stderr.read() == ""
+        assert not folder.exists()
     finally:
         run.kill()

@@ -1,10 +1,19 @@
 """A Ray of one's own on a machine that is busy with something else."""
 
+import contextlib
+import os
+import shutil
+import signal
+import stat
+from pathlib import Path
+
 import pytest
 import ray
 
 from openrlhf.cluster.beacons import Beacons
-from openrlhf.cluster.launch import ClusterError, ray_cluster
+from openrlhf.cluster.launch import LONGEST_FOLDER, ClusterError, ray_cluster
+from openrlhf.utils import interrupts
+from openrlhf.utils.owners import RUN_FOLDER
 
 LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
 
@@ -19,7 +28,8 @@ def starts(monkeypatch):
         if (error := answers.pop(0)) is not None:
             raise error
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 2.0}}])
@@ -40,6 +50,60 @@ def test_one_that_cannot_start_is_an_error_in_one_line(starts, error, count):
     with pytest.raises(ClusterError, match=f"^Ray does not start: {error}$"), ray_cluster():
         pass
     assert len(tries) == count
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [
+        (None, False),
+        (KeyboardInterrupt(), False),
+        (ClusterError("no room"), False),
+        (RuntimeError("a rank died"), True),
+    ],
+    ids=["well", "a signal", "no room", "a failure"],
+)
+def test_its_folder_is_private_and_stays_only_for_the_logs_of_a_failure(starts, error, stays):
+    answers, tries = starts
+    answers.append(None)
+    expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
+    with interrupts.handled(), expected, ray_cluster():
+        folder = Path(os.environ[RUN_FOLDER])
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert Path(tries[0]["_temp_dir"]).parent == folder
+        if error:
+            raise error
+    assert RUN_FOLDER not in os.environ
+    assert folder.exists() == stays
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_temporary_folder_whose_name_is_too_long_for_sockets(starts, tmp_path, monkeypatch, caplog):
+    answers, _ = starts
+    answers += [None, None]
+    long, short = tmp_path / ("x" * LONGEST_FOLDER), Path("/tmp") / f"o{os.getpid()}"
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    with ray_cluster():
+        assert Path(os.environ[RUN_FOLDER]).parent == Path("/tmp")
+    assert f"RAY_TMPDIR {long} is too long for Ray's sockets" in caplog.text
+    short.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(short))
+    with ray_cluster():
+        assert Path(os.environ[RUN_FOLDER]).parent == short
+    short.rmdir()
+
+
+def test_sigterm_while_it_starts_is_the_runs_and_not_rays(starts, monkeypatch):
+    """Ray's handler leaves the process with status 15."""
+
+    def init(**options):
+        signal.signal(signal.SIGTERM, lambda number, frame: (_ for _ in ()).throw(SystemExit(number)))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    with interrupts.handled():
+        with pytest.raises(KeyboardInterrupt), ray_cluster():
+            pass
+        assert interrupts.exit_status() == 128 + signal.SIGTERM
 
 
 def test_nobody_looks_for_processes_through_a_connection_that_has_ended():
