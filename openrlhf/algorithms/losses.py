@@ -77,7 +77,7 @@ def gspo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
     s_t has the value of s, and ∇s_t = s ∇log π(t). If the tokens of a sequence share one advantage, the mean over
     them is −min(s A, clip(s) A) with the gradient −A s · (1/|o|) Σ_t ∇log π(t): exactly the sequence form. If they
     do not (credit per turn, KL as a reward, a critic), each token keeps its own credit, where the sequence form
-    would give all of them the average. A dual clip bounds s as it bounds PPO's ρ_t.
+    would give all of them the average.
     """
     logprobs_A = inputs.logprobs_A
     sequence_A = _ratio(sequence_means(logprobs_A - inputs.old_logprobs_A, inputs.sequences_A)).detach()
@@ -142,11 +142,7 @@ class PolicyLoss:
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(function=ppo_loss, aggregation=Aggregation.TOKEN, takes_dual_clip=True, paper="arXiv:1707.06347"),
     "gspo": PolicyLoss(
-        function=gspo_loss,
-        aggregation=Aggregation.SEQUENCE,
-        corrects_itself=True,
-        takes_dual_clip=True,
-        paper="arXiv:2507.18071",
+        function=gspo_loss, aggregation=Aggregation.SEQUENCE, corrects_itself=True, paper="arXiv:2507.18071"
     ),
     "cispo": PolicyLoss(function=cispo_loss, aggregation=Aggregation.TOKEN, paper="arXiv:2506.13585"),
     "sapo": PolicyLoss(function=sapo_loss, aggregation=Aggregation.SEQUENCE, paper="arXiv:2511.20347"),

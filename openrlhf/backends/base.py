@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from openrlhf.backends.finite import LeftOut
+
 GATHERED_BYTES = 256 * 2**20
 """Of parameters that ranks share out, so much is whole at a time."""
 
@@ -22,6 +24,10 @@ class Weights(Protocol):
         whole; where ranks share parameters out, at most `max_bytes` of them are at a time (but one always is), so
         whoever holds tensors back holds their memory. They may be the live ones: to be read, before the next step.
         """
+        ...
+
+    def weights_not_finite(self) -> list[str]:
+        """Names of live weights with an infinite number or one that is none, on any rank. Collective."""
         ...
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
@@ -47,9 +53,24 @@ class Backend(Weights, Protocol):
         ...
 
     def step(self) -> float:
-        """One optimizer step on the accumulated gradient; returns its norm before clipping.
+        """One optimizer step on the accumulated gradient; returns its norm before clipping. Collective.
 
-        In fp16 a gradient that overflows is dropped, without a step; its norm is infinite or not a number.
+        A step that is not finite never happens: where the gradient, the weights or what the optimizer keeps is not, on
+        any rank, all ranks drop the gradient, bring back what is damaged, and go on as if there had been no such step;
+        the schedule stands still, and the norm that is returned is not finite. Raises NotFiniteError where weights
+        cannot be brought back.
+        """
+        ...
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """Why the latest step was left out, on all ranks; None: it was taken."""
+        ...
+
+    def require_finite(self) -> list[str]:
+        """Look at all weights, and bring back what is damaged; returns what was, in words. Collective.
+
+        Raises NotFiniteError where that cannot be done: nobody may be given such weights. Not while it sleeps.
         """
         ...
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from openrlhf.backends import loss_scale
 from openrlhf.backends.base import GATHERED_BYTES
+from openrlhf.backends.finite import LeftOut, NotFiniteError, StateGuard, not_finite, some
 from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import (
     STATE_KINDS,
@@ -37,6 +38,7 @@ from openrlhf.utils import waits
 logger = logging.getLogger(__name__)
 
 STEP = "step"
+_PIECE = " (this rank's piece)"
 _MASTERS = (
     ("fp32_partitioned_groups_flat", "fp16_groups"),
     ("single_partition_of_fp32_groups", "bit16_groups"),
@@ -137,13 +139,18 @@ class DeepSpeedBackend:
         self._base: torch.optim.Optimizer = optimizer
         self._norm_unwrapped = math.nan
         if self._unwrapped:
-            optimizer.register_step_pre_hook(self._clip)
+            self._step_taken = optimizer.step
+            optimizer.step = self._clipped_step  # type: ignore[method-assign]
         # AutoTP has put its own layers, with their own parameters, in place of some.
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._begin_optimizer_state()
         if isinstance(optimizer, ShardedMuon):
             optimizer.sharing = self._sharing()
         self._scaler: Any = self._engine.optimizer.loss_scaler if dtype == torch.float16 else None
+        self._left_out: LeftOut | None = None
+        self._damaged = False
+        self._guard = StateGuard(self._state)
+        self._guard.remember()
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -158,14 +165,112 @@ class DeepSpeedBackend:
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss * self._shares)
 
+    @property
+    def left_out(self) -> LeftOut | None:
+        return self._left_out
+
     def step(self) -> float:
-        self._engine.step()
-        if not self._engine.was_step_applied():  # fp16 leaves out steps whose gradients overflow
+        damaged, in_module = self._guard.damaged(), self._not_finite_in_module()
+        self._damaged, self._left_out = self._on_any(bool(damaged or in_module)), None
+        said = self._mend(damaged) if self._damaged else []
+        with self._overflowing() if self._damaged else contextlib.nullcontext():
+            self._engine.step()
+        if not self._engine.was_step_applied():
+            self._left_out = self._why_left_out(said)
             return math.inf
         norm = self._norm_unwrapped if self._unwrapped else self._engine.get_global_grad_norm()
         self._rates.steps += 1
         self._update_average()
+        self._guard.remember()
         return math.nan if norm is None else float(norm)
+
+    def _why_left_out(self, said: list[str]) -> LeftOut:
+        said = [*said, *self._round_again()]
+        if said:
+            return LeftOut("; ".join(said))
+        if self._scaler is not None:
+            scale = self._scaler.cur_scale
+            return LeftOut(f"its gradient overflows in fp16: the loss scale is {scale:g} now", expected=True)
+        return LeftOut("its gradient is not finite")
+
+    @contextlib.contextmanager
+    def _overflowing(self) -> Iterator[None]:
+        """While open, DeepSpeed finds the gradient infinite: it drops it, and knows best where its parts are."""
+        if self._unwrapped:
+            yield
+            return
+        infinite = torch.tensor(math.inf, device=self._engine.device)
+        answers: dict[str, Any] = {
+            "_get_norm_groups": [infinite],  # stage 3
+            "scaled_global_norm": infinite,  # stages 1 and 2
+            "get_grads_for_norm": ([infinite.view(1)], {}),  # bf16, whose stage 1 is another
+        }
+        optimizer = self._engine.optimizer
+        asked = next((name for name in answers if hasattr(optimizer, name)), None)
+        if asked is None:
+            raise TypeError(f"this DeepSpeed measures its gradient elsewhere: {type(optimizer).__name__}")
+        setattr(optimizer, asked, lambda *arguments, **options: answers[asked])
+        try:
+            yield
+        finally:
+            delattr(optimizer, asked)
+
+    def require_finite(self) -> list[str]:
+        damaged, said = self._guard.damaged(), []
+        if self._on_any(bool(damaged)):
+            said = self._mend(damaged)
+        said += self._round_again()
+        if bad := self.weights_not_finite():
+            raise NotFiniteError(f"weights are not finite: {some(bad)}")
+        return said
+
+    def weights_not_finite(self) -> list[str]:
+        bad = not_finite(self._module_tensors())
+        return _gathered_texts(bad) if self._on_any(bool(bad)) else []
+
+    def _mend(self, damaged: Mapping[str, list[str]]) -> list[str]:
+        """Collective."""
+        mended = self._guard.mend(damaged)
+        lost = _gathered_texts(mended.lost)
+        if lost:
+            raise NotFiniteError(f"{some(lost)} are not finite, and what they were is not known any more")
+        return _gathered_texts(mended.said)
+
+    def _round_again(self) -> list[str]:
+        """Weights that are not finite, from their fp32 masters. Collective."""
+        bad = self._not_finite_in_module()
+        if not self._on_any(bool(bad)):
+            return []
+        for name, parameter in self._trained.items():
+            self._set(name, parameter, PARAMETERS, self._whole(name, parameter, PARAMETERS))
+        return [f"weights of {some(_gathered_texts(bad))} were not finite and are taken from the fp32 masters again"]
+
+    def _not_finite_in_module(self) -> list[str]:
+        """Trained weights of which there are fp32 masters, as far as this rank has them."""
+        found = [] if self._unwrapped else not_finite(self._module_tensors())
+        return [name for name in found if name.removesuffix(_PIECE) in self._trained]
+
+    def _module_tensors(self) -> dict[str, Tensor]:
+        """What this rank has of the module's weights."""
+        named = dict(self._module.named_parameters())
+        pieces = {f"{name}{_PIECE}": p.ds_tensor for name, p in named.items() if hasattr(p, "ds_tensor")}
+        return {**named, **pieces}
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        """What a step of this rank reads and writes."""
+        state: dict[str, dict[str, Tensor]] = {PARAMETERS: {}}
+        for master, names in self._masters_and_parameters():
+            name = some(names)
+            state[PARAMETERS][name] = master.detach()
+            for kind, tensor in self._base.state[master].items():
+                state.setdefault(kind, {})[name] = tensor
+        return state
+
+    def _on_any(self, here: bool) -> bool:
+        """Whether it is so on any rank. Collective."""
+        flag = torch.tensor(float(here), device=self._engine.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
 
     def drop_gradients(self) -> None:
         optimizer = self._engine.optimizer
@@ -188,7 +293,15 @@ class DeepSpeedBackend:
             return "its ranks were already adding up the gradients of this micro-batch"
         return None
 
-    def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _clipped_step(self) -> None:
+        """Without ZeRO: DeepSpeed calls it when the gradient is whole, and asks for `overflow` afterwards."""
+        self._measure()
+        left_out = self._damaged or not math.isfinite(self._norm_unwrapped)
+        self._base.overflow = left_out  # type: ignore[attr-defined]
+        if not left_out:
+            self._step_taken()
+
+    def _measure(self) -> None:
         own = [p for name, p in self._trained.items() if name not in self._splits]
         norm = nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
         if self._splits:
@@ -205,17 +318,17 @@ class DeepSpeedBackend:
 
             kinds = {Kind.optim_states, Kind.hp_params, Kind.lp_grads, Kind.contiguous_grad_buffer}
             self._engine.offload_states(include=kinds, pin_memory=torch.cuda.is_available())
+            self._parking.park(self._guard.parities)
             return
         kept = [tensor for state in self._masters_state() for tensor in state.values()]
         # Elsewhere masters are the module's own weights, or views of them are about that would keep their memory.
         masters = self._masters() if hasattr(self._engine.optimizer, "fp32_partitioned_groups_flat") else []
-        self._parking.park([*masters, *kept])
+        self._parking.park([*masters, *kept, *self._guard.parities])
 
     def wake(self) -> None:
         if self._moves_states:
             self._engine.reload_states()
-        else:
-            self._parking.fetch()
+        self._parking.fetch()
 
     @property
     def _moves_states(self) -> bool:
@@ -299,6 +412,9 @@ class DeepSpeedBackend:
             scale.load(numbers)
             self._scaler.cur_scale = scale.value
             self._scaler.last_overflow_iter = self._scaler.cur_iter - scale.good_steps - 1
+        if self._on_any(bool(self._guard.damaged())):
+            raise ValueError("its weights or moments are not finite")
+        self._guard.remember()
 
     # --------------------------------------------------------------------------- DeepSpeed's own bookkeeping
 
@@ -464,6 +580,13 @@ def _start(module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Opt
     if config["zero_optimization"]["stage"] == 3:
         _register_head(module)
     return engine
+
+
+def _gathered_texts(own: Sequence[str]) -> list[str]:
+    """Those of all ranks, each once. Collective."""
+    all_of_them: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_of_them, list(own))
+    return list(dict.fromkeys(text for texts in all_of_them for text in texts))
 
 
 def _register_head(module: nn.Module) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.backends.finite import NotFiniteError
+
 INITIAL = 2.0**16
 FACTOR = 2.0
 GROWS_AFTER = 2_000
@@ -29,9 +31,9 @@ class LossScale:
             self.value, self.good_steps = self.value * FACTOR, 0
 
     def after_overflow(self) -> None:
-        """Raises FloatingPointError where scaling is not what makes gradients overflow."""
+        """Raises NotFiniteError where scaling is not what makes gradients overflow."""
         if self.value <= 1.0:
-            raise FloatingPointError(
+            raise NotFiniteError(
                 "gradients are infinite or not a number, and no longer scaled up: this model does not train in fp16; "
                 "use --ds.param_dtype bf16 or fp32, or a lower learning rate"
             )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.backends.averaging import WeightAverage
+from openrlhf.backends.finite import LeftOut, NotFiniteError, StateGuard, not_finite, some
 from openrlhf.backends.loss_scale import LossScale
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
 from openrlhf.backends.parking import Parking
@@ -23,7 +24,7 @@ class TorchBackend(ModuleWeights):
 
     An fp32 module is its own master. For 16 bits a master copy is kept; each micro-batch's gradient is added to the
     master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step. Losses of
-    fp16 modules are scaled, and a step whose gradient overflows is left out.
+    fp16 modules are scaled. A step whose gradient, weights or moments are not finite is left out.
     """
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, *, ema_beta: float | None = None) -> None:
@@ -41,6 +42,9 @@ class TorchBackend(ModuleWeights):
         self._parking = Parking()
         # Gradients pass through frozen weights too.
         self._scale = LossScale() if any(p.dtype == torch.float16 for p in module.parameters()) else None
+        self._left_out: LeftOut | None = None
+        self._guard = StateGuard(self._state)
+        self._guard.remember()
 
     @staticmethod
     def _master_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -67,22 +71,78 @@ class TorchBackend(ModuleWeights):
     def backward(self, loss: Tensor) -> None:
         (loss * self._scale.value if self._scale else loss).backward()
 
+    @property
+    def left_out(self) -> LeftOut | None:
+        return self._left_out
+
     def step(self) -> float:
         if self._scale:
             torch._foreach_div_([m.grad for m in self._masters.values() if m.grad is not None], self._scale.value)
-        # A max norm of infinity measures without clipping.
-        norm = float(nn.utils.clip_grad_norm_(list(self._masters.values()), self._max_norm or float("inf")))
-        if self._scale and not math.isfinite(norm):
-            self._optimizers.zero_grad()
-            self._scale.after_overflow()
-            return norm
+        damaged, rounded = self._guard.damaged(), self._not_finite_in_16_bits()
+        masters = list(self._masters.values())
+        total = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        norm, self._left_out = float(total), None
+        if damaged or rounded or not math.isfinite(norm):
+            self._left_out = self._leave_out(damaged, norm)
+            return norm if not math.isfinite(norm) else math.nan
+        if self._max_norm:
+            nn.utils.clip_grads_with_norm_(masters, self._max_norm, total)
         self._optimizers.step()
         self._round_into_module()
         if self._average:
             self._average.update()
         if self._scale:
             self._scale.after_good_step()
+        self._guard.remember()
         return norm
+
+    def _leave_out(self, damaged: Mapping[str, list[str]], norm: float) -> LeftOut:
+        gradients = {name: m.grad for name, m in self._masters.items() if m.grad is not None}
+        of = some(not_finite(gradients)) if not math.isfinite(norm) else ""
+        self.drop_gradients()
+        said = [*self._mend(damaged), *self._round_again()]
+        if said:
+            return LeftOut("; ".join(said))
+        if self._scale:
+            self._scale.after_overflow()
+            return LeftOut(
+                f"its gradient overflows in fp16: the loss scale is {self._scale.value:g} now", expected=True
+            )
+        return LeftOut(f"its gradient is {norm}" + (f" (of {of})" if of else ""))
+
+    def require_finite(self) -> list[str]:
+        damaged = self._guard.damaged()
+        said = [*self._mend(damaged), *self._round_again()]
+        if bad := self.weights_not_finite():
+            raise NotFiniteError(f"weights are not finite: {some(bad)}")
+        return said
+
+    def _mend(self, damaged: Mapping[str, list[str]]) -> list[str]:
+        said, lost = self._guard.mend(damaged)
+        if lost:
+            raise NotFiniteError(f"{some(lost)} are not finite, and what they were is not known any more")
+        return said
+
+    def _not_finite_in_16_bits(self) -> list[str]:
+        return not_finite({name: p for name, p in self._trained.items() if self._masters[name] is not p})
+
+    def _round_again(self) -> list[str]:
+        """Weights in 16 bits that are not finite, from their masters."""
+        bad = self._not_finite_in_16_bits()
+        if not bad:
+            return []
+        self._round_into_module()
+        return [f"weights of {some(bad)} were not finite and are rounded from fp32 again"]
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        """What a step reads and writes."""
+        state: dict[str, dict[str, Tensor]] = {PARAMETERS: {n: m.detach() for n, m in self._masters.items()}}
+        for name, master in self._masters.items():
+            for kind, tensor in self._optimizers.kept_for(master).items():
+                state.setdefault(kind, {})[name] = tensor
+        if self._average:
+            state[AVERAGE] = {name: self._average.of(name) for name in self._masters}
+        return state
 
     def drop_gradients(self) -> None:
         self._module.zero_grad()
@@ -95,7 +155,7 @@ class TorchBackend(ModuleWeights):
         own = [master for _, master in self._shadowed]
         kept = [t for master in self._masters.values() for t in self._optimizers.kept_for(master).values()]
         averages = [self._average.of(name) for name in self._masters] if self._average else []
-        self._parking.park([*own, *kept, *averages])
+        self._parking.park([*own, *kept, *averages, *self._guard.parities])
 
     def wake(self) -> None:
         self._parking.fetch()
@@ -128,6 +188,9 @@ class TorchBackend(ModuleWeights):
         self._optimizers.steps = numbers["steps"]
         if self._scale:
             self._scale.load(numbers)
+        if bad := not_finite(dict(self._masters)):
+            raise ValueError(f"its weights are not finite ({some(bad)})")
+        self._guard.remember()
 
     @torch.no_grad()
     def _round_into_module(self) -> None:

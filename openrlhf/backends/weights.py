@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.backends.base import GATHERED_BYTES
+from openrlhf.backends.finite import not_finite
 
 
 class ModuleWeights:
@@ -20,6 +21,9 @@ class ModuleWeights:
         for name, parameter in self._module.named_parameters():
             yield name, parameter.detach()
         yield from saved_buffers(self._module)
+
+    def weights_not_finite(self) -> list[str]:
+        return not_finite(dict(self._module.named_parameters()))
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, outline(tensor.shape, tensor.dtype)) for name, tensor in self.whole_weights())

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from openrlhf.backends.base import Backend
+from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import TRAINING_STATE, CheckpointError, CheckpointFolder
 from openrlhf.checkpoint.random_state import random_state, restore_random_state
@@ -56,6 +57,10 @@ class Trained:
         return total + (sum(_size(p) * 12 for p in parameters if p.requires_grad) if resumable else 0)
 
     def write(self, folder: Path, state: State, *, resumable: bool) -> None:
+        try:
+            self.backend.require_finite()
+        except NotFiniteError as error:
+            raise CheckpointError(f"nothing is saved: {error}") from error
         with self.backend.weights_to_save() as weights:
             together(self.ranks, lambda: self.export(folder, state, weights) if self.ranks.is_main else None)
         if resumable:

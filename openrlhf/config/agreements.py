@@ -48,7 +48,7 @@ def dual_clip_has_a_ratio_to_bound(config: RLConfig) -> Iterator[str]:
     if config.actor.dual_clip is not None and not POLICY_LOSSES[loss].takes_dual_clip:
         takers = ", ".join(name for name, entry in POLICY_LOSSES.items() if entry.takes_dual_clip)
         yield (
-            f"--actor.dual_clip bounds the ratio of --actor.policy_loss_type {takers}; {loss} has none: "
+            f"--actor.dual_clip bounds the token ratio of --actor.policy_loss_type {takers}; {loss} has none: "
             "leave one of them out"
         )
 

@@ -15,6 +15,7 @@ POSITIVE = (
     "train.batch_size",
     "train.micro_batch_size",
     "train.max_epochs",
+    "train.max_skipped_steps",
     "train.total_steps",
     "train.num_episodes",
     "train.max_tokens_per_gpu",

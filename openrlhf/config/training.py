@@ -34,6 +34,13 @@ class TrainSection:
     full_determinism_enable: Annotated[
         bool, Flag("slower kernels that give the same bits every time", flat="full_determinism")
     ] = False
+    max_skipped_steps: Annotated[
+        int,
+        Flag(
+            "optimizer steps in a row that are left out, because something in them is not finite, until the run ends "
+            "with an error"
+        ),
+    ] = 5
     stall_timeout: Annotated[
         float, Flag("seconds in which nothing at all gets done before the run ends with everybody's stacks; 0 = never")
     ] = 1800.0

@@ -10,8 +10,9 @@ that count for nothing, because the others, who do not know yet, may be waiting 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -45,16 +46,21 @@ class Accumulated(NamedTuple):
 
     loss: float
     metrics: Metrics
+    odd: list[Any]
+    """Micro-batches whose loss is not finite."""
 
 
 def accumulate(cut: Cut[M], run: Callable[[M, Metrics], float], backend: Backend, *, ranks: Ranks) -> Accumulated:
     """Collective. `run` adds a micro-batch's gradient and metrics, and gives its loss. Raises DoesNotFitError."""
     while True:
-        metrics, loss, overflow = Metrics(), 0.0, None
+        metrics, loss, overflow, odd = Metrics(), 0.0, None, []
         for micro in cut.micro_batches():
             if overflow is None:
                 try:
-                    loss += run(micro, metrics)
+                    share = run(micro, metrics)
+                    loss += share
+                    if not math.isfinite(share):
+                        odd.append(micro)
                     waits.beat()
                     continue
                 except torch.OutOfMemoryError as error:
@@ -67,7 +73,7 @@ def accumulate(cut: Cut[M], run: Callable[[M, Metrics], float], backend: Backend
             run(cut.filler, Metrics())
         overflows = [one for one in ranks.gather(overflow) if one is not None]
         if not overflows:
-            return Accumulated(loss, metrics)
+            return Accumulated(loss, metrics, odd)
         backend.drop_gradients()
         cut.fitting.shrink(overflows)
 

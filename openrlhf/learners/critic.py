@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulating import accumulate
 from openrlhf.learners.policy import BalanceSettings
+from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.routing import RouterLog
 from openrlhf.observability.metrics import Metrics
@@ -29,10 +31,12 @@ class CriticLearner:
         device: torch.device,
         balance: BalanceSettings | None = None,
         ranks: Ranks = ALONE,
+        max_skipped: int = MAX_SKIPPED,
     ) -> None:
-        """`balance`: None: experts, if there are any, are left to themselves."""
+        """`balance`: None: experts, if there are any, are left to themselves. `max_skipped`: as in `PolicyLearner`."""
         self._backend = backend
         self._balance = balance
+        self._skipped = SkippedSteps("critic_", most=max_skipped, ranks=ranks)
         self._value_clip = value_clip
         self._device = device
         self._ranks = ranks
@@ -42,11 +46,15 @@ class CriticLearner:
         metrics = Metrics()
         self._backend.module.train()
         for step in steps:
-            loss, seen = accumulate(step, self._accumulate, self._backend, ranks=self._ranks)
+            loss, seen, odd = accumulate(step, self._accumulate, self._backend, ranks=self._ranks)
+            rate, norm = self._backend.learning_rate, self._backend.step()
+            metrics.last("critic_lr", rate)
+            if self._skipped.after(self._backend.left_out, metrics, functools.partial(step.suspects, odd)):
+                continue
             metrics.merge(seen)
             metrics.mean("critic_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
-            metrics.last("critic_lr", self._backend.learning_rate)
-            metrics.mean("critic_grad_norm", self._backend.step(), 1)
+            metrics.mean("critic_grad_norm", norm, 1)
+        self._skipped.mended(self._backend.require_finite(), metrics)
         return metrics
 
     def _accumulate(self, micro: MicroBatch, metrics: Metrics) -> float:

@@ -16,6 +16,7 @@ from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulating import accumulate
+from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.routing import RouterLog
 from openrlhf.observability.metrics import Metrics
@@ -65,9 +66,17 @@ class PolicyLearner:
     """
 
     def __init__(
-        self, backend: Backend, settings: PolicySettings, *, device: torch.device, ranks: Ranks = ALONE
+        self,
+        backend: Backend,
+        settings: PolicySettings,
+        *,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        max_skipped: int = MAX_SKIPPED,
     ) -> None:
+        """`max_skipped`: optimizer steps in a row that are left out until the run ends."""
         self._backend = backend
+        self._skipped = SkippedSteps("actor_", most=max_skipped, ranks=ranks)
         self._settings = settings
         self._device = device
         self._ranks = ranks
@@ -78,11 +87,15 @@ class PolicyLearner:
         self._backend.module.train()
         for step in steps:
             run = functools.partial(self._accumulate, kl_coef=kl_coef)
-            loss, seen = accumulate(step, run, self._backend, ranks=self._ranks)
+            loss, seen, odd = accumulate(step, run, self._backend, ranks=self._ranks)
+            rate, norm = self._backend.learning_rate, self._backend.step()
+            metrics.last("actor_lr", rate)
+            if self._skipped.after(self._backend.left_out, metrics, functools.partial(step.suspects, odd)):
+                continue
             metrics.merge(seen)
             metrics.mean("policy_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
-            metrics.last("actor_lr", self._backend.learning_rate)
-            metrics.mean("actor_grad_norm", self._backend.step(), 1)
+            metrics.mean("actor_grad_norm", norm, 1)
+        self._skipped.mended(self._backend.require_finite(), metrics)
         return metrics
 
     def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float) -> float:

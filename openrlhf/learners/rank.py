@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +139,7 @@ class RankLearners:
             return
         episodes = self._episodes(batch)
         kl = updated.values().get("kl") if self._kl.as_loss else self._sampled_kl
-        if kl is not None:
+        if kl is not None and math.isfinite(kl):
             self._kl.controller.update(kl, episodes)
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,9 +58,34 @@ class MicroBatch(NamedTuple):
     """Its tokens as a part of the step's, of all ranks."""
     is_filler: bool = False
     """It weighs nothing and is in no metric."""
+    keys: tuple[SampleKey, ...] = ()
+    """Of its samples."""
 
 
 FILLER = MicroBatch(filler(), torch.zeros(1), torch.zeros(1), torch.zeros(1), token_share=0.0, is_filler=True)
+
+
+SUSPICIOUS = {
+    "advantages_A": "the advantage",
+    "returns_A": "the return",
+    "old_logprobs_A": "the log-prob before the update",
+    "reference_logprobs_A": "the reference's log-prob",
+    "rollout_logprobs_A": "the sampled log-prob",
+    "values_A": "the value",
+}
+"""Columns that a loss is made of, as people call them."""
+MOST_NAMED = 5
+"""Samples in a message."""
+
+
+def named(keys: Sequence[SampleKey]) -> str:
+    """
+    >>> named([SampleKey(17, 0), SampleKey(17, 3)])
+    'prompt 17 sample 0, prompt 17 sample 3'
+    """
+    unique = list(dict.fromkeys((key.prompt, key.sample) for key in keys))
+    more = f" and {len(unique) - MOST_NAMED} more" if len(unique) > MOST_NAMED else ""
+    return ", ".join(f"prompt {prompt} sample {sample}" for prompt, sample in unique[:MOST_NAMED]) + more
 
 
 class Step:
@@ -114,12 +139,30 @@ class Step:
         """Tokens and samples."""
         return micro.packed.tokens.num_tokens, micro.packed.tokens.num_sequences
 
+    def suspects(self, odd: Sequence[MicroBatch]) -> list[str]:
+        """Why this rank's part of the step may not be finite: which columns are not, on which samples; else whose
+        losses are not, in `odd`."""
+        found = []
+        for name, said in SUSPICIOUS.items():
+            column = getattr(self._batch, name)
+            if column is not None:
+                # A rollout log-prob that is no number was never asked for.
+                good_A = ~column.isinf() if name == "rollout_logprobs_A" else column.isfinite()
+                keys = [self._batch.samples[i].key for i in self._kept if not good_A[self._batch.actions_of(i)].all()]
+                found += [f"{said} of {named(keys)}"] if keys else []
+        earned = [s.key for s in (self._batch.samples[i] for i in self._kept) if not s.rewards_A.isfinite().all()]
+        found = [f"the reward of {named(earned)}", *found] if earned else found
+        keys = [key for micro in odd for key in micro.keys]
+        return found or ([f"the loss of {named(keys)}"] if keys else [])
+
     def _cut(self) -> list[MicroBatch]:
         cut = []
         for micro in self._cut_by.cut(self._batch, self._kept):
             packed = self._batch.pack(micro)
             share = packed.tokens.num_tokens / self._tokens
-            cut.append(MicroBatch(packed, *(column[packed.rows] for column in self._columns), token_share=share))
+            weights = [column[packed.rows] for column in self._columns]
+            keys = tuple(self._batch.samples[i].key for i in micro)
+            cut.append(MicroBatch(packed, *weights, token_share=share, keys=keys))
         return cut
 
 

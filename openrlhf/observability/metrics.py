@@ -100,7 +100,7 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class Std:
-    """Standard deviation of a sample √(Σ(x - μ)² / (n - 1)), merged by Chan's update so that it never cancels."""
+    """Population standard deviation √(Σ(x - μ)² / n), merged by Chan's update so that it never cancels."""
 
     count: int
     mean: float
@@ -125,7 +125,7 @@ class Std:
 
     @property
     def value(self) -> float | None:
-        return math.sqrt(self.squares / max(1, self.count - 1)) if self.count else None
+        return math.sqrt(self.squares / self.count) if self.count else None
 
 
 @dataclass(slots=True)

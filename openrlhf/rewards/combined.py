@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from openrlhf.rewards.base import Reward, RewardRequest, RewardSource
+from openrlhf.rewards.base import Reward, RewardError, RewardRequest, RewardSource
 
 T = TypeVar("T")
+
+LARGEST = 3.4028234663852886e38
+"""Of a float32."""
 
 
 class CombinedReward:
@@ -48,8 +52,11 @@ class CombinedReward:
             for key, value in part.extra_logs.items():
                 logs[f"{key}_{name}" if key in logs else key] = value
         logs |= {f"reward_{name}": part.reward for name, _, part in parts}
+        total = sum(weight * part.reward for _, weight, part in parts)
+        if not math.isfinite(total) or abs(total) > LARGEST:
+            raise RewardError(f"the weighted sum of {', '.join(self._names)} is {total}: too large for a float32")
         return Reward(
-            reward=sum(weight * part.reward for _, weight, part in parts),
+            reward=total,
             score=sum(w * s for w, s in scored) / sum(w for w, _ in scored) if scored else None,
             extra_logs=logs,
             size=sum(abs(weight * part.reward) for _, weight, part in parts),

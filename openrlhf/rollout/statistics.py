@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import stdev
+from statistics import pstdev, stdev
 
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, Outcome
@@ -29,7 +29,7 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
         for name, value in trajectory.extra_logs.items():
             metrics.mean(name, value, 1)
     metrics.mean("rollout/reward_mean", sum(rewards), count)
-    metrics.last("rollout/reward_std", stdev(rewards) if count > 1 else 0.0)
+    metrics.last("rollout/reward_std", pstdev(rewards) if count else 0.0)
     metrics.mean("rollout/response_length_mean", responses, count)
     metrics.mean("rollout/truncated_rate", truncated, count)
     metrics.last("rollout/num_samples", count)

@@ -142,13 +142,13 @@ class BestMetric:
     def update(self, step: int, evaluation: Mapping[str, float]) -> bool:
         """Take in the evaluation after `step`; whether it is the best so far. Of equals the first is.
 
-        An evaluation without the metric (all samples of a source failed) is never the best. Raises ConfigError when
-        the very first has no metric of the wanted name.
+        An evaluation without the metric (all samples of a source failed), or where it is not finite, is never the best.
+        Raises ConfigError when the very first has no metric of the wanted name.
         """
         if self.key is None:
             self.key = self._choose(evaluation)
         value = evaluation.get(self.key, math.nan) if self.key is not None else math.nan
-        if math.isnan(value) or (self.value is not None and value <= self.value):
+        if not math.isfinite(value) or (self.value is not None and value <= self.value):
             return False
         self.value, self.step = value, step
         return True

@@ -79,7 +79,7 @@ def opened_engine(config: RLConfig, models: LocalModels, tokenizer: Any, device:
             # Only an agent comes back to a history it has shown before.
             reuse_prefixes=config.train.agent_func_path is not None,
         )
-        yield LocalEngine(engine, InProcessWeightSync(engine))
+        yield LocalEngine(engine, InProcessWeightSync(engine, models.policy))
 
 
 @contextlib.contextmanager

@@ -191,6 +191,7 @@ class LocalTraining:
                 policy_settings(config, balance=balance_settings(config, self._models.policy)),
                 device=device,
                 ranks=ranks,
+                max_skipped=config.train.max_skipped_steps,
             ),
             policy_scorer=Scorer(
                 self.policy_backend.module,
@@ -240,6 +241,7 @@ def critic_part(
             device=device,
             balance=critic_balance(config, critic),
             ranks=ranks,
+            max_skipped=config.train.max_skipped_steps,
         ),
     )
 

@@ -45,6 +45,7 @@ class RankWeights:
         self._ranks = ranks
         self._client: Any = None
         self._trainer: Any = None
+        self._source: Any = None
 
     def connect(self, client: Any) -> None:
         from openrlhf.weight_sync.vllm_compat import connect
@@ -60,9 +61,11 @@ class RankWeights:
         }
         info = trainer_info(backend, checksums=vllm.sync_verify, ranks=self._ranks, **meeting)
         self._client = client
-        self._trainer = connect(info, client=client, source=PolicyWeights(self._policy, self._backend))
+        self._source = PolicyWeights(self._policy, self._backend)
+        self._trainer = connect(info, client=client, source=self._source)
 
     def send(self) -> int:
+        self._source.require_finite()
         before = self._client.num_updates
         self._trainer.send_weights()
         return self._client.num_updates - before

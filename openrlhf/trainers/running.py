@@ -14,6 +14,7 @@ import torch
 
 from openrlhf.agents.episodes import AgentFileError
 from openrlhf.agents.host import kill_every_host
+from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.cluster.launch import ClusterError
@@ -61,6 +62,7 @@ USER_ERRORS = (
     WeightSyncError,
     WaitError,
     DoesNotFitError,
+    NotFiniteError,
 )
 """Errors whose text is all a user needs: no traceback."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -13,8 +14,9 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.data.schedule import divide
-from openrlhf.learners.accumulating import accumulate
+from openrlhf.learners.accumulating import Accumulated, accumulate
 from openrlhf.learners.microbatch import Fitting, MicroBatching
+from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress
@@ -169,9 +171,11 @@ class SupervisedTrainer:
         ranks: Ranks = ALONE,
         stop: StopRequest | None = None,
         warnings: Warnings | None = None,
+        max_skipped: int = MAX_SKIPPED,
     ) -> None:
         """`evaluation`: the same objective on data that is measured only. `tokens_per_forward`: its token budget.
-        `stop`: who may ask for the end of the run, after a checkpoint; None: nobody.
+        `stop`: who may ask for the end of the run, after a checkpoint; None: nobody. `max_skipped`: optimizer steps in
+        a row that are left out until the run ends.
 
         Every rank runs this loop; each has its share of every step.
         """
@@ -187,6 +191,7 @@ class SupervisedTrainer:
         self.ranks = ranks
         self.stop = stop or StopRequest()
         self.warnings = warnings or NoWarnings()
+        self._skipped = SkippedSteps("", most=max_skipped, ranks=ranks)
         self.clock = PhaseClock(on_phase=progress.phase)
         self.steps_done = 0
         self.means = RunningMeans()
@@ -222,10 +227,14 @@ class SupervisedTrainer:
         """One optimizer step."""
         with self.clock.phase("train"):
             self.backend.module.train()
-            own = self._accumulate(batch)
-            metrics = Metrics.merged(self.ranks.gather(own))
-            metrics.last("lr", self.backend.learning_rate)
-            metrics.last("grad_norm", self.backend.step())
+            _, own, odd = self._accumulate(batch)
+            metrics, rate, norm = Metrics(), self.backend.learning_rate, self.backend.step()
+            if not self._skipped.after(self.backend.left_out, own, functools.partial(_losses_of, odd)):
+                metrics.last("grad_norm", norm)
+            else:
+                own = Metrics({"skipped_steps": own.reductions["skipped_steps"]}, own.notes)
+            metrics = Metrics.merged([*self.ranks.gather(own), metrics])
+            metrics.last("lr", rate)
         timings = self.clock.take()
         tokens = sum(self.objective.lengths[i] for i in batch.samples)
         for name, seconds in timings.items():
@@ -233,8 +242,8 @@ class SupervisedTrainer:
         metrics.last("perf/tokens_per_second", tokens / max(timings["timing/step_total"], 1e-9))
         return metrics
 
-    def _accumulate(self, batch: Batch) -> Metrics:
-        """The step's gradient; returns the metrics of this rank."""
+    def _accumulate(self, batch: Batch) -> Accumulated:
+        """The step's gradient, of this rank's samples."""
         share_of = self.objective.begin(self.backend.module, batch)
 
         def run(micro: Sequence[int], metrics: Metrics) -> float:
@@ -244,7 +253,7 @@ class SupervisedTrainer:
             return float(share.loss.detach())
 
         cut = FittingCut(batch, self.objective.lengths, self._fitting, self.ranks)
-        return accumulate(cut, run, self.backend, ranks=self.ranks).metrics
+        return accumulate(cut, run, self.backend, ranks=self.ranks)
 
     def report(self, metrics: Metrics) -> None:
         values = metrics.values()
@@ -320,6 +329,12 @@ def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[Sh
             yield share_of(micro)
         else:
             yield _nothing(share_of, batch)
+
+
+def _losses_of(odd: Sequence[Sequence[int]]) -> list[str]:
+    samples = sorted({sample for micro in odd for sample in micro})
+    more = f" and {len(samples) - 5} more" if len(samples) > 5 else ""
+    return [f"the loss of sample {', '.join(map(str, samples[:5]))}{more} of the data set"] if samples else []
 
 
 def _nothing(share_of: Callable[[Sequence[int]], Share], batch: Batch) -> Share:

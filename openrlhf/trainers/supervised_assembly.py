@@ -151,6 +151,7 @@ def _train(
             logger=seen.logger,
             progress=seen.progress,
             warnings=seen.warnings,
+            max_skipped=config.train.max_skipped_steps,
             ranks=ranks,
             checkpointer=checkpointer,
             stop=stop,
@@ -159,6 +160,7 @@ def _train(
             seen.progress.note(f"continues from {begun.path}")
         evaluation = trainer.fit()
         seen.progress.phase("export")
+        backend.require_finite()
         with backend.weights_to_save() as weights:
             if run_dir:
                 parts.export(tokenizer, model_dir, evaluation, weights)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from openrlhf.backends.finite import not_finite, some
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.weight_sync.base import WeightSyncError
 
 
 class InProcessWeightSync:
     """The update has changed the engine's weights in place; only their name has to follow."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: EmbeddedEngine, module: nn.Module) -> None:
+        """`module`: the policy, whose weights are the engine's."""
         self._engine = engine
+        self._module = module
 
     def push(self, *, version: int) -> Metrics:
+        if bad := not_finite(dict(self._module.named_parameters())):
+            raise WeightSyncError(f"version {version} is not sampled from: weights are not finite: {some(bad)}")
         self._engine.set_version(version)
         return Metrics()

@@ -8,8 +8,10 @@ from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from openrlhf.backends.base import Weights
+from openrlhf.backends.finite import some
 from openrlhf.models.file_weights import file_weights
 from openrlhf.models.policy import Policy
+from openrlhf.weight_sync.base import WeightSyncError
 
 
 class PolicyWeights(WeightSource):
@@ -31,3 +33,8 @@ class PolicyWeights(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return file_weights(self._policy, self._weights.whole_weights())
+
+    def require_finite(self) -> None:
+        """Before anything is sent. Collective. Raises WeightSyncError."""
+        if bad := self._weights.weights_not_finite():
+            raise WeightSyncError(f"weights are not finite: {some(bad)}")

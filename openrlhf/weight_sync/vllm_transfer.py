@@ -40,6 +40,7 @@ from openrlhf.weight_sync.probe import LocalProbe
 from openrlhf.weight_sync.pushing import push
 from openrlhf.weight_sync.vllm_compat import configuration, connect
 from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
+from openrlhf.weight_sync.vllm_source import PolicyWeights
 from openrlhf.weight_sync.vllm_worker import GroupUpdateInfo, IpcUpdateInfo, RpcUpdateInfo, handle_on
 
 BUCKET_BYTES = 256 * 2**20
@@ -246,6 +247,7 @@ class VllmWeightSync:
         self._engine = engine
         self._probe = probe
         self.client = EngineClient(engine)
+        self._source = source
         self._trainer = connect(init_info, client=self.client, source=source)
 
     def push(self, *, version: int) -> Metrics:
@@ -254,6 +256,8 @@ class VllmWeightSync:
         return push(self._engine, version=version, send=self._send, probe_gap=gap)
 
     def _send(self) -> int:
+        if isinstance(self._source, PolicyWeights):
+            self._source.require_finite()
         before = self.client.num_updates
         self._trainer.send_weights()
         return self.client.num_updates - before

@@ -317,6 +317,17 @@ def test_every_launcher_starts_a_training(runs, launcher):
     assert "model" in {path.name for path in (runs.folder / launcher).iterdir()}
 
 
+def test_a_number_that_is_none_on_one_rank_costs_all_ranks_that_step_and_nothing_else(tmp_path):
+    """In the gradient, the weights or the optimizer: weights, moments, average and schedule are, to the bit, those of a
+    training without that step, whatever the stage; and weights that nobody knows any more end it on all ranks."""
+    Runs(tmp_path, tmp_path, tmp_path).run("two", "finite_ranks.py", tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found) == 12 * 3 + 2
+    assert [case for case, seen in found.items() if not seen["same"]] == []
+    assert [case for case, seen in found.items() if len(seen["said"]) != 1] == []
+    assert all(seen["said"][0].startswith("2: ") for case, seen in found.items() if "lost" not in case)
+
+
 @pytest.fixture(scope="module")
 def half(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("half")

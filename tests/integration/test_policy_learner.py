@@ -1,6 +1,7 @@
 """The update's gradient depends on the samples alone, not on how they are cut, ordered or packed."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import get_kl_estimator
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
+from openrlhf.backends.finite import NotFiniteError
+from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.scorer import Scorer, logprobs
@@ -45,10 +49,14 @@ class RecordingBackend:
     """A backend that remembers each step's gradient and changes nothing."""
 
     learning_rate = 0.0
+    left_out = None
 
     def __init__(self, module: Policy) -> None:
         self.module = module
         self.gradients: list[torch.Tensor] = []
+
+    def require_finite(self) -> list[str]:
+        return []
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -232,3 +240,22 @@ def test_old_logprobs_of_the_same_weights_change_nothing(policy):
     (scored,), values = update(policy, batch, WHOLE)
     assert relative_gap(scored, plain) < 1e-5
     assert values["ppo_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_step_that_is_not_finite_names_its_samples_and_leaves_no_trace(policy):
+    """Two steps of two samples; an advantage of the second sample is no number. What is logged is the other step's."""
+    batch = make_batch([(2, 3), (2, 3), (2, 3), (2, 3)])
+    batch.advantages_A[4] = math.nan
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    backend = TorchBackend(policy, OptimizerSettings(lr=0.0))
+    learner = PolicyLearner(backend, POLICY, device=CPU, max_skipped=2)
+    metrics = learner.update(make_steps(batch, WHOLE, batch_size=2))
+    assert metrics.values()["actor_skipped_steps"] == 1
+    assert all(math.isfinite(value) for value in metrics.values().values())
+    (note,) = metrics.notes
+    assert note.startswith("an optimizer step of the policy was left out: its gradient is nan (of ")
+    assert note.endswith("; not finite: the advantage of prompt 1 sample 0")
+    batch.advantages_A[:] = math.nan
+    with pytest.raises(NotFiniteError, match="2 optimizer steps of the policy in a row were left out"):
+        learner.update(make_steps(batch, WHOLE, batch_size=2))
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())

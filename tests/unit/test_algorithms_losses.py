@@ -43,7 +43,7 @@ def test_what_belongs_to_each_loss():
         "sapo": Aggregation.SEQUENCE,
     }
     assert [name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself] == ["gspo"]
-    assert [name for name, loss in POLICY_LOSSES.items() if loss.takes_dual_clip] == ["ppo", "gspo"]
+    assert [name for name, loss in POLICY_LOSSES.items() if loss.takes_dual_clip] == ["ppo"]
 
 
 def test_an_unknown_loss_is_answered_with_the_known_ones():
@@ -82,16 +82,6 @@ def test_dual_clip_by_hand():
     assert result.loss_A.tolist() == pytest.approx([2, 3, 0.8, -1.3, -0.5])
     assert result.clipped_A.tolist() == [False, True, True, True, False]
     assert gradient.tolist() == pytest.approx([2, 0, 0, 0, -0.5], abs=1e-6)
-
-
-def test_dual_clip_of_sequences_by_hand():
-    """Two sequences with A = -1: the first has s = √(8 · 2) = 4, which c = 3 bounds, the second s = 2, which it does
-    not. Losses are 3, 3 and 2, 2; what is bounded has no gradient."""
-    dual = LossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    result, gradient = loss_of("gspo", [8.0, 2.0, 4.0, 1.0], [-1.0] * 4, sequences=[0, 0, 1, 1], settings=dual)
-    assert result.loss_A.tolist() == pytest.approx([3, 3, 2, 2])
-    assert result.clipped_A.tolist() == [True, True, False, False]
-    assert gradient.tolist() == pytest.approx([0, 0, 2, 2], abs=1e-6)
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.5, -3.0])

@@ -9,6 +9,7 @@ import torch
 from thread_ranks import outcomes
 from torch import nn
 
+from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
@@ -126,6 +127,9 @@ class ShardedBackend:
         self.ranks, self.module = ranks, nn.Linear(2, 1)
         self.value = torch.full((3,), value)
 
+    def require_finite(self):
+        return []
+
     def weights_to_save(self):
         import contextlib
 
@@ -188,6 +192,19 @@ def test_what_fails_on_the_main_rank_fails_on_all_and_leaves_nothing(tmp_path):
     assert [type(error) for error in errors] == [CheckpointError] * 2
     assert "No space left on device" in str(errors[1])
     assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == []
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    class Broken(ShardedBackend):
+        def require_finite(self):
+            raise NotFiniteError("weights are not finite: a")
+
+    def save(ranks):
+        manager(tmp_path, ranks, ShardedBackend(ranks)).save(7, {"n": 3})
+        manager(tmp_path, ranks, Broken(ranks)).save(8, {"n": 4})
+
+    assert [str(error) for error in outcomes(2, save)] == ["nothing is saved: weights are not finite: a"] * 2
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != ".lock") == ["global_step7", "latest"]
 
 
 class TestWhatCannotBeContinued:

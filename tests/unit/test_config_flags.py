@@ -49,6 +49,7 @@ ADDED = {
     ("data.long_prompts", "str cut/skip/error", "cut"): ("train_ppo_ray",),
     ("train.total_steps", "int", None): TRAINERS,
     ("train.stall_timeout", "float", 1800.0): TRAINERS,
+    ("train.max_skipped_steps", "int", 5): TRAINERS,
     ("vllm.sync_verify", "switch", False): ("train_ppo_ray",),
     ("vllm.pipeline_parallel_size", "int", 1): ("train_ppo_ray",),
     ("vllm.health_timeout", "float", 120.0): ("train_ppo_ray",),

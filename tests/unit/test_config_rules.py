@@ -47,7 +47,7 @@ CASES = [
     ("clip_range_is_valid", "train_ppo_ray", "--eps_clip -0.1", ["--actor.eps_clip"], "--eps_clip 0"),
     ("clip_range_is_valid", "train_ppo_ray", "--eps_clip_low_high 1.5 0.2", ["--actor.eps_clip_low_high"], "--eps_clip_low_high 1 5"),
     ("dual_clip_is_above_one", "train_ppo_ray", "--dual_clip 1", ["--actor.dual_clip 1"], "--dual_clip 3"),
-    ("dual_clip_has_a_ratio_to_bound", "train_ppo_ray", "--dual_clip 3 --policy_loss_type cispo", ["--actor.dual_clip", "--actor.policy_loss_type ppo, gspo; cispo has none"], "--dual_clip 3 --policy_loss_type gspo"),
+    ("dual_clip_has_a_ratio_to_bound", "train_ppo_ray", "--dual_clip 3 --policy_loss_type gspo", ["--actor.dual_clip", "--actor.policy_loss_type ppo; gspo has none"], "--policy_loss_type gspo"),
     ("kl_target_has_a_coefficient", "train_ppo_ray", "--kl_target 0.1 --init_kl_coef 0", ["--algo.kl.target", "--algo.kl.init_coef"], "--kl_target 0.1 --init_kl_coef 0.01"),
     ("stalls_outlast_users_code", "train_ppo_ray", "--agent_func_path a.py --train.stall_timeout 600", ["--train.stall_timeout 600", "--rollout.step_timeout 600"], "--agent_func_path a.py --train.stall_timeout 0"),
     ("stalls_outlast_users_code", "train_ppo_ray", "--remote_rm_url r.py --train.stall_timeout 60", ["--reward.timeout 180"], "--remote_rm_url r.py --train.stall_timeout 60 --reward.timeout 30"),

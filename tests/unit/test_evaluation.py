@@ -140,6 +140,7 @@ def test_an_evaluation_that_could_not_measure_it_is_not_the_best():
     assert best.update(1, {"eval_a_pass1": 0.1})
     assert not best.update(2, {"eval_b_pass1": 0.9})
     assert not best.update(3, {"eval_a_pass1": float("nan")})
+    assert not best.update(4, {"eval_a_pass1": float("inf")})
     assert (best.value, best.step) == (0.1, 1)
 
 

@@ -122,3 +122,8 @@ def test_names_in_metrics():
         RewardEntry("model", ("org/reward-model",)),
     )
     assert source_names(entries) == ["math", "math_2", "host_5000", "reward-model"]
+
+
+def test_a_sum_that_no_float32_holds_is_a_failure_of_the_group():
+    with pytest.raises(RewardError, match=r"the weighted sum of a, b is 6e\+38: too large for a float32"):
+        combine(Source(3e38, 1), Source(3e38, 1), weights=[1.0, 1.0])

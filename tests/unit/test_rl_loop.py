@@ -21,7 +21,7 @@ from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
 from openrlhf.trainers.rl import RLTrainer, Schedule
-from openrlhf.types import FinishReason, Generation, Group, Outcome, Prompt, SamplingParams
+from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
 from openrlhf.utils.interrupts import Stopped, StopRequest
 
 
@@ -182,15 +182,6 @@ def test_one_failed_reward_is_data_and_is_never_scored_zero(loop):
     assert values["rollout/failed"] == 3
     assert values["rollout/reward_mean"] == 1.0
     assert values["n"] == 3.0
-
-
-def test_the_spread_of_rewards_is_that_of_a_sample(loop):
-    """Rewards 1, 2 and 6: μ = 3, Σ(x − μ)² = 4 + 1 + 9 = 14, divided by n − 1 = 2."""
-    (group,) = make_collector(loop, ["ab"], LengthReward(), batch_size=1).next_batch().groups
-    members = [t.with_reward(r, score=None, extra_logs={}) for t, r in zip(group.scored, (1, 2, 6), strict=True)]
-    judged = Group(prompt=group.prompt, trajectories=tuple(members))
-    assert rollout_metrics([judged], max_length=64).values()["rollout/reward_std"] == pytest.approx(7**0.5)
-    assert rollout_metrics([], max_length=64).values()["rollout/reward_std"] == 0.0
 
 
 def test_a_reward_that_never_worked_ends_the_run_with_its_reason(loop):

@@ -1,6 +1,7 @@
 """How a round is cut: nothing lost, weights of the whole step, idle samples without a forward."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -218,3 +219,25 @@ def test_the_segments_of_an_episode_stay_on_one_rank():
         episodes = [{sample.key.sample for sample in share} for share in shares]
         assert sorted(e for share in episodes for e in share) == [0, 1]
         assert sorted(len(share) for share in shares if share) in ([8], [4, 4])
+
+
+def test_samples_whose_columns_are_not_finite_are_named():
+    """Samples 1 and 2 are of prompt 7; a rollout log-prob that is no number was never asked for."""
+    batch = make_batch([(3, 2), (7, 1), (7, 2)], [1.0, math.nan, 1.0])
+    batch.reference_logprobs_A = torch.tensor([0.0, 0.0, 0.0, 0.0, -math.inf])
+    batch.rollout_logprobs_A = torch.tensor([math.nan, 0.0, 0.0, 0.0, 0.0])
+    (step,) = optimizer_steps(batch, make_settings(), round_index=1)
+    assert step.suspects(list(step)) == [
+        "the advantage of prompt 7 sample 1",
+        "the reference's log-prob of prompt 7 sample 2",
+    ]
+    batch.samples[0].rewards_A[1] = math.inf
+    assert step.suspects([])[0] == "the reward of prompt 3 sample 0"
+
+
+def test_where_all_columns_are_finite_the_losses_tell():
+    batch = make_batch([(3, 2), (7, 1), (7, 2)], [1.0, 2.0, 1.0])
+    (step,) = optimizer_steps(batch, make_settings(), round_index=1)
+    odd = [micro for micro in step if micro.keys[0].sample == 2]
+    assert step.suspects(odd) == ["the loss of prompt 7 sample 2"]
+    assert step.suspects([]) == []

@@ -1,6 +1,7 @@
 """The supervised loop: when it does what, what it logs, and that it continues where it stopped."""
 
 import copy
+import math
 import signal
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from small_supervised import CPU, Samples, make_backend, make_policy, make_trainer, random_pairs
 from thread_ranks import together
 
+from openrlhf.backends.finite import LeftOut, NotFiniteError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
@@ -26,12 +28,17 @@ class FakeBackend:
         self.module = torch.nn.Linear(1, 1, bias=False)
         self.events = []
         self.learning_rate = 0.5
+        self.left_out = None
+        self.refused = ()
 
     def backward(self, loss):
         self.events.append(f"backward {float(loss):g}")
 
     def step(self):
         self.events.append("step")
+        self.left_out = LeftOut("its gradient is nan") if self.events.count("step") in self.refused else None
+        if self.left_out:
+            return math.nan
         self.learning_rate /= 2
         return 3.0
 
@@ -266,3 +273,52 @@ def test_running_means_forget():
     means = RunningMeans(decay=0.5)
     assert [means.update("x", v) for v in (4.0, 0.0, 0.0)] == pytest.approx([4.0, 2 / 1.5, 1 / 1.75])
     assert means.update("y", 7.0) == 7.0
+
+
+class NotedWarnings:
+    def __init__(self):
+        self.notes = {}
+
+    def after(self, step, values, notes=()):
+        if notes:
+            self.notes[step] = list(notes)
+
+
+def test_a_step_that_was_left_out_is_counted_named_and_in_no_mean():
+    """Of steps 1, 2, 3 with losses 0.5, 2.5, 4.5 the second is left out: the rate stands still, and the running mean
+    after the third is (0.9·0.5 + 4.5) / 1.9."""
+    trainer, memory = fake_trainer(steps=3)
+    trainer.backend.refused, trainer.warnings = (2,), NotedWarnings()
+    trainer.fit()
+    first, second, third = memory.of("train")
+    assert not {"loss", "loss_mean", "grad_norm"} & set(second)
+    assert second["skipped_steps"] == 1.0
+    assert "skipped_steps" not in first
+    assert [step["lr"] for step in (first, second, third)] == [0.5, 0.25, 0.25]
+    assert third["loss_mean"] == pytest.approx((0.9 * 0.5 + 4.5) / 1.9)
+    assert trainer.warnings.notes == {2: ["an optimizer step was left out: its gradient is nan"]}
+
+
+def test_too_many_in_a_row_end_the_run_and_others_do_not():
+    trainer, _ = fake_trainer(steps=8)
+    trainer.backend.refused = (1, 2, 3, 4, 6, 7, 8)
+    trainer.fit()
+    trainer, _ = fake_trainer(steps=8)
+    trainer.backend.refused = (2, 3, 4, 5, 6)
+    with pytest.raises(
+        NotFiniteError, match=r"^5 optimizer steps in a row were left out \(--train.max_skipped_steps\)"
+    ):
+        trainer.fit()
+    assert trainer.steps_done == 5
+
+
+def test_the_samples_whose_loss_is_not_finite_are_named():
+    trainer, _ = fake_trainer(steps=1)
+    trainer.backend.refused, trainer.warnings = (1,), NotedWarnings()
+    trainer.objective.begin = lambda module, batch: (
+        lambda micro: Share(torch.tensor(math.nan if 1 in micro else 1.0), Metrics())
+    )
+    trainer.fit()
+    assert trainer.warnings.notes[1] == [
+        "an optimizer step was left out: its gradient is nan; not finite: the loss of sample 1 of the data set"
+    ]

@@ -129,7 +129,7 @@ def test_reward_model_by_single_scores(scorer, loss, margins):
         "chosen_reward": pytest.approx(sum(chosen) / 8, rel=1e-4, abs=1e-6),
         "reject_reward": pytest.approx(sum(rejected) / 8, rel=1e-4, abs=1e-6),
         "reward_mean": pytest.approx(float(everything.mean()), rel=1e-4, abs=1e-6),
-        "reward_std": pytest.approx(float(everything.std()), rel=1e-4),
+        "reward_std": pytest.approx(float(everything.std(correction=0)), rel=1e-4),
     }
     evaluated = measure(rewards(loss=loss, margins=margins), scorer, tokens_per_forward=24)
     assert evaluated == {
