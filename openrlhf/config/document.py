@@ -52,10 +52,17 @@ def _row(path: str, specs: dict[str, FlagSpec]) -> str:
         types,
         defaults,
         " ".join(SHORT_NAMES[command] for command in specs),
-        _by_command({command: spec.flag.help for command, spec in specs.items()}),
+        _by_command({command: _meaning(command, spec) for command, spec in specs.items()}),
         " ".join(older),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _meaning(command: str, spec: FlagSpec) -> str:
+    """With the flag that must be on for it, where there is one."""
+    own = spec.only_with[len(spec.only_with) - len(spec.flag.only_with.split()) :]
+    parents = [f"`--{name}`" for name in own if name in flags_of(command)]
+    return spec.flag.help + (f" (with {' and '.join(parents)})" if parents else "")
 
 
 def _by_command(texts: dict[str, str]) -> str:

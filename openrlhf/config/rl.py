@@ -56,7 +56,7 @@ class AdvantageSection:
             flat="vllm_is_truncated_threshold",
             one_value="upper",
             unlimited=True,
-            only_with=".is_correction_enable",
+            only_with=".is_correction_enable actor.policy_loss_type!=gspo",
         ),
     ] = (0.5, 5.0)
     is_correction_type: Annotated[
@@ -65,7 +65,7 @@ class AdvantageSection:
             "clamp (tis), drop tokens (icepop) or drop sequences (seq-mask-tis)",
             flat="vllm_is_correction_type",
             choices=tuple(CORRECTIONS),
-            only_with=".is_correction_enable",
+            only_with=".is_correction_enable actor.policy_loss_type!=gspo",
         ),
     ] = "tis"
 

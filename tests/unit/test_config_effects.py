@@ -22,6 +22,7 @@ PAIRS = [(command, path) for command in ROOTS for path in flags_of(command)]
 
 # condition -> flags with which it does not hold, and with which it does. Where commands differ, by command.
 CONDITIONS = {
+    "actor.policy_loss_type!=gspo": ("--actor.policy_loss_type gspo", ""),
     "!actor.eps_clip_low_high": ("--actor.eps_clip_low_high 0.1 0.2", ""),
     "!data.apply_chat_template": ("--data.apply_chat_template", ""),
     "!model.ipo_enable": ("--model.ipo_enable", ""),
