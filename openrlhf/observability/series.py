@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
+    """A tuple, because a page of a long run is made of half a million of them."""
+
     step: int
     value: float
     """As logged; NaN where the run reported a number that is not finite."""
@@ -34,11 +35,11 @@ class Curve:
         steps, values = [], []
         for record in records:
             value = record.get(name, "")
-            if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            if value is None or type(value) in (float, int):  # no bool, which is an int to isinstance
                 steps.append(record["step"])
                 values.append(float(value) if value is not None and math.isfinite(value) else math.nan)
-        points = (Point(*entry) for entry in zip(steps, values, smoothed(values) if trend else values, strict=True))
-        return Curve(label or name, tuple(points))
+        points = zip(steps, values, smoothed(values) if trend else values, strict=True)
+        return Curve(label or name, tuple(map(Point._make, points)))
 
     @property
     def finite(self) -> list[Point]:

@@ -66,6 +66,12 @@ def test_a_two_turn_agent_trains(cli, agent_file):
     assert records[0]["logprobs_diff"] < 1e-4
     rollout = json.loads((ran.run_dir / "rollouts.jsonl").read_text().splitlines()[0])
     assert rollout["score"] == 1.0
+    said = [turn for turn in rollout["turns"] if turn["action"]]
+    assert len(said) == 2
+    assert rollout["turns"][0]["text"] == rollout["prompt"]
+    assert sum(turn["tokens"] for turn in said) == rollout["response_length"]
+    assert sum(turn["reward"] for turn in said) == pytest.approx(rollout["reward"])
+    assert 'class="turn act"' in (ran.run_dir / "report.html").read_text()
 
 
 PORTIONS = """
