@@ -103,7 +103,9 @@ def _about_tokens(episodes: Sequence[Episode], tokenizer: Any) -> Iterator[str]:
             "on tokens it did not say (was a text tokenised again?)"
         )
     parts = [spans(segment, tokenizer) for segment in segments]
-    feedback = [before.text for each in parts for before, after in pairwise(each[1:]) if after.action]
+    feedback = [
+        before.text for each in parts for before, after in pairwise(each[1:]) if after.action and not before.action
+    ]
 
     def has_markers(text: str) -> bool:
         return any(marker in text for marker in tokenizer.all_special_tokens)

@@ -68,9 +68,10 @@ class Span:
 
 
 def spans(segment: Segment, tokenizer: Any) -> list[Span]:
-    """The segment cut where its action mask changes, in order."""
+    """The segment cut where its action mask changes, and where a turn ends that another follows at once; in order."""
     mask = segment.action_mask.tolist()
-    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    ends = segment.action_mask.nonzero().flatten()[segment.turn_ends_A] + 1
+    edges = sorted({0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), *ends.tolist(), len(mask)})
     return [
         Span(
             start=start,

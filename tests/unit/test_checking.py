@@ -203,6 +203,14 @@ def test_spans_are_the_runs_of_the_action_mask():
     ]
 
 
+def test_turns_of_a_silent_environment_are_told_apart():
+    (segment,) = episode("12", "3", rewards=(0.0, 1.0), feedback="").episode.segments
+    assert [(span.text, span.reward) for span in spans(segment, CharTokenizer()) if span.action] == [
+        ("12", 0),
+        ("3", 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("episodes", "warnings"),
     [
@@ -216,6 +224,7 @@ def test_spans_are_the_runs_of_the_action_mask():
         ([episode("1", truncated=True)], []),  # it met another limit
         ([episode("1", "2", feedback="Try again.")], ["feedback ends in 'Try again.'"]),
         ([episode("1", "2", feedback=">")], []),
+        ([episode("one.", "2", feedback="")], []),
         ([episode("1", "2", prompt="§ask§", feedback="No: ")], ["feedback 'No: ' has none of the turn markers"]),
         ([episode("1", "2", prompt="§ask§", feedback="§No§")], []),
         ([episode("1", logprobs=False)], ["some actions have no log-probs"]),
