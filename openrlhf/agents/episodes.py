@@ -93,8 +93,9 @@ class OwnEpisodes:
 class AgentEpisodes:
     """A user's agent, in host processes that load its file once each. A host asks the engine that is here.
 
-    A call of `reset`, `step` or `execute` that takes longer than `step_timeout` seconds of its own time ends its host;
-    that episode has failed, the host's others begin again. `hosts` 0 plays in this process, for a debugger.
+    An episode in which `reset`, `step` or `execute` takes longer than `step_timeout` seconds of its own time, or ends
+    its process, has failed; the others of the host go on, or begin again. `hosts` 0 plays in this process, for a
+    debugger.
     """
 
     def __init__(

@@ -1,20 +1,32 @@
 """Users' code in a process of its own: a crash, an endless loop or a blocking call there touches nothing here.
 
 `HostProcess` starts the process, sends it calls, answers what they ask, and gives their results to coroutines. When a
-call takes too long, or the process dies, the process is replaced and the other calls in it are run again, unnoticed by
-those who wait for them; answers that are being worked out for their former lives are cancelled.
+call takes too long, or the process dies, only that call fails. The others go on, or run again in another process,
+unnoticed by those who wait for them.
 
 Only users' time counts: a call's clock stands still while it waits for an answer. And which call is to blame is found
 out, not guessed. When one is late here, the host is asked how long each call has really had (`host_clock.py`); those
-that exceed their time by that clock are it. A host that does not even answer is held by one of its calls, as it is when
-it died: those that were not waiting for an answer are run again one at a time, and the one that does it alone is it.
+that exceed their time by that clock are it. What becomes of the calls beside them:
+
+    a call hangs by itself    it is given up and cancelled; the others go on where they are. New calls go to another
+                              process, and the old one ends with the last of them, unless what hung has ended before.
+    it holds the event loop   the others cannot go on there: they run again in another process, in which every call has
+                              a loop of its own.
+    it holds the interpreter, or the process died
+                              the others run again. One of those that were not waiting for an answer did it; these run
+                              alone, several at a time in processes of their own, and the one that does it alone is it.
+                              The rest run together at once.
+
+A call that runs again gets the answers that it has had: what it asked before, in the same words, is not asked again.
+So it comes quickly to where it was, if users' code does the same again. A process that is left over from this is kept,
+with everything loaded, for the next time.
 
 Threads of one host, none of which ever waits for another's lock:
 
     supervisor  owns all state; consumes events (submit, cancel, reply, answer, exit, close) and deadlines
-    reader      replies of the process → events
-    writer      requests → the process, whose pipe may be full while a call holds its interpreter lock
-    waiter      the process's end → an event, after its last reply has been read
+    reader      replies of a process → events
+    writer      requests → a process, whose pipe may be full while a call holds its interpreter lock
+    waiter      a process's end → an event, after its last reply has been read
 """
 
 from __future__ import annotations
@@ -70,6 +82,12 @@ LATE_SECONDS = 0.1
 
 PING_SECONDS = 1.0
 """How long a host whose call is late has to show that its interpreter still runs."""
+
+MOST_ALONE = 4
+"""Processes in which suspects run alone, at the same time."""
+
+MOST_BELIEVED = 4
+"""How often a call may have waited for an answer while a process died under it and others, before it is suspect too."""
 
 # Before anything is imported: the protocol's pipes move to private descriptors, so that users' code (and programs it
 # starts) can neither print into the replies nor read the requests; stdout becomes stderr. SIGINT gets a handler that
@@ -169,15 +187,32 @@ class _Pending:
     loop: asyncio.AbstractEventLoop
     context: Context
     """Of whoever awaits it; what it asks is answered there."""
+    process: _Process | None = None
+    """Where it runs."""
     asks: dict[int, Asked] = field(default_factory=dict)
     """Not answered yet; while there is one the deadline is infinite."""
     deadline: float = float("inf")
-    spared: bool = False
-    """Whether a process has died under it and others while it waited for an answer; the next time it is suspect."""
-    suspect: bool = False
-    """Whether a process has died under it and others; such a call runs alone."""
+    answered: list[_Exchange] = field(default_factory=list)
+    """What it has asked in this life, in the order of the answers."""
+    known: dict[_Question, deque[_Exchange]] = field(default_factory=dict)
+    """What it has asked in its former life and not yet in this one."""
+    believed: int = 0
+    """How often a process has died under it and others while it waited for an answer."""
+    excused: bool = False
+    """Whether it was late beside a call that hung, and so perhaps because of it; it is given its time once more."""
     deaths: int = 0
     """How often the process died under it while it ran alone."""
+
+
+_Question = tuple[str, bytes, bool]
+"""Name and arguments of an ask, and whether it is a stream."""
+
+
+class _Exchange(NamedTuple):
+    """An ask that was answered."""
+
+    question: _Question
+    messages: tuple[Part | Answered, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -189,8 +224,17 @@ class _Process:
     deadline: float
     """By when it must be ready."""
     beacon: Address
+    alone: bool
+    """Whether it runs one call at a time."""
     ready: bool = False
     killed: bool = False
+    running: dict[int, _Pending] = field(default_factory=dict)
+    given_up: set[int] = field(default_factory=set)
+    """Calls that still run there and that nobody waits for. While there is one, the process gets no new calls."""
+    soonest: float = float("inf")
+    """No deadline of a running call is earlier."""
+    ping_deadline: float | None = None
+    """By when the host must have answered a Ping."""
 
 
 @dataclass(slots=True)
@@ -218,6 +262,8 @@ class _Reply:
 class _Answer:
     process: _Process
     call: _Pending
+    question: _Question
+    parts: list[Part]
     message: Answered | Refused
 
 
@@ -276,15 +322,13 @@ class HostProcess:
         self._thread_lock = threading.Lock()
         self._closed = False
         # What follows belongs to the supervisor.
-        self._process: _Process | None = None
+        self._processes: list[_Process] = []
+        self._main: _Process | None = None
+        """Of the processes, the one that gets new calls."""
         self._starters: list[_Start] = []
         self._waiting: deque[_Pending] = deque()
         self._suspects: deque[_Pending] = deque()
-        self._running: dict[int, _Pending] = {}
-        self._soonest = float("inf")
-        """No deadline of a running call is earlier."""
-        self._ping_deadline: float | None = None
-        """By when the host must have answered a Ping."""
+        """A process has died under them and others: they run alone."""
         self._said: set[str] = set()
         _hosts.add(self)
         waits.neighbours.add(self)
@@ -328,18 +372,19 @@ class HostProcess:
 
     def kill(self) -> None:
         """End the process as it is. Whoever waits for an answer finds the process dead."""
-        process = self._process
-        if process is not None and process.popen.returncode is None:
-            self._kill(process)
+        for process in list(self._processes):
+            if process.popen.returncode is None:
+                self._kill(process)
 
     def stacks(self) -> dict[str, str]:
         """As `waits.Neighbour` gives them."""
-        process = self._process
-        if process is None:
-            return {}
-        asking = sum(bool(call.asks) for call in list(self._running.values()))
-        name = f"{self._name}, process {process.popen.pid}: {len(self._running)} calls, {asking} of them wait for us"
-        return {name: stacks(process.beacon)}
+        shown = {}
+        for process in list(self._processes):
+            calls = list(process.running.values())
+            asking = sum(bool(call.asks) for call in calls)
+            name = f"{self._name}, process {process.popen.pid}: {len(calls)} calls, {asking} of them wait for us"
+            shown[name] = stacks(process.beacon)
+        return shown
 
     def idle_seconds(self) -> float:
         """What users' code does is no sign of life: it has deadlines of its own."""
@@ -347,8 +392,8 @@ class HostProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the present process; another after a restart."""
-        process = self._process
+        """Of the process that gets new calls; another after a restart."""
+        process = self._main
         return None if process is None else process.popen.pid
 
     def _post(self, event: _Event) -> None:
@@ -382,97 +427,124 @@ class HostProcess:
                     self._waiting.append(call)
                 case _Cancel(call):
                     self._on_cancel(call)
-                case _Answer(process, call, message) if process is self._process:
-                    self._on_answer(process, call, message)
+                case _Answer(process, call) if call.process is process:
+                    self._on_answer(process, event)
                 case _Start():
                     self._starters.append(event)
-                case _Reply(process, message) if process is self._process:
+                case _Reply(process, message) if process in self._processes:
                     self._on_reply(process, message)
-                case _Exit(process) if process is self._process:
+                case _Exit(process) if process in self._processes:
                     self._on_exit(process)
                 case _Close(grace):
                     self._shut_down(grace)
                     return
-            self._on_deadlines()
+            for process in list(self._processes):
+                self._on_deadlines(process)
             self._dispatch()
 
     def _seconds_to_deadline(self) -> float | None:
-        process = self._process
-        if process is None or process.killed:
-            return None
-        if not process.ready:
-            soonest = process.deadline
-        else:
-            soonest = self._soonest + LATE_SECONDS if self._ping_deadline is None else self._ping_deadline
+        soonest = min((_next_deadline(process) for process in self._processes), default=float("inf"))
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
 
     def _dispatch(self) -> None:
-        """Send what may be sent; start a process if there is something to do and none to do it."""
-        if self._process is None and (self._starters or self._waiting or self._suspects):
-            self._spawn()
-        process = self._process
-        if process is None or not process.ready or process.killed:
-            return
-        for starter in self._starters:
-            _resolve(starter.answer, None)
-        self._starters.clear()
-        while self._may_send() and (calls := self._suspects or self._waiting):
-            call = calls.popleft()
-            if not call.answer.cancelled():
-                self._running[call.id] = call
-                self._start_clock(call)
-                process.outbox.put(call.payload)
+        """Send what may be sent; start processes if there is something to do and none to do it."""
+        self._tidy()
+        if self._main is None and (self._starters or self._waiting):
+            self._main = self._idle_one() or self._spawn(alone=False)
+        main = self._main
+        if main is not None and main.ready:
+            main.alone = False
+            for starter in self._starters:
+                _resolve(starter.answer, None)
+            self._starters.clear()
+            while self._waiting and self._num_running() < self._max_concurrency:
+                self._send(main, self._waiting.popleft())
+        while self._suspects and (process := self._idle_one()) is not None:
+            self._send(process, self._suspects.popleft())
+        alone = [process for process in self._processes if process.alone]
+        loading = sum(not process.ready for process in alone)
+        for _ in range(min(MOST_ALONE - len(alone), len(self._suspects) - loading)):
+            self._spawn(alone=True)
 
-    def _may_send(self) -> bool:
-        """A suspect runs alone."""
-        if self._suspects:
-            return not self._running
-        if len(self._running) == 1 and next(iter(self._running.values())).suspect:
-            return False
-        return len(self._running) < self._max_concurrency
+    def _tidy(self) -> None:
+        """Processes that hung end when nothing is left to go on in them; of those that are idle one is kept."""
+        spare = False
+        for process in list(self._processes):
+            if process is self._main or not process.ready or process.running:
+                continue
+            if process.given_up:
+                self._end(process)
+            elif not self._suspects and self._main is not None:
+                if spare:
+                    self._end(process)
+                process.alone = spare = True
+
+    def _idle_one(self) -> _Process | None:
+        idle = (p for p in self._processes if p.alone and p.ready and not p.running and not p.given_up)
+        return next(idle, None)
+
+    def _num_running(self) -> int:
+        return sum(len(process.running) for process in self._processes)
+
+    def _send(self, process: _Process, call: _Pending) -> None:
+        if not call.answer.cancelled():
+            process.running[call.id] = call
+            call.process = process
+            self._start_clock(call)
+            process.outbox.put(call.payload)
 
     def _start_clock(self, call: _Pending) -> None:
-        if call.timeout is not None:
+        if call.timeout is not None and call.process is not None:
             call.deadline = time.monotonic() + call.timeout
-            self._soonest = min(self._soonest, call.deadline)
+            call.process.soonest = min(call.process.soonest, call.deadline)
 
     def _on_reply(self, process: _Process, message: Any) -> None:
+        running = process.running
         match message:
             case Ready():
                 process.ready = True
             case Failure():
                 process.outbox.put(None)  # it ends by itself, but exit handlers of users' code may hang
-                self._fail_start(HostStartError(f"{message.kind}: {message.text}", message))
-            case Done(call_id) if call_id in self._running:
-                _resolve_with(self._finish(call_id).answer, message)
-            case Failed(call_id, failure) if call_id in self._running:
-                _refuse(self._finish(call_id).answer, RemoteError(failure))
-            case Ask(call_id) if call_id in self._running:
-                self._on_ask(process, self._running[call_id], message)
-            case Unask(call_id, ask_id) if call_id in self._running:
-                self._settle(self._running[call_id], ask_id, cancel=True)
-            case Pong(spent, doing):
-                self._on_pong(process, spent, doing)
+                self._fail_start(process, HostStartError(f"{message.kind}: {message.text}", message))
+            case Done(call_id) if call_id in running:
+                _resolve_with(self._take(running[call_id]).answer, message)
+            case Failed(call_id, failure) if call_id in running:
+                _refuse(self._take(running[call_id]).answer, RemoteError(failure))
+            case Done(call_id) | Failed(call_id) if call_id in process.given_up:
+                process.given_up.remove(call_id)
+                if not process.given_up and self._main is None:
+                    self._main = process
+            case Ask(call_id) if call_id in running:
+                self._on_ask(process, running[call_id], message)
+            case Unask(call_id, ask_id) if call_id in running:
+                self._settle(running[call_id], ask_id, cancel=True)
+            case Pong():
+                self._on_pong(process, message)
             case Said(text) if text not in self._said:
                 self._said.add(text)
                 logger.warning("%s: %s", self._name, text)
             case Pinned():
                 self._hello = replace(self._hello, pinned=True)
-                self._run_again(self._take_running())
+                self._run_again(self._take_all(process))
                 self._end(process)
 
-    def _finish(self, call_id: int) -> _Pending:
-        call = self._running.pop(call_id)
-        _give_up_asks(call)
+    def _take(self, call: _Pending) -> _Pending:
+        """It has no process any more."""
+        assert call.process is not None
+        del call.process.running[call.id]
+        call.process = None
+        for asked in call.asks.values():
+            asked.cancel()
+        call.asks.clear()
         return call
 
     def _on_cancel(self, call: _Pending) -> None:
         """Nobody waits for it. It leaves when the host says so, and has its time to do so."""
-        if self._process is None or self._running.get(call.id) is not call:
-            return  # `_dispatch` passes it over
+        if call.process is None:
+            return  # `_send` passes it over
         for asked in call.asks.values():
             asked.cancel()
-        self._process.outbox.put(pickle.dumps(Cancel(call.id)))
+        call.process.outbox.put(pickle.dumps(Cancel(call.id)))
 
     # ------------------------------------------------------------------------------------ asks
 
@@ -481,21 +553,34 @@ class HostProcess:
             refusal = Refused(ask.id, Failure("CancelledError", "nobody waits for its call", ""))
             process.outbox.put(pickle.dumps(refusal))
             return
+        question = (ask.name, ask.args, ask.stream)
+        if known := call.known.get(question):
+            exchange = known.popleft()
+            call.answered.append(exchange)
+            self._start_clock(call)
+            for message in exchange.messages:
+                process.outbox.put(pickle.dumps(replace(message, ask=ask.id)))
+            return
+        parts: list[Part] = []
 
         def send(message: Part | Answered | Refused) -> None:  # on the caller's loop
             if isinstance(message, Part):
+                parts.append(message)
                 process.outbox.put(pickle.dumps(message))
             else:
-                self._events.put(_Answer(process, call, message))
+                self._events.put(_Answer(process, call, question, parts, message))
 
         asked = Asked(ask, self._answers, loop=call.loop, context=call.context.copy(), send=send)
         call.asks[ask.id] = asked
         call.deadline = float("inf")
         asked.start()
 
-    def _on_answer(self, process: _Process, call: _Pending, message: Answered | Refused) -> None:
+    def _on_answer(self, process: _Process, answer: _Answer) -> None:
+        call, message = answer.call, answer.message
         if self._settle(call, message.ask, cancel=False):
             process.outbox.put(pickle.dumps(message))
+            if isinstance(message, Answered):
+                call.answered.append(_Exchange(answer.question, (*answer.parts, message)))
 
     def _settle(self, call: _Pending, ask_id: int, *, cancel: bool) -> bool:
         """Whether the ask was still open. The clock goes on after the last one."""
@@ -510,131 +595,144 @@ class HostProcess:
 
     # ------------------------------------------------------------------------------------ time limits and deaths
 
-    def _on_deadlines(self) -> None:
+    def _on_deadlines(self, process: _Process) -> None:
         now = time.monotonic()
-        process = self._process
-        if process is None or process.killed:
+        if process.killed:
             return
         if not process.ready:
             if now >= process.deadline:
                 self._kill(process)
-                self._fail_start(HostStartError(f"it was not ready after {self._start_timeout:g} s"))
+                self._fail_start(process, HostStartError(f"it was not ready after {self._start_timeout:g} s"))
             return
-        if self._ping_deadline is not None:
-            if now >= self._ping_deadline:
+        if process.ping_deadline is not None:
+            if now >= process.ping_deadline:
                 self._on_silence(process)
-        elif now >= self._soonest + LATE_SECONDS:
-            self._find_soonest()
-            if now >= self._soonest + LATE_SECONDS:
-                self._ping_deadline = now + PING_SECONDS
+        elif now >= process.soonest + LATE_SECONDS:
+            _find_soonest(process)
+            if now >= process.soonest + LATE_SECONDS:
+                process.ping_deadline = now + PING_SECONDS
                 process.outbox.put(pickle.dumps(Ping()))
 
-    def _find_soonest(self) -> None:
-        self._soonest = min((call.deadline for call in self._running.values()), default=float("inf"))
-
-    def _on_pong(self, process: _Process, spent: dict[int, float], doing: dict[int, str]) -> None:
+    def _on_pong(self, process: _Process, pong: Pong) -> None:
         """The interpreter runs, so each call that has had more than its time hangs by itself. The others that are late
         were kept waiting and get what they have left."""
-        self._ping_deadline = None
+        process.ping_deadline = None
         now = time.monotonic()
         hanging = []
-        for call in self._running.values():
+        for call in process.running.values():
             if call.timeout is None or now < call.deadline:
                 continue
-            left = call.timeout - spent.get(call.id, 0.0)
+            left = call.timeout - pong.spent.get(call.id, 0.0)
             if left <= 0:
                 hanging.append(call)
             else:
                 call.deadline = now + left
-        self._find_soonest()
+        _find_soonest(process)
         if hanging:
-            self._blame(process, hanging, doing)
+            self._on_hanging(process, hanging, pong)
+
+    def _on_hanging(self, process: _Process, calls: Sequence[_Pending], pong: Pong) -> None:
+        hung_before = bool(process.given_up)
+        for call in calls:
+            process.outbox.put(pickle.dumps(Cancel(call.id)))
+            process.given_up.add(call.id)
+            self._take(call)
+            if hung_before and not call.excused:
+                call.excused = True
+                self._run_again([call])
+            else:
+                _blame(call, pong.doing.get(call.id))
+        if pong.holder in process.given_up:
+            self._hello = replace(self._hello, own=True)
+            self._replace(process)
+            return
+        if process is self._main:
+            self._main = None
+        logger.warning(
+            "%s: a call took too long and was given up; other calls go on: %d", self._name, len(process.running)
+        )
 
     def _on_silence(self, process: _Process) -> None:
         """Some call holds the interpreter, and the late ones may just be its victims."""
-        if len(self._running) == 1:
-            self._blame(process, list(self._running.values()), {})
-        else:
-            calls = self._take_running()
-            self._suspect(calls)
-            self._replace(process, again=len(calls))
+        if len(process.running) == 1 and not process.given_up:
+            (call,) = process.running.values()
+            _blame(self._take(call), None)
+        self._replace(process, suspect=True)
 
-    def _blame(self, process: _Process, calls: Iterable[_Pending], doing: dict[int, str]) -> None:
-        for call in calls:
-            function = doing.get(call.id)
-            what = "no answer after" if function is None else f"{function}() took longer than"
-            _refuse(self._finish(call.id).answer, HostTimeoutError(f"{what} {call.timeout:g} s", function))
-        others = self._take_running()
-        self._run_again(others)
-        self._replace(process, again=len(others))
-
-    def _replace(self, process: _Process, *, again: int) -> None:
-        """End a process that hangs; `_dispatch` starts the next."""
-        logger.warning("%s: ended because a call took too long; other calls run again: %d", self._name, again)
+    def _replace(self, process: _Process, *, suspect: bool = False) -> None:
+        """End a process in which calls cannot go on."""
+        calls = self._take_all(process, suspect=suspect)
+        logger.warning("%s: ended because a call took too long; other calls run again: %d", self._name, len(calls))
+        self._run_again(calls)
         self._end(process)
 
     def _end(self, process: _Process) -> None:
         self._kill(process)
-        self._process = None
+        self._remove(process)
+
+    def _remove(self, process: _Process) -> None:
+        self._processes.remove(process)
+        if process is self._main:
+            self._main = None
 
     def _on_exit(self, process: _Process) -> None:
         """The process died by itself."""
-        self._process = None
         how = _how_it_ended(process.popen.returncode)
         if not process.ready:
-            self._fail_start(HostStartError(f"the process {how} while it loaded"))
+            self._fail_start(process, HostStartError(f"the process {how} while it loaded"))
             return
-        calls = self._take_running()
-        if len(calls) == 1:
+        self._remove(process)
+        alone = len(process.running) == 1 and not process.given_up
+        calls = list(process.running.values())
+        if alone:
             calls[0].deaths += 1
             if calls[0].deaths > self._max_crashes:
-                _give_up_asks(calls[0])
-                _refuse(calls.pop().answer, HostCrashError(f"the process {how}"))
+                _refuse(self._take(calls.pop()).answer, HostCrashError(f"the process {how}"))
         logger.warning("%s: the process %s; calls run again: %d", self._name, how, len(calls))
-        self._suspect(calls)
+        self._run_again(self._take_all(process, suspect=True))
 
-    def _take_running(self) -> list[_Pending]:
-        """They have no process any more."""
-        calls = list(self._running.values())
-        self._running.clear()
-        self._soonest = float("inf")
-        self._ping_deadline = None
-        return calls
-
-    def _suspect(self, calls: Sequence[_Pending]) -> None:
-        """One of them did it, most likely one that was not waiting for an answer. Who did wait is believed once."""
-        everybody_waited = all(call.asks for call in calls)
+    def _take_all(self, process: _Process, *, suspect: bool = False) -> list[_Pending]:
+        """Calls that are to run again together. With `suspect` one call of the process did it, most likely one that was
+        not waiting for an answer: those run alone. Who did wait is believed a few times."""
+        calls = list(process.running.values())
+        somebody_ran = any(not call.asks for call in calls)
         believed = []
         for call in calls:
-            if call.asks and not call.spared and not everybody_waited:
-                call.spared = True
+            if not suspect:
+                believed.append(call)
+            elif call.asks and somebody_ran and call.believed < MOST_BELIEVED:
+                call.believed += 1
                 believed.append(call)
             else:
-                call.suspect = True
-                _give_up_asks(call)
                 self._suspects.append(call)
-        self._run_again(believed)
+                _begin_again(call)
+            self._take(call)
+        return believed
 
     def _run_again(self, calls: Sequence[_Pending]) -> None:
-        """Back to where they waited, from scratch: their next life asks anew."""
+        """Back to where they waited, from scratch."""
         for call in calls:
-            _give_up_asks(call)
+            _begin_again(call)
         self._waiting.extendleft(reversed(calls))
 
-    def _fail_start(self, error: HostStartError) -> None:
+    def _fail_start(self, process: _Process | None, error: HostStartError) -> None:
         """Nobody waits for a service that cannot be made; a later call tries again."""
-        self._process = None
-        for starter in self._starters:
-            _refuse(starter.answer, error)
-        for call in (*self._suspects, *self._waiting):
-            _refuse(call.answer, error)
-        self._starters.clear()
+        if process is not None:
+            self._remove(process)
+        calls = [*self._suspects]
         self._suspects.clear()
-        self._waiting.clear()
+        if self._main is None:
+            for starter in self._starters:
+                _refuse(starter.answer, error)
+            self._starters.clear()
+            calls += self._waiting
+            self._waiting.clear()
+        for call in calls:
+            _refuse(call.answer, error)
 
     # ------------------------------------------------------------------------------------ the process
 
-    def _spawn(self) -> None:
+    def _spawn(self, *, alone: bool) -> _Process | None:
         try:
             with tempfile.TemporaryFile() as file:
                 beacon = file.fileno()
@@ -647,11 +745,12 @@ class HostProcess:
                     pass_fds=[beacon],
                 )
         except OSError as error:
-            self._fail_start(HostStartError(f"no process could be started: {error}"))
-            return
+            self._fail_start(None, HostStartError(f"no process could be started: {error}"))
+            return None
         owners.guard.watch(popen.pid)
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        process = _Process(popen, outbox, time.monotonic() + self._start_timeout, Address(popen.pid, beacon))
+        deadline = time.monotonic() + self._start_timeout
+        process = _Process(popen, outbox, deadline, Address(popen.pid, beacon), alone)
         assert popen.stdin is not None
         assert popen.stdout is not None
         outbox.put(self._import_path + pickle.dumps(self._hello))
@@ -662,7 +761,8 @@ class HostProcess:
             threading.Thread(target=self._wait_for_end, args=(process, reader), daemon=True),
         ):
             thread.start()
-        self._process = process
+        self._processes.append(process)
+        return process
 
     def _read(self, process: _Process, replies: IO[bytes]) -> None:
         # Half a message means that the process is dead; the waiter says so.
@@ -686,10 +786,10 @@ class HostProcess:
     def _shut_down(self, grace: float) -> None:
         error = HostClosedError(f"{self._name} was closed")
         self._refuse_all([starter.answer for starter in self._starters], error)
-        calls = (*self._running.values(), *self._suspects, *self._waiting)
-        self._refuse_all([call.answer for call in calls], error)
-        for call in calls:
-            _give_up_asks(call)
+        running = [call for process in self._processes for call in process.running.values()]
+        self._refuse_all([call.answer for call in (*running, *self._suspects, *self._waiting)], error)
+        for call in running:
+            self._take(call)
         while True:  # what was posted just before the end
             try:
                 event = self._events.get_nowait()
@@ -699,16 +799,17 @@ class HostProcess:
                 self._refuse_all([event.call.answer], error)
             elif isinstance(event, _Start):
                 self._refuse_all([event.answer], error)
-        process = self._process
-        if process is None:
-            return
-        process.outbox.put(None)
-        try:
-            process.popen.wait(timeout=grace)
-        except subprocess.TimeoutExpired:
-            self._kill(process)
-            process.popen.wait()
-        self._process = None
+        deadline = time.monotonic() + grace
+        for process in self._processes:
+            process.outbox.put(None)
+        for process in self._processes:
+            try:
+                process.popen.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._kill(process)
+                process.popen.wait()
+        self._processes.clear()
+        self._main = None
 
     @staticmethod
     def _refuse_all(answers: Iterable[Future[Any]], error: Exception) -> None:
@@ -724,10 +825,30 @@ def _write(requests: IO[bytes], outbox: queue.SimpleQueue[bytes | None]) -> None
             requests.flush()
 
 
-def _give_up_asks(call: _Pending) -> None:
-    for asked in call.asks.values():
-        asked.cancel()
-    call.asks.clear()
+def _next_deadline(process: _Process) -> float:
+    if process.killed:
+        return float("inf")
+    if not process.ready:
+        return process.deadline
+    return process.soonest + LATE_SECONDS if process.ping_deadline is None else process.ping_deadline
+
+
+def _find_soonest(process: _Process) -> None:
+    process.soonest = min((call.deadline for call in process.running.values()), default=float("inf"))
+
+
+def _begin_again(call: _Pending) -> None:
+    """Its next life hears again what this one has heard. What this one has not come to is known from the one before."""
+    known: dict[_Question, deque[_Exchange]] = {}
+    for exchange in (*call.answered, *(left for exchanges in call.known.values() for left in exchanges)):
+        known.setdefault(exchange.question, deque()).append(exchange)
+    call.known, call.answered = known, []
+    call.deadline = float("inf")
+
+
+def _blame(call: _Pending, function: str | None) -> None:
+    what = "no answer after" if function is None else f"{function}() took longer than"
+    _refuse(call.answer, HostTimeoutError(f"{what} {call.timeout:g} s", function))
 
 
 def _resolve_with(answer: Future[Reply], done: Done) -> None:

@@ -290,11 +290,16 @@ class CallRunner:
     """
 
     def __init__(
-        self, send: Callable[[Any], None], *, pinned: bool = False, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        send: Callable[[Any], None],
+        *,
+        pinned: bool = False,
+        own: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """Without `loop` it makes one whose time it watches; somebody must run it."""
         self.send = send
-        self.place = Place.PINNED if pinned else Place.SHARED
+        self.place = Place.PINNED if pinned else Place.OWN if own else Place.SHARED
         self.service: Any = None
         """To be set before the first call."""
         self.watch = LoopWatch(on_block=self._on_block)
@@ -402,9 +407,11 @@ class CallRunner:
         with self._lock:
             calls = dict(self._calls)
         doing = {call_id: call.functions[:1] for call_id, call in calls.items()}
+        holder = self.watch.holder
         return Pong(
             spent={call_id: call.clock.spent() for call_id, call in calls.items()},
             doing={call_id: functions[0] for call_id, functions in doing.items() if functions},
+            holder=next((call_id for call_id, call in calls.items() if call.clock is holder), None),
         )
 
     # -------------------------------------------------------------------------------- where users' code runs

@@ -59,6 +59,12 @@ class LoopWatch:
         if function is not None and held - (time.thread_time() - computed) > BLOCKED_SECONDS and _waits() > waits:
             self._on_block(function)
 
+    @property
+    def holder(self) -> CallClock | None:
+        """Of the call on whose behalf a callback runs now."""
+        with self._lock:
+            return self._holder
+
     def held_by_others(self, clock: CallClock) -> float:
         """Seconds in which the loop was held, but not on behalf of this clock's call."""
         with self._lock:

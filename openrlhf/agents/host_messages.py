@@ -50,6 +50,8 @@ class Hello:
     args: tuple[Any, ...]
     pinned: bool = False
     """Whether users' coroutines must stay on the shared loop (`host_calls.py`)."""
+    own: bool = False
+    """Whether each call begins with a loop of its own: a coroutine has blocked the shared one in another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class Pong:
     """For each call: how long it has had since it began or was last answered (`host_clock.CallClock`)."""
     doing: dict[int, str]
     """The users' function it is in, where that is known."""
+    holder: int | None
+    """The call on whose behalf the shared loop runs something right now."""
 
 
 @dataclass(frozen=True, slots=True)

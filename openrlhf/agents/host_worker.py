@@ -44,15 +44,15 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     allow_many_files()
     hello = pickle.load(requests)
-    _Host(requests, replies, pinned=hello.pinned).run(hello)
+    _Host(requests, replies, hello).run(hello)
 
 
 class _Host:
-    def __init__(self, requests: BinaryIO, replies: BinaryIO, *, pinned: bool) -> None:
+    def __init__(self, requests: BinaryIO, replies: BinaryIO, hello: Hello) -> None:
         self._requests = requests
         self._replies = replies
         self._reply_lock = threading.Lock()
-        self._runner = CallRunner(self._reply, pinned=pinned)
+        self._runner = CallRunner(self._reply, pinned=hello.pinned, own=hello.own)
         self._closing = False
 
     def run(self, hello: Hello) -> None:

@@ -1,11 +1,14 @@
 """Calls that ask their parent while they run: many at once in one host process, some of them unruly."""
 
 import asyncio
+import collections
 import contextlib
+import os
 import time
 
 import pytest
 from patience import patience
+from processes import alive
 
 from openrlhf.agents.host import HostCrashError, HostProcess, HostTimeoutError, RemoteError
 from openrlhf.agents.local_host import LocalHost
@@ -18,10 +21,13 @@ class Parent:
 
     def __init__(self):
         self.events = []
+        self.asked = collections.Counter()
+        """By what was asked."""
         self.release = asyncio.Event()
         """Ends waits that have no time of their own."""
 
     async def answer(self, name, *args):
+        self.asked[name, *args] += 1
         match name:
             case "add":
                 await asyncio.sleep(0.005)
@@ -272,7 +278,7 @@ class TestTimeAndBlame:
                 others = [host.call("play", "slow", timeout=1.0) for _ in range(count)]
                 results = await asyncio.gather(*others)
                 error, seconds = await hanging
-                await eventually(lambda: parent.events.count("waiting") == 2)
+                await eventually(lambda: parent.events.count("waiting") == (1 if culprit == "awaits_for_ever" else 2))
                 return error, seconds, results, list(parent.events), waiting.cancel()
 
         error, seconds, results, events, _ = asyncio.run(main())
@@ -282,8 +288,9 @@ class TestTimeAndBlame:
             assert str(error) == f"{culprit}() took longer than 1 s"
             assert error.function == culprit
             assert 1.0 < seconds < patience(2.5)
-            # Its former life's ask was given up when the host was replaced.
-            assert events == ["waiting", "cancelled", "waiting"]
+            # Who cannot go on while the loop is blocked begins again, and its former life's ask is given up.
+            begun_again = ["cancelled", "waiting"] if culprit == "blocks_for_ever" else []
+            assert events == ["waiting", *begun_again]
 
     def test_late_because_of_another_is_not_late(self):
         """One call may block for 1 s, the others for 0.4 s only; they wait for the loop and nothing is ended."""
@@ -325,6 +332,74 @@ class TestTimeAndBlame:
         assert isinstance(error, HostCrashError)
         assert str(error) == "the process ended with exit code 3"
         assert others == [(2, "slow")] * 3
+
+    @pytest.mark.parametrize(("culprit", "ends"), [("awaits_for_ever", True), ("sleeps_for_ever", False)])
+    def test_neighbours_of_calls_that_hang_go_on_where_they_are(self, tmp_path, culprit, ends):
+        """Each call begins once. What can be cancelled leaves the process as it was; for the rest there is another, and
+        the old one is ended with the last call in it."""
+        lives = tmp_path / "lives"
+
+        async def main():
+            async with many() as (host, parent):
+                pid = host.pid
+                calls = [host.call("turns", number, str(lives), timeout=20.0) for number in range(6)]
+                others = [asyncio.create_task(call) for call in calls]
+                await eventually(lambda: parent.events.count("waiting") == 6)
+                hanging = (host.call("turns", 6 + i, str(lives), culprit, timeout=0.5) for i in range(3))
+                errors = await asyncio.gather(*hanging, return_exceptions=True)
+                assert [str(error) for error in errors] == [f"{culprit}() took longer than 0.5 s"] * 3
+                if ends:
+                    await eventually(lambda: host.pid == pid)
+                assert await host.call("plain", 1) == 2
+                assert (host.pid == pid) == ends
+                assert alive(pid)
+                parent.release.set()
+                assert await asyncio.gather(*others) == [3 * number + 3 for number in range(6)]
+                if not ends:
+                    await eventually(lambda: not alive(pid))
+
+        asyncio.run(main())
+        assert sorted(map(int, lives.read_text().split())) == list(range(9))
+
+    def test_suspects_run_alone_at_the_same_time_and_nobody_waits_for_them(self, tmp_path):
+        """Three calls are in their code when the process dies. They return once they are in two more processes at the
+        same time; until then, somebody else's call is answered. None of them is blamed."""
+
+        async def main():
+            async with many() as (host, _):
+                pid = host.pid
+                suspects = [host.call("meet", str(tmp_path), name, 3) for name in "abc"]
+                suspects = [asyncio.create_task(call) for call in suspects]
+                await eventually(lambda: len(os.listdir(tmp_path)) == 3)
+                killer = asyncio.create_task(outcome(host.call("play", "dies")))
+                await eventually(lambda: not alive(pid))
+                assert await host.call("plain", 1) == 2
+                pids = await asyncio.gather(*suspects)
+                return pids, (await killer)[0]
+
+        pids, error = asyncio.run(main())
+        assert len(set(pids)) >= 2
+        assert isinstance(error, HostCrashError)
+
+    def test_what_a_call_was_answered_before_it_ran_again_is_not_asked_again(self, tmp_path):
+        """Five calls have had three answers each when the process dies under them."""
+
+        async def main():
+            async with many() as (host, parent):
+                calls = [host.call("turns", number, str(tmp_path / "lives")) for number in range(1, 6)]
+                calls = [asyncio.create_task(call) for call in calls]
+                await eventually(lambda: parent.events.count("waiting") == 5)
+                assert await host.call("crash_once", str(tmp_path / "marker")) == "survived"
+                await eventually(lambda: parent.events.count("waiting") == 10)
+                parent.release.set()
+                assert await asyncio.gather(*calls) == [3 * number + 3 for number in range(1, 6)]
+                return parent.asked
+
+        asked = asyncio.run(main())
+        assert sorted((tmp_path / "lives").read_text().split()) == [str(number) for number in range(1, 6) for _ in "ab"]
+        # The call that crashed asked for 1 and 1, as the first of the five did.
+        numbers = {("add", number, turn): 1 for number in range(1, 6) for turn in range(3)}
+        assert {key: count for key, count in asked.items() if key[0] == "add"} == numbers | {("add", 1, 1): 2}
 
     def test_closing_cancels_answers_under_way(self):
         async def main():
