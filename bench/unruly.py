@@ -85,8 +85,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
     write = parser.parse_args().write
     lines = [
-        f"{CALLS} calls in one host, {UNRULY} of them unruly after half of their {ASKS} answers, which take 0.6 s; time "
-        f"limit and loading of a process 2 s; {os.cpu_count()} cores. Repeat: `python -m bench.unruly`.",
+        f"{CALLS} calls in one host, {UNRULY} of them unruly after half of their {ASKS} answers, which take 0.6 s; "
+        f"time limit and loading of a process 2 s; {os.cpu_count()} cores. Repeat: `python -m bench.unruly`.",
         "",
         f"| the unruly ones | seconds | a healthy one begins | and asks (of {ASKS}) |",
         "|---|---:|---:|---:|",
@@ -96,7 +96,8 @@ def main() -> None:
         lines.append(f"| {', '.join(KINDS[kind] for kind in kinds)} | {seconds:.1f} | {begun:.2f} | {asked:.2f} |")
         print(lines[-1], flush=True)
     if write:
-        write_section("Agents that crash or hang", "\n".join(lines))
+        results = Path(__file__).with_name("RESULTS.md")
+        write_section(results, title="Agents that crash or hang", body="\n".join(lines))
 
 
 if __name__ == "__main__":
