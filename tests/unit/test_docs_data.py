@@ -98,6 +98,22 @@ def test_errors_are_one_line_that_says_what_to_give(model, write, capsys):
     assert "there is no file nothing.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("purpose", ["sft", "rl"])
+def test_a_limit_holds_for_training_and_evaluation_data(model, write, purpose):
+    from openrlhf.trainers.assembly import prompts_of
+    from openrlhf.trainers.supervised_assembly import samples_of
+
+    data = write(*({"input": f"q{i}", "output": "a"} for i in range(9)))
+    flags = ["--data.max_samples", "3", "--eval.dataset", data]
+    if purpose == "rl":
+        config = configure(purpose, data, model, [*flags, "--remote_rm_url", "r.py"])
+    else:
+        config = configure(purpose, data, model, [*flags, "--data.output_key", "output"])
+    of = prompts_of if purpose == "rl" else samples_of
+    _, made = read(config)
+    assert [len(of(config, made, evaluation=evaluation)) for evaluation in (False, True)] == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("record", "flags", "purpose"),
     [
