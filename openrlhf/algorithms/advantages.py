@@ -117,7 +117,8 @@ class Turns(StrEnum):
     ended before turn k earned 0 from there on."""
     STEP = "step"
     """The process supervision of GRPO (arXiv:2402.03300, section 4.1.3): the rewards of all turns of all samples are
-    compared with each other, and a token has the sum over its own and later turns of what came out."""
+    compared with each other, and a token has the sum over its own and later turns of what came out. Where all samples
+    earned the same turn by turn it has 0: the formula would compare their first turn with their second."""
 
 
 class TurnRewards(NamedTuple):
@@ -139,7 +140,7 @@ def turn_advantages(
 
         outcome    A_ik = norm(Σ_j r_ij)                 compared with the totals of the group
         to_go      A_ik = norm_k(Σ_{j ≥ k} r_ij)         compared with those of turn k, where K_i < k: 0
-        step       A_ik = Σ_{j ≥ k} norm(r_ij)           compared with all turns of all samples
+        step       A_ik = Σ_{j ≥ k} norm(r_ij)           compared with all turns of all samples; 0 if all are alike
     """
     import torch  # here, so that the registry imports without it
 
@@ -148,6 +149,8 @@ def turn_advantages(
     counts = [len(episode.rewards_K) for episode in episodes]
     samples_G = torch.arange(len(episodes))
     if turns is Turns.STEP:
+        if _alike(episodes):
+            return [torch.zeros_like(episode.rewards_K) for episode in episodes]
         samples_M = samples_G.repeat_interleave(torch.tensor(counts))
         rewards_M = torch.cat([episode.rewards_K for episode in episodes])
         sizes_M = torch.cat([episode.sizes_K for episode in episodes])
@@ -173,8 +176,21 @@ def compared(
     Without that, 0.3 + 0.3 + 0.3 and 0.9 would be 6e-8 apart, and a z-score makes ±1 and more of any spread.
     """
     shaping = shape(values_M, samples_M)
-    agree = values_M.amax(0) - values_M.amin(0) <= ROUNDING * sizes_M.amax(0)
-    return ((values_M - shaping.baseline_M) / shaping.scale_M).masked_fill(agree, 0.0)
+    return ((values_M - shaping.baseline_M) / shaping.scale_M).masked_fill(_agree(values_M, sizes_M), 0.0)
+
+
+def _agree(values_M: Tensor, sizes_M: Tensor) -> Tensor:
+    return values_M.amax(0) - values_M.amin(0) <= ROUNDING * sizes_M.amax(0)
+
+
+def _alike(episodes: Sequence[TurnRewards]) -> bool:
+    """All have as many turns, and earned the same in each."""
+    import torch
+
+    if len({len(episode.rewards_K) for episode in episodes}) > 1:
+        return False
+    rewards_GK, sizes_GK = (torch.stack(columns) for columns in zip(*episodes, strict=True))
+    return bool(_agree(rewards_GK, sizes_GK).all())
 
 
 def _to_come(values_K: Tensor) -> Tensor:

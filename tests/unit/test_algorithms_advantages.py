@@ -106,8 +106,10 @@ def test_credit_per_turn_by_hand(name, turns, expected):
 @pytest.mark.parametrize("turns", Turns)
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_episodes_that_are_all_alike_teach_nothing_at_any_turn(name, turns):
-    """0.5, then 0.5, of everyone. Less the mean of the totals, the second turn's 0.5 would be −0.5."""
+    """0.5, then 0.5, of everyone. Less the mean of the totals, the second turn's 0.5 would be −0.5. And 0, then 1: by
+    step, 1 would be above the mean of both turns."""
     assert credit(name, turns, [0.5, 0.5], [0.5, 0.5]) == [[0.0, 0.0], [0.0, 0.0]]
+    assert credit(name, turns, [0.0, 1.0], [0.0, 1.0]) == [[0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
@@ -134,13 +136,18 @@ def test_equal_totals_in_whatever_portions_teach_nothing_by_outcome(episodes, to
 @pytest.mark.parametrize("turns", [Turns.TO_GO, Turns.STEP])
 @settings(deadline=None, max_examples=50)
 @given(portions, st.integers(2, 8), st.sampled_from([10, 100, 1000, 7]), st.randoms(use_true_random=False))
-def test_equal_turns_teach_nothing_to_go_and_equal_rewards_by_step(turns, parts, size, unit, random):
-    """To go: everyone earns the same in each turn. By step rewards of different turns are compared too: everyone earns
-    the same in every turn. Each reward may be off by one in float32's last place."""
-    row = [parts[0 if turns is Turns.STEP else k] / unit for k in range(len(parts))]
-    rewards = [[r * (1 + random.choice([-1, 0, 1]) * 2**-24) for r in row] for _ in range(size)]
+def test_equal_turns_teach_nothing_to_go_and_by_step(turns, parts, size, unit, random):
+    """Everyone earns the same in each turn, up to one in float32's last place."""
+    rewards = [[part / unit * (1 + random.choice([-1, 0, 1]) * 2**-24) for part in parts] for _ in range(size)]
     for name in GROUP_ESTIMATORS:
-        assert credit(name, turns, *rewards) == [[0.0] * len(row)] * size
+        assert credit(name, turns, *rewards) == [[0.0] * len(parts)] * size
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_equal_rewards_in_every_turn_teach_nothing_by_step(name):
+    """One turn of 0.3 beside two and three: every step is the mean of all. To go they differ."""
+    assert credit(name, Turns.STEP, [0.3], [0.3, 0.3], [0.3] * 3) == [[0.0], [0.0] * 2, [0.0] * 3]
+    assert credit(name, Turns.TO_GO, [0.3], [0.3, 0.3], [0.3] * 3)[2][0] > 0.1
 
 
 @pytest.mark.parametrize("turns", Turns)

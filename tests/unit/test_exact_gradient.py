@@ -297,31 +297,6 @@ def test_a_mean_that_includes_the_sample_scales_the_gradient(task, name, turns, 
     assert agrees(found, (n - 1) / n * game.policy_gradient())
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_steps_that_leave_one_out_charge_every_turn_the_mean_reward(n):
-    """rloo by step: A_t = Σ_{j ≥ k} (r_j − b) = R_k − (turns from k on) · b, b the mean over all turns of the others.
-
-    b is independent of this sample, with mean β; the turns before k are part of h_t. So by (*) and (**) it is
-    g[R] − β · g[K], K(τ) the number of turns of τ: the policy gradient of a game in which every turn costs β. It is
-    biased where the policy has a say in the number of turns, against long episodes if turns earn something on average.
-    """
-    game = up_to_three_turns()
-    chances = [p.item() for p in game.probabilities()]
-    beta = 0.0
-    for others in itertools.product(zip(chances, game.paths, strict=True), repeat=n - 1):
-        rewards = [reward for _, path in others for reward in path.turn_rewards]
-        beta += math.prod(p for p, _ in others) * sum(rewards) / len(rewards)
-    found = expected_gradient(game, comparing("rloo", Turns.STEP), n=n)
-    assert agrees(found, game.gradient_of(lambda path: path.total - beta * len(path.turn_rewards)))
-    assert (found - game.policy_gradient()).norm() > 1e-2
-
-
-def test_steps_that_leave_one_out_are_unbiased_where_all_episodes_have_as_many_turns():
-    """Then K is a constant, and g of a constant is 0."""
-    game = two_turns()
-    assert agrees(expected_gradient(game, comparing("rloo", Turns.STEP), n=2), game.policy_gradient())
-
-
 def credited(game: Task, credit: Callable[[Path, Path], Sequence[float]]) -> Tensor:
     """Σ p(τ) p(τ') Σ_t A_t ∇log π_t over pairs, by hand: `credit` is the advantage of each turn of τ beside τ'."""
     result = torch.zeros_like(game.logits)
@@ -335,16 +310,57 @@ def credited(game: Task, credit: Callable[[Path, Path], Sequence[float]]) -> Ten
     return result
 
 
+def left_out_where_alike(game: Task, n: int) -> Tensor:
+    """What the formula of steps less a mean would add where all samples are alike, which in these games is where all
+    are the same path: the mean is its own, R/K, and A_t = R_k − (turns from k on) · R/K."""
+    chances = dict(zip(game.paths, [p.item() for p in game.probabilities()], strict=True))
+
+    def credit(path: Path, other: Path) -> list[float]:
+        count = len(path.turn_rewards)
+        to_go = [sum(path.turn_rewards[k:]) - (count - k) * path.total / count for k in range(count)]
+        return [(path is other) * chances[path] ** (n - 2) * advantage for advantage in to_go]
+
+    return credited(game, credit)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_steps_that_leave_one_out_charge_every_turn_the_mean_reward(n):
+    """rloo by step: A_t = Σ_{j ≥ k} (r_j − b) = R_k − (turns from k on) · b, b the mean over all turns of the others.
+
+    b is independent of this sample, with mean β; the turns before k are part of h_t. So by (*) and (**) it is
+    g[R] − β · g[K], K(τ) the number of turns of τ: the policy gradient of a game in which every turn costs β. It is
+    biased where the policy has a say in the number of turns, against long episodes if turns earn something on average.
+    Groups that are alike turn by turn are left out of it.
+    """
+    game = up_to_three_turns()
+    chances = [p.item() for p in game.probabilities()]
+    beta = 0.0
+    for others in itertools.product(zip(chances, game.paths, strict=True), repeat=n - 1):
+        rewards = [reward for _, path in others for reward in path.turn_rewards]
+        beta += math.prod(p for p, _ in others) * sum(rewards) / len(rewards)
+    found = expected_gradient(game, comparing("rloo", Turns.STEP), n=n)
+    costly = game.gradient_of(lambda path: path.total - beta * len(path.turn_rewards))
+    assert agrees(found, costly - left_out_where_alike(game, n))
+    assert (found - game.policy_gradient()).norm() > 1e-2
+
+
+def test_steps_that_leave_one_out_are_unbiased_where_all_episodes_have_as_many_turns():
+    """Then K is a constant, and g of a constant is 0: the policy gradient, but for groups that are alike."""
+    game = two_turns()
+    found = expected_gradient(game, comparing("rloo", Turns.STEP), n=2)
+    assert agrees(found, game.policy_gradient() - left_out_where_alike(game, 2))
+
+
 def test_steps_less_a_mean_that_includes_the_sample_shrink_early_turns_most():
     """dr_grpo by step, K turns in all n samples: b = R/(nK) + what is independent of the sample, and turn k has
     K − k + 1 turns from itself on. So turn k's part of g[R] is multiplied by 1 − (K − k + 1)/(nK): with K = n = 2 the
-    first turn's by 1/2 and the second's by 3/4. A gradient in another direction, though a good one: all parts remain.
+    first turn's by 1/2 and the second's by 3/4. Another direction. Groups that are alike are left out, as above.
     """
     game = two_turns()
     parts = [credited(game, lambda path, _, k=k: [path.total * (turn == k) for turn in (0, 1)]) for k in (0, 1)]
     torch.testing.assert_close(parts[0] + parts[1], game.policy_gradient(), atol=1e-12, rtol=0)
     found = expected_gradient(game, comparing("dr_grpo", Turns.STEP), n=2)
-    assert agrees(found, 1 / 2 * parts[0] + 3 / 4 * parts[1])
+    assert agrees(found, 1 / 2 * parts[0] + 3 / 4 * parts[1] - left_out_where_alike(game, 2))
 
 
 def returns_to_go(path: Path) -> list[float]:
@@ -366,6 +382,8 @@ def by_return_to_go(path: Path, other: Path) -> list[float]:
 
 
 def by_step(path: Path, other: Path) -> list[float]:
+    if path.turn_rewards == other.turn_rewards:
+        return [0.0] * len(path.turn_rewards)
     rewards = [*path.turn_rewards, *other.turn_rewards]
     mean = sum(rewards) / len(rewards)
     deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - 1, 1)) + 1e-9
@@ -374,6 +392,8 @@ def by_step(path: Path, other: Path) -> list[float]:
 
 
 def mean_steps(path: Path, other: Path) -> list[float]:
+    if path.turn_rewards == other.turn_rewards:
+        return [0.0] * len(path.turn_rewards)
     rewards = [*path.turn_rewards, *other.turn_rewards]
     mean = sum(rewards) / len(rewards)
     return [to_go - (len(path.turn_rewards) - k) * mean for k, to_go in enumerate(returns_to_go(path))]
