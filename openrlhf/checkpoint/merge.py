@@ -19,6 +19,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.roots import LoraCombinerConfig
 from openrlhf.models.loading import ModelLoadError, has_tokenizer, load_policy, load_value_model, silence_progress_bars
 from openrlhf.models.value import Normalisation
+from openrlhf.utils.foreign_lines import start_logging
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def merge_adapter(config: LoraCombinerConfig) -> int:
     """Write the merged model and its tokenizer; returns the process's exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    start_logging()
     silence_progress_bars()
     try:
         _merge(config)

@@ -42,6 +42,9 @@ class ModelLoadError(ValueError):
 def silence_progress_bars() -> None:
     """Loading and saving say nothing: a run has a progress display of its own."""
     transformers_logging.disable_progress_bar()
+    # Its lines go where ours go, and not past their filter.
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
 
 
 def load_policy(

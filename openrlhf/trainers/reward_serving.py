@@ -19,6 +19,7 @@ from openrlhf.models.loading import ModelLoadError, silence_progress_bars
 from openrlhf.rewards.model import RewardModel
 from openrlhf.rewards.server import RewardServer, ServerLimits
 from openrlhf.trainers.reward_sources import load_reward_model
+from openrlhf.utils.foreign_lines import start_logging
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ BACKLOG = 1024
 
 def serve(config: ServeRMConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit status, 0 if all that was accepted was answered."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    start_logging()
     silence_progress_bars()
     try:
         end = asyncio.run(_serve(config, _listen(config.host, config.port)))

@@ -44,6 +44,7 @@ from openrlhf.rewards.base import RewardError, RewardGoneError
 from openrlhf.rollout.base import EngineError
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.utils import interrupts
+from openrlhf.utils.foreign_lines import start_logging
 from openrlhf.utils.waits import WaitError
 from openrlhf.weight_sync.base import WeightSyncError
 
@@ -109,8 +110,7 @@ def user_errors_end_the_run() -> Iterator[Ending]:
 
 def prepare_process(train: TrainSection, ranks: Ranks = ALONE) -> torch.device:
     """Logging, seeds, determinism; returns the device of this process."""
-    level = logging.INFO if ranks.is_main else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    start_logging(is_main=ranks.is_main)
     silence_progress_bars()
     torch.manual_seed(train.seed)
     if train.full_determinism_enable:

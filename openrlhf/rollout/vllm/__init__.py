@@ -8,7 +8,10 @@ texts.py        tokens decoded at the end of a generation, or part by part
 """
 
 import os
+from pathlib import Path
 
-# Read when vLLM is imported, here and in its processes. stdout is for what machines read.
+# Read when vLLM is imported, here and in its processes. stdout is for what machines read. Who asks vLLM for a level of
+# its own gets all of its lines.
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+if not {"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"} & os.environ.keys():
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))

@@ -74,6 +74,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         # End-of-sequence ids come with every request; defaults of the model's makers must not change ours.
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "enforce_eager": settings.enforce_eager or not gpu,
     }
@@ -99,6 +100,8 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
     """What vLLM reads from the environment; what the user has set there wins. `cores`: those this process may use."""
     # A fork of a process with torch's threads may hang; and workers must find our transfer engine by themselves.
     variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    # Its processes have stderr in common with the run: torch's warnings in C++, and those for the makers of libraries.
+    variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
     if gpu:
         # Its kernels are compiled at every start: 210 s instead of 57.
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
