@@ -412,8 +412,10 @@ class DeepSpeedBackend:
             scale.load(numbers)
             self._scaler.cur_scale = scale.value
             self._scaler.last_overflow_iter = self._scaler.cur_iter - scale.good_steps - 1
-        if self._on_any(bool(self._guard.damaged())):
-            raise ValueError("its weights or moments are not finite")
+        damaged = self._guard.damaged()
+        if self._on_any(bool(damaged)):
+            found = _gathered_texts([f"{kind} of {some(names)}" for kind, names in damaged.items()])
+            raise ValueError(f"its {some(found)} are not finite")
         self._guard.remember()
 
     # --------------------------------------------------------------------------- DeepSpeed's own bookkeeping

@@ -188,8 +188,8 @@ class TorchBackend(ModuleWeights):
         self._optimizers.steps = numbers["steps"]
         if self._scale:
             self._scale.load(numbers)
-        if bad := not_finite(dict(self._masters)):
-            raise ValueError(f"its weights are not finite ({some(bad)})")
+        for kind, names in self._guard.damaged().items():
+            raise ValueError(f"its {kind} of {some(names)} are not finite")
         self._guard.remember()
 
     @torch.no_grad()

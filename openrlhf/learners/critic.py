@@ -53,7 +53,8 @@ class CriticLearner:
                 continue
             metrics.merge(seen)
             metrics.mean("critic_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
-            metrics.mean("critic_grad_norm", norm, 1)
+            if self._backend.left_out is None:
+                metrics.mean("critic_grad_norm", norm, 1)
         self._skipped.mended(self._backend.require_finite(), metrics)
         return metrics
 

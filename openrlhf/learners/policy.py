@@ -94,7 +94,8 @@ class PolicyLearner:
                 continue
             metrics.merge(seen)
             metrics.mean("policy_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
-            metrics.mean("actor_grad_norm", norm, 1)
+            if self._backend.left_out is None:
+                metrics.mean("actor_grad_norm", norm, 1)
         self._skipped.mended(self._backend.require_finite(), metrics)
         return metrics
 

@@ -13,7 +13,7 @@ MAX_SKIPPED = 5
 
 
 class SkippedSteps:
-    """Those of one model. What is left out is no part of any metric but `<owner>skipped_steps`."""
+    """Those of one model, which `<owner>skipped_steps` counts."""
 
     def __init__(self, owner: str, *, most: int = MAX_SKIPPED, ranks: Ranks) -> None:
         """`owner`: `actor_`, `critic_`, or nothing where there is one model. `most`: in a row until the run ends."""
@@ -23,10 +23,10 @@ class SkippedSteps:
         self._in_a_row = 0
 
     def after(self, left_out: LeftOut | None, metrics: Metrics, suspects: Callable[[], Sequence[str]]) -> bool:
-        """Whether a step was left out; then it is noted in `metrics`. Collective if so.
+        """Whether a step was left out and its numbers do not count; `metrics` is told. Collective if so.
 
         `suspects`: what of this rank's samples was not finite, in words. Raises NotFiniteError, on all ranks, when too
-        many were left out in a row. Those in which fp16 looks for its loss scale do not count.
+        many were left out in a row. Where fp16 looks for its loss scale the losses are as good as ever.
         """
         if left_out is None:
             self._in_a_row = 0
@@ -34,7 +34,7 @@ class SkippedSteps:
         self._in_a_row += not left_out.expected
         metrics.sum(f"{self._owner}skipped_steps", 1 / self._ranks.count)
         if left_out.expected:
-            return True
+            return False
         found = dict.fromkeys(text for texts in self._ranks.gather(list(suspects())) for text in texts)
         who = {"actor_": " of the policy", "critic_": " of the critic"}.get(self._owner, "")
         why = "; ".join([left_out.reason, *(f"not finite: {text}" for text in found)])

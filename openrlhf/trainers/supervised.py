@@ -229,10 +229,10 @@ class SupervisedTrainer:
             self.backend.module.train()
             _, own, odd = self._accumulate(batch)
             metrics, rate, norm = Metrics(), self.backend.learning_rate, self.backend.step()
-            if not self._skipped.after(self.backend.left_out, own, functools.partial(_losses_of, odd)):
-                metrics.last("grad_norm", norm)
-            else:
+            if self._skipped.after(self.backend.left_out, own, functools.partial(_losses_of, odd)):
                 own = Metrics({"skipped_steps": own.reductions["skipped_steps"]}, own.notes)
+            if self.backend.left_out is None:
+                metrics.last("grad_norm", norm)
             metrics = Metrics.merged([*self.ranks.gather(own), metrics])
             metrics.last("lr", rate)
         timings = self.clock.take()

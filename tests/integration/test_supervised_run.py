@@ -133,6 +133,8 @@ def test_dpo_from_files_to_a_folder(run, data, tmp_path, words):
     rc, err = run(
         "train_dpo", *words, "--eval.dataset", str(data / "pairs_eval.jsonl"),
         data__dataset=data / "pairs.jsonl", data__prompt_key="prompt",
+        # The square of ipo has its minimum at a margin of 5, which eight large steps jump over.
+        adam__lr=5e-4 if "--model.ipo_enable" in words else 1e-3,
     )  # fmt: skip
     assert rc == 0, err
     train, evaluations = history(tmp_path, "train"), history(tmp_path, "eval")

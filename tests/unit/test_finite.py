@@ -185,10 +185,12 @@ def test_weights_that_somebody_else_has_changed_are_not_guessed():
 
 def test_a_state_that_is_not_finite_is_not_continued_from():
     backend = make(torch.float32)
-    state = {name: tensor.clone() for name, tensor in backend.tensors()}
-    state["parameters/weight"][0, 0] = math.nan
-    with pytest.raises(ValueError, match=r"its weights are not finite \(weight\)"):
-        backend.load(backend.numbers(), state)
+    train(backend)
+    for kind in ("parameters", "exp_avg_sq"):
+        state = {name: tensor.clone() for name, tensor in backend.tensors()}
+        state[f"{kind}/weight"][0, 0] = math.nan
+        with pytest.raises(ValueError, match=f"its {kind} of weight are not finite"):
+            make(torch.float32).load(backend.numbers(), state)
 
 
 def test_frozen_weights_are_looked_at_before_anybody_gets_them():
