@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from patience import patience
 from processes import alive, living_children, wait_until
 
 SLOW = "import time\ndef reward_func(queries):\n    print('judging')\n    time.sleep(600)\n"
@@ -37,9 +38,9 @@ class Watched:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def end(self, seconds):
-        """Exit status; the process and everything it started must be gone within `seconds`."""
+        """Exit status; the process and everything it started must be gone within `seconds` on a machine of its own."""
         children = living_children(self.process.pid)
-        status = self.process.wait(timeout=seconds)
+        status = self.process.wait(timeout=patience(seconds))
         self._reader.join(timeout=5)
         assert wait_until(lambda: not any(alive(child) for child in children))
         assert self.process.stdout.read() == ""
