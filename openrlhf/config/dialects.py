@@ -166,7 +166,8 @@ def resolve(
             if value == switch.on and switch.enables is not None:
                 implied[switch.enables] = Assigned(True, item.where)
         elif item.name in words.halves:
-            value = convert(item.raw, shape=words.halves[item.name].shape, flag=Flag(""), where=item.where)
+            half = Flag("", unlimited=item.name in CLIP_HALVES)
+            value = convert(item.raw, shape=words.halves[item.name].shape, flag=half, where=item.where)
             if halves.setdefault(item.name, Assigned(value, item.where)).value != value:
                 raise ConfigError(f"{item.where} is given twice with different values: give it once")
         else:

@@ -42,7 +42,11 @@ class TrainSection:
         ),
     ] = 5
     stall_timeout: Annotated[
-        float, Flag("seconds in which nothing at all gets done before the run ends with everybody's stacks; 0 = never")
+        float,
+        Flag(
+            "seconds in which nothing at all gets done before the run ends with everybody's stacks; 0 = never",
+            unlimited=True,
+        ),
     ] = 1800.0
 
 

@@ -116,6 +116,7 @@ def test_the_other_half_of_the_clip_range_may_come_from_a_file(tmp_path):
         ("--actor.adam.lr -0e-6", lambda c: c.actor.adam.lr, 0.0),
         ("--vllm_is_truncated_threshold 0 inf", lambda c: c.algo.advantage.is_correction_threshold[1], float("inf")),
         ("--eps_clip_low_high 0.2 inf", lambda c: c.actor.eps_clip_low_high, (0.2, float("inf"))),
+        ("--clip_eps_high inf", lambda c: c.actor.eps_clip_low_high, (0.2, float("inf"))),
         ("--value_clip inf", lambda c: c.critic.value_clip, float("inf")),
         ("--max_norm inf", lambda c: c.actor.max_norm, float("inf")),
         ("--reward.clip_range -inf 1e1", lambda c: c.reward.clip_range, (-float("inf"), 10.0)),
@@ -237,7 +238,7 @@ def test_no_flat_name_hides_a_dotted_one():
 def test_no_flag_takes_nan_and_infinity_only_where_it_means_no_limit(command):
     unlimited = {"ckpt.max_mem", "reward.clip_range", "critic.value_clip", "max_norm", "actor.max_norm"}
     unlimited |= {"critic.max_norm", "actor.eps_clip_low_high", "algo.dynamic_filtering_range"}
-    unlimited |= {"algo.advantage.is_correction_threshold"}
+    unlimited |= {"algo.advantage.is_correction_threshold", "train.stall_timeout"}
     for path, spec in flags_of(command).items():
         if spec.shape.kind is float:
             count = 1 if spec.shape.count == "*" else spec.shape.count
