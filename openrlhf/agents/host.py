@@ -17,9 +17,9 @@ that exceed their time by that clock are it. What becomes of the calls beside th
                               alone, several at a time in processes of their own, and the one that does it alone is it.
                               The rest run together at once.
 
-A call that runs again gets the answers that it has had: what it asked before, in the same words, is not asked again.
-So it comes quickly to where it was, if users' code does the same again. A process that is left over from this is kept,
-with everything loaded, for the next time.
+A call that runs again gets the answers that it has had, or that are still being worked out: what it asked before, in
+the same words, is not asked again. So it comes quickly to where it was, if users' code does the same again. A process
+that is left over from this is kept, with everything loaded, for the next time.
 
 Threads of one host, none of which ever waits for another's lock:
 
@@ -189,8 +189,10 @@ class _Pending:
     """Of whoever awaits it; what it asks is answered there."""
     process: _Process | None = None
     """Where it runs."""
-    asks: dict[int, Asked] = field(default_factory=dict)
+    asks: dict[int, _Open] = field(default_factory=dict)
     """Not answered yet; while there is one the deadline is infinite."""
+    left: list[_Open] = field(default_factory=list)
+    """What its former life has asked and was not answered yet: this one will most likely ask it too."""
     deadline: float = float("inf")
     answered: list[_Exchange] = field(default_factory=list)
     """What it has asked in this life, in the order of the answers."""
@@ -203,6 +205,12 @@ class _Pending:
     deaths: int = 0
     """How often the process died under it while it ran alone."""
 
+    def give_up_asks(self, _: Future[Reply] | None = None) -> None:
+        """Nobody waits for their answers. From any thread."""
+        for open_ask in (*self.asks.values(), *self.left):
+            if open_ask.asked is not None:
+                open_ask.asked.cancel()
+
 
 _Question = tuple[str, bytes, bool]
 """Name and arguments of an ask, and whether it is a stream."""
@@ -213,6 +221,20 @@ class _Exchange(NamedTuple):
 
     question: _Question
     messages: tuple[Part | Answered, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An ask that is being answered."""
+
+    question: _Question
+    process: _Process | None
+    """Where the answer is wanted; None: its process is gone, and the next one has not asked yet."""
+    id: int
+    """Of the ask, in that process."""
+    asked: Asked | None = None
+    parts: list[Part] = field(default_factory=list)
+    """Of the answer, so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -260,11 +282,9 @@ class _Reply:
 
 @dataclass(slots=True)
 class _Answer:
-    process: _Process
     call: _Pending
-    question: _Question
-    parts: list[Part]
-    message: Answered | Refused
+    ask: _Open
+    message: Part | Answered | Refused
 
 
 @dataclass(slots=True)
@@ -424,11 +444,12 @@ class HostProcess:
                 event = None
             match event:
                 case _Submit(call):
+                    call.answer.add_done_callback(call.give_up_asks)
                     self._waiting.append(call)
                 case _Cancel(call):
                     self._on_cancel(call)
-                case _Answer(process, call) if call.process is process:
-                    self._on_answer(process, event)
+                case _Answer(call, ask, message):
+                    self._on_answer(call, ask, message)
                 case _Start():
                     self._starters.append(event)
                 case _Reply(process, message) if process in self._processes:
@@ -533,8 +554,9 @@ class HostProcess:
         assert call.process is not None
         del call.process.running[call.id]
         call.process = None
-        for asked in call.asks.values():
-            asked.cancel()
+        for ask in call.asks.values():
+            ask.process = None
+        call.left += call.asks.values()
         call.asks.clear()
         return call
 
@@ -542,8 +564,7 @@ class HostProcess:
         """Nobody waits for it. It leaves when the host says so, and has its time to do so."""
         if call.process is None:
             return  # `_send` passes it over
-        for asked in call.asks.values():
-            asked.cancel()
+        call.give_up_asks()
         call.process.outbox.put(pickle.dumps(Cancel(call.id)))
 
     # ------------------------------------------------------------------------------------ asks
@@ -561,37 +582,51 @@ class HostProcess:
             for message in exchange.messages:
                 process.outbox.put(pickle.dumps(replace(message, ask=ask.id)))
             return
-        parts: list[Part] = []
+        call.deadline = float("inf")
+        left = next((left for left in call.left if left.question == question), None)
+        if left is not None:
+            call.left.remove(left)
+            left.process, left.id = process, ask.id
+            call.asks[ask.id] = left
+            for part in left.parts:
+                process.outbox.put(pickle.dumps(replace(part, ask=ask.id)))
+            return
+        asking = _Open(question, process, ask.id)
 
         def send(message: Part | Answered | Refused) -> None:  # on the caller's loop
+            self._events.put(_Answer(call, asking, message))
+
+        asking.asked = Asked(ask, self._answers, loop=call.loop, context=call.context.copy(), send=send)
+        call.asks[ask.id] = asking
+        asking.asked.start()
+
+    def _on_answer(self, call: _Pending, ask: _Open, message: Part | Answered | Refused) -> None:
+        exchange = _Exchange(ask.question, (*ask.parts, message)) if isinstance(message, Answered) else None
+        if ask in call.left:
             if isinstance(message, Part):
-                parts.append(message)
-                process.outbox.put(pickle.dumps(message))
-            else:
-                self._events.put(_Answer(process, call, question, parts, message))
+                ask.parts.append(message)
+                return
+            call.left.remove(ask)
+            if exchange is not None:
+                call.known.setdefault(ask.question, deque()).append(exchange)
+        elif ask.process is not None and call.asks.get(ask.id) is ask:
+            ask.process.outbox.put(pickle.dumps(replace(message, ask=ask.id)))
+            if isinstance(message, Part):
+                ask.parts.append(message)
+                return
+            self._settle(call, ask.id, cancel=False)
+            if exchange is not None:
+                call.answered.append(exchange)
 
-        asked = Asked(ask, self._answers, loop=call.loop, context=call.context.copy(), send=send)
-        call.asks[ask.id] = asked
-        call.deadline = float("inf")
-        asked.start()
-
-    def _on_answer(self, process: _Process, answer: _Answer) -> None:
-        call, message = answer.call, answer.message
-        if self._settle(call, message.ask, cancel=False):
-            process.outbox.put(pickle.dumps(message))
-            if isinstance(message, Answered):
-                call.answered.append(_Exchange(answer.question, (*answer.parts, message)))
-
-    def _settle(self, call: _Pending, ask_id: int, *, cancel: bool) -> bool:
-        """Whether the ask was still open. The clock goes on after the last one."""
-        asked = call.asks.pop(ask_id, None)
-        if asked is None:
-            return False
-        if cancel:
-            asked.cancel()
+    def _settle(self, call: _Pending, ask_id: int, *, cancel: bool) -> None:
+        """The clock goes on after the last one."""
+        ask = call.asks.pop(ask_id, None)
+        if ask is None:
+            return
+        if cancel and ask.asked is not None:
+            ask.asked.cancel()
         if not call.asks:
             self._start_clock(call)
-        return True
 
     # ------------------------------------------------------------------------------------ time limits and deaths
 
