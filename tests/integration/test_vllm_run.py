@@ -45,6 +45,8 @@ def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatc
     assert ["logprobs_diff" in line for line in ran.metrics] == [True, False, True, False]
     assert all(0 < line["logprobs_diff"] < 1e-4 for line in ran.metrics[::2])
     assert max(line["sync/probe_gap"] for line in ran.metrics) < 1e-4
+    for foreign in ("Failed to load weights", "Loading safetensors", "FutureWarning", "NUMA binding", "Enforce eager"):
+        assert foreign not in ran.err
 
 
 def test_a_model_that_vllm_cannot_run_is_refused_before_its_processes_start(cli, tmp_path):
