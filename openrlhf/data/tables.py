@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -35,7 +38,7 @@ def read_table(path: Path, kind: str) -> Sequence[Record]:
     options = {"na_values": [""], "keep_default_na": False} if kind == "csv" else {}
     try:
         with _quiet():
-            return load_dataset(kind, data_files=str(path), split="train", **options)
+            return load_dataset(kind, data_files=str(path), split="train", **options, **_cache())
     except Exception as error:  # pandas, pyarrow and datasets have no exception in common
         if _NO_DATA in str(error):
             return []
@@ -79,7 +82,7 @@ def _load(name: str, *, data_dir: str | None, split: str, **options: str | None)
     given = {option: value for option, value in options.items() if value is not None}
     try:
         with _quiet():
-            return load_dataset(name, data_dir=data_dir, split=split, **given)
+            return load_dataset(name, data_dir=data_dir, split=split, **given, **_cache())
     except ConnectionError as error:
         raise HubUnreachableError(str(error)) from error
     except Exception as error:  # whatever its many readers raise
@@ -90,6 +93,24 @@ def _load(name: str, *, data_dir: str | None, split: str, **options: str | None)
         if unknown:
             raise UnknownSplitError(re.findall(r"'([^']*)'", unknown[1])) from error
         raise DataError(f"{name} cannot be loaded: {reason}") from error
+
+
+def _cache() -> dict[str, str]:
+    """Where `datasets` keeps what it has read, if it is to be told: a folder that goes with this process, where it
+    could not write in its own, as in a container whose user has no home."""
+    from datasets import config
+
+    folder = os.path.abspath(config.HF_DATASETS_CACHE)
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+        return {}
+    return {"cache_dir": _own_cache().name}
+
+
+@functools.cache
+def _own_cache() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="openrlhf-tables-")
 
 
 def _reason(error: Exception) -> str:

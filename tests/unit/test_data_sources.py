@@ -161,6 +161,15 @@ class TestTables:
             (in_tmp / "saved" / "data-00000-of-00001.arrow").rename(in_tmp / "a.arrow")
         assert list(load_records(f"a.{kind}")) == [{"input": "x", "label": "007"}]
 
+    @pytest.mark.parametrize("folder", [False, True])
+    def test_no_home_is_needed(self, in_tmp, monkeypatch, folder):
+        """Where `datasets` would keep what it reads there can be no folder, for any user: a file is in its place."""
+        (in_tmp / "data").mkdir()
+        (in_tmp / "data" / "a.csv").write_text("input,label\nq,1\n")
+        (in_tmp / "home").write_text("")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", in_tmp / "home" / "cache" / "datasets")
+        assert [record["input"] for record in load_records("data" if folder else "data/a.csv")] == ["q"]
+
     def test_malformed_csv(self, in_tmp):
         (in_tmp / "bad.csv").write_text("a,b\n1,2\n3,4,5,6\n")
         message = refused("bad.csv")
