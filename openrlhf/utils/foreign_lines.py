@@ -33,9 +33,17 @@ _IDLE = {
         # For a layout of 4-bit weights that ours never have.
         "Failed to load CPU gemm_4bit_forward",
     ),
+    "transformers": (
+        # A setting in many models' files that transformers does not follow, to their advantage.
+        "Ignoring clean_up_tokenization_spaces=True",
+    ),
     "vllm": (
-        # Tables of sines and cosines, which no file holds and no push sends: at every push.
-        r"\w*RotaryEmbedding: Failed to load weights",
+        # Tables of sines and cosines, which no file holds, and a head that is tied to the embeddings: no push sends
+        # them, so at every push.
+        r"\w*(RotaryEmbedding|LMHead): Failed to load weights",
+        # The first of each kind of request.
+        "Triton kernel JIT compilation during inference",
+        "No FlashInfer autotune cache entries found",
         # What follows from our own arguments.
         "Enforce eager set",
         "Inductor compilation was disabled",

@@ -69,6 +69,9 @@ def test_a_warning_of_a_library_is_shown_once_whatever_its_numbers(begin):
     [
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "RotaryEmbedding")),
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "YaRNRotaryEmbedding")),
+        ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "ParallelLMHead")),
+        ("vllm.v1.worker.jit_monitor", ("Triton kernel JIT compilation during inference: %s. This", "_topk")),
+        ("transformers.tokenization_utils", ("Ignoring clean_up_tokenization_spaces=True for BPE tokenizer",)),
         ("vllm.config", ("Enforce eager set, disabling torch.compile",)),
         ("bitsandbytes.backends.cpu.ops", ("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "none")),
     ],

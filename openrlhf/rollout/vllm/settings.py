@@ -102,7 +102,10 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
     variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # Its processes have stderr in common with the run: torch's warnings in C++, and those for the makers of libraries.
     variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
+    # Progress bars of weights and CUDA graphs.
+    variables["TQDM_DISABLE"] = "1"
     if gpu:
+        variables["FLASHINFER_LOGGING_LEVEL"] = "WARNING"  # it says at every start that it looks for its best kernels
         # Its kernels are compiled at every start: 210 s instead of 57.
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     else:
