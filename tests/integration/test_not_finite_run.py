@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harmed_runs import Harm
+from preloaded import run_ranks
 from safetensors.torch import load_file
 
 from openrlhf.backends.torch import TorchBackend
@@ -135,8 +136,6 @@ def test_steps_that_are_never_finite_end_the_run_and_keep_its_checkpoints(train,
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_harmed_step_on_one_of_two_ranks(inputs, tmp_path, stage):
     """DeepSpeed, fine-tuning: the weights that are saved are those of a run whose third step was left out."""
-    from processes import run_ranks
-
     records = [json.dumps({"input": f"{i} {i + 1}", "output": str(i * 7 % 10)}) for i in range(32)]
     (tmp_path / "data.jsonl").write_text("\n".join(records))
     harms = ("left out", "gradient", "weights", "optimizer") if stage < 3 else ("gradient", "weights", "optimizer")
@@ -159,6 +158,8 @@ def _words(model: Path, folder: Path, name: str, stage: int) -> list[str]:
     values = {
         "model.model_name_or_path": model,
         "data.dataset": folder / "data.jsonl",
+        "data.output_key": "output",
+        "data.input_template": "{}",
         "data.max_len": 32,
         "train.batch_size": 8,
         "train.micro_batch_size": 2,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import os
 import signal
 import tempfile
@@ -189,6 +190,23 @@ def _logits(model: Any, prompt: Sequence[int], generation: Generation) -> torch.
     plain.set_attn_implementation("eager")
     with torch.no_grad():
         return plain(torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
+
+
+def test_weights_that_are_not_finite_are_not_sent_and_the_next_good_push_goes_on(setup):
+    sync = setup.sync()
+    setup.push(sync)
+    with torch.no_grad():
+        weight = next(setup.model.parameters())
+        kept = weight[0, 0].clone()
+        weight[0, 0] = math.nan
+        with pytest.raises(
+            WeightSyncError, match=r"failed: weights are not finite: model\.model\.embed_tokens\.weight"
+        ):
+            setup.push(sync)
+        weight[0, 0] = kept
+    setup.push(sync)
+    (answer,) = generate_all(setup.engine, prompts(1), SamplingParams(max_tokens=2, temperature=0.0))
+    assert len(answer.token_ids) == 2
 
 
 def test_greedy_tokens_are_those_of_the_embedded_engine(setup):
