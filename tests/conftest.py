@@ -11,6 +11,17 @@ hypothesis.settings.load_profile("any machine")
 
 # Shells start background jobs with SIGINT ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_signals():
+    """A test leaves none behind: a run that was interrupted ends its process at the next signal, whose ever it is."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:  # None: set by C code
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
