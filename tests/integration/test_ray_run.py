@@ -27,7 +27,10 @@ def test_it_learns_as_much_as_one_process(demo, alone, cluster, tmp_path, stage)
     run_dir = run(demo, tmp_path / "run", *words, steps=STEPS, launched=cluster.launched)
     before, after = scores(run_dir)
     assert abs(before - alone[0]) < 0.05
-    assert after > before + 0.1
+    assert after > before
+    # How much a greedy evaluation can rise depends on the warmed-up model; what is sampled rises from about 0.08 to 0.41.
+    sampled = column(run_dir, "score")
+    assert sampled[-1] > sampled[0] + 0.2
     assert abs(after - alone[1]) < 0.05
     assert max(column(run_dir, "logprobs_diff")) < 1e-4
     assert max(column(run_dir, "sync/probe_gap")) < 1e-4
