@@ -87,9 +87,9 @@ class HybridWorkers(WorkersBehind):
         self._used = Metrics()
 
     def place(self, groups: Sequence[Group]) -> Any:
-        self._switch.to_training()
-        # After the switch: a look at the device while engines fall asleep would count their memory as training's.
         self._note("generation")
+        self._switch.to_training()
+        self._usage()  # a look while engines fell asleep is of neither phase
         return super().place(groups)
 
     def update(self, batch: Any) -> Metrics:
