@@ -41,6 +41,8 @@ _IDLE = {
         # Tables of sines and cosines, which no file holds, and a head that is tied to the embeddings: no push sends
         # them, so at every push.
         r"\w*(RotaryEmbedding|LMHead): Failed to load weights",
+        # Weights come in the policy's order.
+        r"Allocating .* of device memory to buffers to load",
         # The first of each kind of request.
         "Triton kernel JIT compilation during inference",
         "No FlashInfer autotune cache entries found",

@@ -70,6 +70,7 @@ def test_a_warning_of_a_library_is_shown_once_whatever_its_numbers(begin):
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "RotaryEmbedding")),
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "YaRNRotaryEmbedding")),
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "ParallelLMHead")),
+        ("vllm.reload.layerwise", ("Allocating %.1f MB of device memory to buffers to load %s layers.", 0.5, ["QKV"])),
         ("vllm.v1.worker.jit_monitor", ("Triton kernel JIT compilation during inference: %s. This", "_topk")),
         ("transformers.tokenization_utils", ("Ignoring clean_up_tokenization_spaces=True for BPE tokenizer",)),
         ("vllm.config", ("Enforce eager set, disabling torch.compile",)),
