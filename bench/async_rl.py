@@ -145,7 +145,7 @@ def run(folder: Path, case: Case, *, pipeline: str, launcher: str) -> dict[str, 
     """The run's own metrics, round by round."""
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
-    from openrlhf.trainers import assembly
+    from openrlhf.runs import rl_assembly as assembly
 
     if case.median_tokens:
         _give_prompts_their_lengths(case)

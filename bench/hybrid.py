@@ -143,7 +143,7 @@ def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, 
     """The run's own metrics, step by step."""
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
-    from openrlhf.trainers import assembly
+    from openrlhf.runs import rl_assembly as assembly
 
     chosen = assembly._sampling  # no flag ignores end-of-sequence
     assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
@@ -214,7 +214,7 @@ def run_alone(folder: Path, work: Work, *, steps: int) -> dict[str, Any]:
 
     from openrlhf.rollout.vllm.sampling import sampling_arguments
     from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
-    from openrlhf.trainers.engine_settings import places
+    from openrlhf.runs.engine_settings import places
     from openrlhf.types import SamplingParams
 
     gpu = torch.cuda.is_available()

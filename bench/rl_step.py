@@ -76,7 +76,7 @@ def run_ours(folder: Path) -> dict:
     """Seconds of each step, from the run's own metrics: everything from the first prompt to the new weights."""
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
-    from openrlhf.trainers.assembly import train
+    from openrlhf.runs.rl_assembly import train
 
     flags = {
         "actor.model_name_or_path": folder,

@@ -32,7 +32,7 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.data.schedule import divide
-from openrlhf.models.fusing import compile_layers, fuse_norms
+from openrlhf.models.fusion import compile_layers, fuse_norms
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens

@@ -72,8 +72,9 @@ from openrlhf.agents.host_messages import (
     Slowest,
     Unask,
 )
-from openrlhf.utils import owners, waits
-from openrlhf.utils.beacon import Address, stacks
+from openrlhf.utils import parent_death as owners
+from openrlhf.utils import waits
+from openrlhf.utils.stack_probe import Address, stacks
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ MOST_BELIEVED = 4
 # Before anything is imported: the protocol's pipes move to private descriptors, so that users' code (and programs it
 # starts) can neither print into the replies nor read the requests; stdout becomes stderr. SIGINT gets a handler that
 # does nothing instead of SIG_IGN, which programs started from here would inherit. And the process gets a beacon
-# (`utils/beacon.py`), in a file that it is given.
+# (`utils/stack_probe.py`), in a file that it is given.
 BOOTSTRAP = """
 import faulthandler, os, pickle, signal, sys
 signal.signal(signal.SIGINT, lambda *_: None)

@@ -20,6 +20,7 @@ from openrlhf.backends import loss_scale
 from openrlhf.backends.base import GATHERED_BYTES
 from openrlhf.backends.finite import LeftOut, NotFiniteError, StateGuard, not_finite, some
 from openrlhf.backends.loss_scale import LossScale
+from openrlhf.backends.offload import Parking
 from openrlhf.backends.optimizer import (
     STATE_KINDS,
     OptimizerSettings,
@@ -29,7 +30,6 @@ from openrlhf.backends.optimizer import (
     muon_arguments,
     whole_shape,
 )
-from openrlhf.backends.parking import Parking
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 from openrlhf.backends.weights import outline, saved_buffers

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from openrlhf.backends.averaging import WeightAverage
 from openrlhf.backends.finite import LeftOut, NotFiniteError, StateGuard, not_finite, some
 from openrlhf.backends.loss_scale import LossScale
+from openrlhf.backends.offload import Parking
 from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
-from openrlhf.backends.parking import Parking
 from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
 from openrlhf.backends.weights import ModuleWeights
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from openrlhf.checking.display import MOST_CHARACTERS, PIPE_WIDTH, shown
+from openrlhf.config.commands import Config, RLConfig, RMConfig
 from openrlhf.config.errors import ConfigError, NotBuiltError
 from openrlhf.config.parser import parse
-from openrlhf.config.roots import Config, RLConfig, RMConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.json_files import Record
@@ -113,12 +113,12 @@ def configure(purpose: str, data: str, model: str, flags: Sequence[str]) -> Conf
 def read(config: Config) -> tuple[TokenisedSet[Any] | PromptSet, Any]:
     """Its data as a run reads it, and the tokenizer. Raises DataError and ModelLoadError."""
     if isinstance(config, RLConfig):
-        from openrlhf.trainers.assembly import prompts_of
-        from openrlhf.trainers.preflight import policy_tokenizer
+        from openrlhf.runs.preflight import policy_tokenizer
+        from openrlhf.runs.rl_assembly import prompts_of
 
         tokenizer = policy_tokenizer(config)
         return prompts_of(config, tokenizer, evaluation=False), tokenizer
-    from openrlhf.trainers.supervised_assembly import samples_of, tokenizer_of
+    from openrlhf.runs.supervised_assembly import samples_of, tokenizer_of
 
     tokenizer = tokenizer_of(config)
     return samples_of(config, tokenizer), tokenizer

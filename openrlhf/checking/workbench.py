@@ -19,8 +19,8 @@ from openrlhf.data.prompts import PromptSet
 from openrlhf.data.sources import load_records
 from openrlhf.models.loading import load_policy, load_tokenizer, silence_progress_bars
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.trainers.local_models import model_dtype
-from openrlhf.trainers.preflight import reading_model
+from openrlhf.runs.preflight import reading_model
+from openrlhf.runs.rl_models import model_dtype
 from openrlhf.types import Prompt, SamplingParams
 
 PROMPTS = 4

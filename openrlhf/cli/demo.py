@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Any, task: Task, run_dir: Path, seed: int, command: Sequence[str]) -> int:
     """The demo itself; `command` is what a user would type for its RL phase."""
     from openrlhf.observability.loggers import read_metrics
-    from openrlhf.trainers.assembly import train, user_errors_end_the_run
+    from openrlhf.runs.rl_assembly import train, user_errors_end_the_run
 
     with user_errors_end_the_run() as ended:
         started = time.monotonic()

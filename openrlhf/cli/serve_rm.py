@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None, *, name: str | None = None) -> int:
 
 
 def _run(config: ServeRMConfig) -> int | None:
-    from openrlhf.trainers.reward_serving import serve
+    from openrlhf.runs.reward_serving import serve
 
     return serve(config)
 

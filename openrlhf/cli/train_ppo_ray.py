@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None, *, name: str | None = None) -> int:
 
 
 def _run(config: RLConfig) -> int | None:
-    from openrlhf.trainers.assembly import run_rl
+    from openrlhf.runs.rl_assembly import run_rl
 
     return run_rl(config)
 

@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None, *, name: str | None = None) -> int:
 
 
 def _run(config: RMConfig) -> int | None:
-    from openrlhf.trainers.supervised_assembly import run_supervised
+    from openrlhf.runs.supervised_assembly import run_supervised
 
     return run_supervised(config)
 

@@ -1,6 +1,6 @@
 """Processes of a cluster, looked at from the driver: on its own machine directly, elsewhere by a task that Ray runs.
 
-A rank that hangs answers no call. Its beacon (`utils.beacon`) needs none.
+A rank that hangs answers no call. Its beacon (`utils.stack_probe`) needs none.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from openrlhf.utils import beacon, waits
-from openrlhf.utils.beacon import Address
+from openrlhf.utils import stack_probe as beacon
+from openrlhf.utils import waits
+from openrlhf.utils.stack_probe import Address
 
 LOOK_SECONDS = 30.0
 """A task that looks has to be started on the other node first."""

@@ -32,8 +32,8 @@ from openrlhf.cluster.placement import Place, Role
 from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
 from openrlhf.cluster.workers import Calls, WorkerError, gone
 from openrlhf.observability.usage import Usage
-from openrlhf.rollout.balancing import Balancer
 from openrlhf.rollout.base import EngineError, LostRequestError
+from openrlhf.rollout.router import Balancer
 from openrlhf.types import Generation, SamplingParams
 from openrlhf.utils import waits
 

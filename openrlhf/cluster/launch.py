@@ -21,7 +21,7 @@ from openrlhf.cluster.beacons import LOOKING
 from openrlhf.cluster.placement import Fit, Node, Place, PlacementPlan, fit
 from openrlhf.config.errors import ConfigError
 from openrlhf.utils import interrupts, waits
-from openrlhf.utils.owners import RUN_FOLDER
+from openrlhf.utils.parent_death import RUN_FOLDER
 
 logger = logging.getLogger(__name__)
 

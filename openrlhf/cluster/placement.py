@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from openrlhf.config.commands import RLConfig
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.roots import RLConfig
 
 
 class Role(StrEnum):

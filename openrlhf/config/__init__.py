@@ -1,8 +1,6 @@
 """Typed configuration of every command: `parse("train_ppo_ray", argv)` gives an `RLConfig`. Imports no torch."""
 
-from openrlhf.config.errors import ConfigError, NotBuiltError
-from openrlhf.config.parser import parse
-from openrlhf.config.roots import (
+from openrlhf.config.commands import (
     ROOTS,
     Config,
     DPOConfig,
@@ -12,9 +10,11 @@ from openrlhf.config.roots import (
     ServeRMConfig,
     SFTConfig,
 )
+from openrlhf.config.errors import ConfigError, NotBuiltError
+from openrlhf.config.not_implemented import refuse_unbuilt
+from openrlhf.config.parser import parse
 from openrlhf.config.rules import require_runnable
 from openrlhf.config.schema import to_dict, to_yaml
-from openrlhf.config.unbuilt import refuse_unbuilt
 
 __all__ = [
     "ROOTS",

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from openrlhf.config.dialects import vocabulary
-from openrlhf.config.oddities import FOREIGN, GONE, INERT
-from openrlhf.config.roots import ROOTS, SHORT_NAMES
+from openrlhf.config.aliases import vocabulary
+from openrlhf.config.commands import ROOTS, SHORT_NAMES
+from openrlhf.config.legacy_flags import FOREIGN, GONE, INERT
 from openrlhf.config.schema import FlagSpec, flags_of
 
 INTRODUCTION = """\

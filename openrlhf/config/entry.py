@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf.config.errors import ConfigError, NotBuiltError
+from openrlhf.config.not_implemented import refuse_unbuilt
 from openrlhf.config.parser import parse
 from openrlhf.config.rules import require_runnable
-from openrlhf.config.unbuilt import refuse_unbuilt
 from openrlhf.utils import interrupts
 
 USAGE_ERROR = 2

@@ -4,7 +4,7 @@ import argparse
 import shutil
 from collections.abc import Iterable, Mapping
 
-from openrlhf.config.roots import ROOTS
+from openrlhf.config.commands import ROOTS
 from openrlhf.config.schema import FlagSpec, flags_of
 
 _SFT_TRAINING = {

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from openrlhf.config.commands import RLConfig, ServeRMConfig
 from openrlhf.config.models import is_python_file, split_commas
 from openrlhf.config.optimizer import MEASURING_SCHEDULES, SCHEDULES
-from openrlhf.config.roots import RLConfig, ServeRMConfig
 from openrlhf.config.schema import value_at
 
 POSITIVE = (

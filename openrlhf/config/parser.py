@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from openrlhf.config.dialects import Given, Vocabulary, resolve, vocabulary
+from openrlhf.config.aliases import Given, Vocabulary, resolve, vocabulary
+from openrlhf.config.commands import ROOTS, SHORT_NAMES, Config
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.help import described, help_of, topics
-from openrlhf.config.oddities import GONE, INERT
-from openrlhf.config.roots import ROOTS, SHORT_NAMES, Config
+from openrlhf.config.legacy_flags import GONE, INERT
 from openrlhf.config.rules import check, notes_on
 from openrlhf.config.schema import build, flags_of, to_yaml
 

@@ -7,9 +7,11 @@ run (`require_runnable`), so that `--print_config` works without it; the rest is
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from openrlhf.config import agreements, limits, needs, notes
-from openrlhf.config.errors import ConfigError
-from openrlhf.config.roots import (
+from openrlhf.config import cross_checks as agreements
+from openrlhf.config import limits
+from openrlhf.config import required as needs
+from openrlhf.config import warnings as notes
+from openrlhf.config.commands import (
     Config,
     DPOConfig,
     LoraCombinerConfig,
@@ -18,6 +20,7 @@ from openrlhf.config.roots import (
     ServeRMConfig,
     SFTConfig,
 )
+from openrlhf.config.errors import ConfigError
 
 Rule = Callable[[Any], Iterator[str]]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.config.commands import ROOTS, Config
 from openrlhf.config.fields import Flag, Shape, shape_of
-from openrlhf.config.roots import ROOTS, Config
 
 REDACTED = "<redacted>"
 """Stands for a secret wherever a configuration is shown."""

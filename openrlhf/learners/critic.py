@@ -11,7 +11,7 @@ from openrlhf.algorithms.balancing import load_balancing_loss
 from openrlhf.algorithms.values import value_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.accumulating import accumulate
+from openrlhf.learners.accumulation import accumulate
 from openrlhf.learners.policy import BalanceSettings
 from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.learners.steps import MicroBatch, Step

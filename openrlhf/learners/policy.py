@@ -15,7 +15,7 @@ from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.accumulating import accumulate
+from openrlhf.learners.accumulation import accumulate
 from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.routing import RouterLog

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.parking import visiting
+from openrlhf.backends.offload import visiting
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.filler import filler
 from openrlhf.learners.microbatch import DoesNotFitError, Fitting, MicroBatching, Overflow, give_memory_back

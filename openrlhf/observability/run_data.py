@@ -71,7 +71,7 @@ class RunData:
 
     def settings_set(self) -> dict[str, Any]:
         """Settings with another value than the default of the command that they are of; empty when it is unknown."""
-        from openrlhf.config.roots import ROOTS
+        from openrlhf.config.commands import ROOTS
         from openrlhf.config.schema import flags_of
 
         command = max(ROOTS, key=lambda name: len(flags_of(name).keys() & self.config.keys()) / len(flags_of(name)))

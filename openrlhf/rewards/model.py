@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.backends.parking import visiting
+from openrlhf.backends.offload import visiting
 from openrlhf.models.value import ValueModel, sequence_ends
 from openrlhf.rewards.base import Reward, RewardError, RewardGoneError, RewardRequest
 from openrlhf.rewards.batching import Batcher, Forward, Item

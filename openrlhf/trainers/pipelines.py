@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.data.prompts import PromptStream
 from openrlhf.learners.base import Workers, WorkersBehind
 from openrlhf.observability.metrics import Metrics
@@ -24,8 +24,8 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
+from openrlhf.runs.launchers import Bound
 from openrlhf.trainers.evaluation import EvaluationBeside, PromptEvaluation
-from openrlhf.trainers.launching import Bound
 from openrlhf.trainers.rl import Collector, Evaluation
 from openrlhf.types import Group, SamplingParams
 from openrlhf.utils.background import BackgroundRunner, LoopRunner

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.parking import visiting
+from openrlhf.backends.offload import visiting
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.types import PackedTokens
 

@@ -14,7 +14,7 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.data.schedule import divide
-from openrlhf.learners.accumulating import Accumulated, accumulate
+from openrlhf.learners.accumulation import Accumulated, accumulate
 from openrlhf.learners.microbatch import Fitting, MicroBatching
 from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.observability.loggers import Logger
@@ -48,7 +48,7 @@ class WholeSet(NamedTuple):
 
 
 class FittingCut:
-    """A step as it was scheduled, until that does not fit into memory. Implements `learners.accumulating.Cut`."""
+    """A step as it was scheduled, until that does not fit into memory. Implements `learners.accumulation.Cut`."""
 
     filler: Sequence[int] = ()
 

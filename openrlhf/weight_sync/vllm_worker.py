@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from openrlhf.utils.owners import end_with
+from openrlhf.utils.parent_death import end_with
 from openrlhf.weight_sync.buckets import Bucket, Entry
 from openrlhf.weight_sync.device_blocks import DeviceBlock, handle_of, payload_of
 from openrlhf.weight_sync.groups import Meeting, TransferGroup

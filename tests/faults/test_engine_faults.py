@@ -25,7 +25,7 @@ from faulty_runs import (
 
 from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
 from openrlhf.rollout.base import EngineError, LostRequestError
-from openrlhf.trainers.assembly import train
+from openrlhf.runs.rl_assembly import train
 from openrlhf.types import SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from faulty_runs import PROMPTS, ROUNDS, Inputs, assert_every_prompt_once
 from reward_server import free_port
 
 from openrlhf.rewards import servers
-from openrlhf.trainers.assembly import train
+from openrlhf.runs.rl_assembly import train
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 from faulty_runs import assert_every_prompt_once, kill, logged, ranks_below
 
 from openrlhf.cluster.workers import WorkerError
-from openrlhf.trainers.assembly import train
+from openrlhf.runs.rl_assembly import train
 
 pytestmark = pytest.mark.slow
 

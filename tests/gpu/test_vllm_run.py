@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from openrlhf.config import parse
 from openrlhf.demo.model import make_tokenizer
 from openrlhf.demo.sorting import make_task
-from openrlhf.trainers.assembly import train
+from openrlhf.runs.rl_assembly import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -192,7 +192,7 @@ def _close_cluster():
 @pytest.fixture
 def cli(inputs, tmp_path, capfd, caplog, monkeypatch):
     """Runs `train_ppo_ray` in this process, from an empty directory; no process may be left afterwards."""
-    import openrlhf.trainers.assembly  # noqa: F401, seconds of imports that no case should be charged with
+    import openrlhf.runs.rl_assembly  # noqa: F401, seconds of imports that no case should be charged with
     from openrlhf.cli.train_ppo_ray import main
 
     monkeypatch.chdir(tmp_path)

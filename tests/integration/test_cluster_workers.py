@@ -24,8 +24,8 @@ from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, reque
 from openrlhf.cluster.workers import WorkerError, worker_groups
 from openrlhf.config import parse
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.trainers.local_models import LocalTraining, load_models, sample_maker, step_settings
-from openrlhf.trainers.rank_models import rank_service
+from openrlhf.runs.rank_models import rank_service
+from openrlhf.runs.rl_models import LocalTraining, load_models, sample_maker, step_settings
 
 CPU = torch.device("cpu")
 

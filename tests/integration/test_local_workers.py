@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_rl import equal_rewards, play, training
 
-from openrlhf.trainers.local_models import LocalModels
+from openrlhf.runs.rl_models import LocalModels
 from openrlhf.types import Group
 
 

@@ -13,7 +13,7 @@ from openrlhf.config import parse
 from openrlhf.models.loading import load_tokenizer, load_value_model
 from openrlhf.models.value import Normalisation
 from openrlhf.observability.loggers import read_metrics
-from openrlhf.trainers.assembly import train
+from openrlhf.runs.rl_assembly import train
 
 pytestmark = pytest.mark.slow
 

@@ -36,7 +36,7 @@ def test_killed_and_started_again_it_ends_the_same(files, straight, tmp_path, at
 @pytest.fixture
 def train(files, workplace, monkeypatch, capfd, caplog):
     """Runs a command: exit status, and what it said."""
-    import openrlhf.trainers.supervised_assembly  # noqa: F401, seconds of imports
+    import openrlhf.runs.supervised_assembly  # noqa: F401, seconds of imports
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", files / "cache")  # of all runs on these files
     data = {

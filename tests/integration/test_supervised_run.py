@@ -16,7 +16,7 @@ def run(inputs, data, workplace, capfd, caplog):
     """Runs a command in this process from an empty directory: exit status, metrics, what it said."""
     from importlib import import_module
 
-    import openrlhf.trainers.supervised_assembly  # noqa: F401, seconds of imports
+    import openrlhf.runs.supervised_assembly  # noqa: F401, seconds of imports
 
     def start(command, *words, **overrides):
         values = {

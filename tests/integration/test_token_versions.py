@@ -16,9 +16,9 @@ from openrlhf.config import parse
 from openrlhf.learners.base import WorkersBehind
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import read_metrics
-from openrlhf.trainers.assembly import train
-from openrlhf.trainers.launching import Bound, launched
-from openrlhf.trainers.local_models import ACTOR
+from openrlhf.runs.launchers import Bound, launched
+from openrlhf.runs.rl_assembly import train
+from openrlhf.runs.rl_models import ACTOR
 from openrlhf.types import Group, PackedTokens, Segment
 
 pytestmark = pytest.mark.slow

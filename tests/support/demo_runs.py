@@ -10,11 +10,11 @@ import yaml
 
 from openrlhf.cli.demo import prepare, rl_flags
 from openrlhf.config import parse
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.demo.task import Task
 from openrlhf.observability.loggers import read_metrics
-from openrlhf.trainers.assembly import train
-from openrlhf.trainers.launching import Launch, launched
+from openrlhf.runs.launchers import Launch, launched
+from openrlhf.runs.rl_assembly import train
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import psutil
 
 from openrlhf.cluster.engines import RayEngines
 from openrlhf.config import parse
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.demo.model import write_model
 from openrlhf.demo.sorting import make_task
 from openrlhf.observability.ledger import read_trained

@@ -22,9 +22,9 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "killed_runs",
-        "openrlhf.trainers.assembly",
-        "openrlhf.trainers.local_launch",
-        "openrlhf.trainers.supervised_assembly",
+        "openrlhf.runs.rl_assembly",
+        "openrlhf.runs.local_launcher",
+        "openrlhf.runs.supervised_assembly",
         "openrlhf.backends.deepspeed",
         "datasets",
         "deepspeed",

@@ -12,10 +12,10 @@ from preloaded_workers import preloaded_cluster
 from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.launch import Cluster, placed
 from openrlhf.cluster.placement import PlacementRequest, plan
-from openrlhf.config.roots import RLConfig
-from openrlhf.trainers.launching import Bound
-from openrlhf.trainers.rank_engines import engine_on_a_seat
-from openrlhf.trainers.ray_launch import RayLauncher, plan_on
+from openrlhf.config.commands import RLConfig
+from openrlhf.runs.launchers import Bound
+from openrlhf.runs.rank_engines import engine_on_a_seat
+from openrlhf.runs.ray_launcher import RayLauncher, plan_on
 
 
 class SharedCluster:

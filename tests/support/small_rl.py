@@ -12,8 +12,8 @@ from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.observability.metrics import Metrics
-from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
-from openrlhf.trainers.local_models import LocalModels, LocalTraining, step_settings
+from openrlhf.runs.distribution import ONE_PROCESS, Distribution
+from openrlhf.runs.rl_models import LocalModels, LocalTraining, step_settings
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.trainers.distribution import Distribution
+from openrlhf.runs.distribution import Distribution
 
 
 class ThreadRanks:

@@ -13,7 +13,7 @@ import ray
 from openrlhf.cluster.beacons import Beacons
 from openrlhf.cluster.launch import LONGEST_FOLDER, ClusterError, ray_cluster
 from openrlhf.utils import interrupts
-from openrlhf.utils.owners import RUN_FOLDER
+from openrlhf.utils.parent_death import RUN_FOLDER
 
 LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.config import ROOTS, ConfigError, RLConfig, parse
-from openrlhf.config.dialects import vocabulary
-from openrlhf.config.oddities import GONE, INERT
+from openrlhf.config.aliases import vocabulary
+from openrlhf.config.legacy_flags import GONE, INERT
 from openrlhf.config.schema import flags_of
 
 

@@ -13,9 +13,9 @@ import pytest
 from config_reads import flags_read
 
 from openrlhf.config import ROOTS, NotBuiltError, parse, refuse_unbuilt
-from openrlhf.config.notes import holds, parts, settled_differently, why_without_effect
+from openrlhf.config.not_implemented import UNBUILT
 from openrlhf.config.schema import flags_of, value_at
-from openrlhf.config.unbuilt import UNBUILT
+from openrlhf.config.warnings import holds, parts, settled_differently, why_without_effect
 
 KNOWN = json.loads((Path(__file__).parent / "data" / "flags.json").read_text())
 PAIRS = [(command, path) for command in ROOTS for path in flags_of(command)]
@@ -265,7 +265,7 @@ def test_what_is_left_to_the_machine_is_noted_when_it_is_known(capsys):
 
 
 def test_a_run_in_one_process_says_what_it_leaves_out(caplog, monkeypatch):
-    from openrlhf.trainers.launching import settled
+    from openrlhf.runs.launchers import settled
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     caplog.set_level("INFO")

@@ -7,9 +7,9 @@ import yaml
 
 from openrlhf.cli import main as console
 from openrlhf.config import ROOTS, ConfigError, parse, to_dict
-from openrlhf.config.dialects import vocabulary
+from openrlhf.config.aliases import vocabulary
 from openrlhf.config.help import THAT_MATTER, topics
-from openrlhf.config.oddities import FOREIGN, HINTS
+from openrlhf.config.legacy_flags import FOREIGN, HINTS
 from openrlhf.config.schema import flags_of, value_at
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from openrlhf.config import NotBuiltError, ServeRMConfig, parse, refuse_unbuilt, require_runnable
+from openrlhf.config.commands import ROOTS
 from openrlhf.config.entry import enter
-from openrlhf.config.roots import ROOTS
-from openrlhf.config.unbuilt import RL, SUPERVISED, UNBUILT
+from openrlhf.config.not_implemented import RL, SUPERVISED, UNBUILT
 
 BUILT = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator {estimator}"
 BASE = BUILT.format(estimator="group_norm").split()

@@ -10,7 +10,7 @@ from scripted_engine import CharTokenizer, ScriptedEngine
 from openrlhf.agents.user_agent import load_agent
 from openrlhf.cli.demo import MAX_STEPS, rl_flags
 from openrlhf.config import parse
-from openrlhf.config.unbuilt import refuse_unbuilt
+from openrlhf.config.not_implemented import refuse_unbuilt
 from openrlhf.demo import hunt, sorting
 from openrlhf.demo.model import make_model, make_tokenizer
 from openrlhf.demo.reward import reward_func

@@ -14,7 +14,7 @@ from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.config import parse, refuse_unbuilt, require_runnable
-from openrlhf.config.dialects import vocabulary
+from openrlhf.config.aliases import vocabulary
 from openrlhf.config.optimizer import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]

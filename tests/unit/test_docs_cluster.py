@@ -9,7 +9,7 @@ from script_commands import RECIPES, started_by
 
 from openrlhf.cluster.placement import Node, fit, plan, requested
 from openrlhf.config import parse, refuse_unbuilt, require_runnable
-from openrlhf.config.dialects import vocabulary
+from openrlhf.config.aliases import vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "docs" / name for name in ("cluster.md", "hybrid_engine.md", "multi_node.md")]

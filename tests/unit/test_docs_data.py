@@ -100,8 +100,8 @@ def test_errors_are_one_line_that_says_what_to_give(model, write, capsys):
 
 @pytest.mark.parametrize("purpose", ["sft", "rl"])
 def test_a_limit_holds_for_training_and_evaluation_data(model, write, purpose):
-    from openrlhf.trainers.assembly import prompts_of
-    from openrlhf.trainers.supervised_assembly import samples_of
+    from openrlhf.runs.rl_assembly import prompts_of
+    from openrlhf.runs.supervised_assembly import samples_of
 
     data = write(*({"input": f"q{i}", "output": "a"} for i in range(9)))
     flags = ["--data.max_samples", "3", "--eval.dataset", data]

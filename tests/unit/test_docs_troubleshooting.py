@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.config.dialects import vocabulary
+from openrlhf.config.aliases import vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

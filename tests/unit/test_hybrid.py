@@ -7,7 +7,7 @@ from small_rl import make_models
 from openrlhf.config import parse
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.usage import Usage
-from openrlhf.trainers.engine_settings import engine_memory, places, transfer_backend
+from openrlhf.runs.engine_settings import engine_memory, places, transfer_backend
 from openrlhf.trainers.hybrid import (
     GIB,
     HybridSwitch,

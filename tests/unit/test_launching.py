@@ -3,8 +3,8 @@
 import pytest
 
 from openrlhf.config import parse
-from openrlhf.rollout.balancing import SLACK, Balancer
-from openrlhf.trainers.launching import needs_ray
+from openrlhf.rollout.router import SLACK, Balancer
+from openrlhf.runs.launchers import needs_ray
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--reward.remote_url", "r.py"]
 

@@ -23,7 +23,7 @@ from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.turns import TurnReader
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.trainers.running import Observers, observed
+from openrlhf.runs.process import Observers, observed
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
 
 

@@ -9,7 +9,7 @@ from openrlhf.backends.deepspeed import ZeroSettings, deepspeed_config
 from openrlhf.backends.process_group import Launch, first_host, launched, name_the_meeting_place, own_device
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.errors import ConfigError
-from openrlhf.trainers.distribution import Distribution, uses_deepspeed, zero_settings
+from openrlhf.runs.distribution import Distribution, uses_deepspeed, zero_settings
 
 ALONE = Launch(0, 1, 0)
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}

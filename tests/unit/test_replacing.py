@@ -6,7 +6,7 @@ import pytest
 from hand_clock import HandClock
 
 from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
-from openrlhf.rollout.balancing import Balancer
+from openrlhf.rollout.router import Balancer
 
 
 @pytest.fixture

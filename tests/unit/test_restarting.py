@@ -11,8 +11,8 @@ from openrlhf.config.reporting import RLCheckpointSection
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.rewards.base import RewardGoneError
 from openrlhf.rollout.base import EngineError
-from openrlhf.trainers.restarting import LOOK_SECONDS, ROOM_SECONDS, lost_part, with_restarts
-from openrlhf.trainers.resuming import Checkpoints
+from openrlhf.runs.restart import LOOK_SECONDS, ROOM_SECONDS, lost_part, with_restarts
+from openrlhf.runs.resume import Checkpoints
 from openrlhf.weight_sync.base import WeightSyncError
 
 GONE = WorkerError("actor rank 1 on 10.0.0.7 is gone: killed")

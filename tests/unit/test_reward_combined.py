@@ -7,7 +7,7 @@ import pytest
 from openrlhf.config.models import RewardEntry
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest
 from openrlhf.rewards.combined import CombinedReward
-from openrlhf.trainers.reward_sources import source_names
+from openrlhf.runs.reward_sources import source_names
 
 REQUEST = RewardRequest(queries=("qa", "qb"), prompts=("q", "q"), labels=("", ""), name="prompt 3")
 

@@ -7,7 +7,7 @@ import pytest
 from openrlhf.rollout.vllm.sampling import sampling_arguments
 from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, sockets_folder, worker_environment
 from openrlhf.types import SamplingParams
-from openrlhf.utils.owners import RUN_FOLDER
+from openrlhf.utils.parent_death import RUN_FOLDER
 
 SETTINGS = VllmSettings(model="/m", max_model_len=1024)
 

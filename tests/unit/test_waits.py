@@ -15,7 +15,8 @@ import weakref
 import pytest
 
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.utils import beacon, waits
+from openrlhf.utils import stack_probe as beacon
+from openrlhf.utils import waits
 from openrlhf.utils.loop_thread import LoopThread
 from openrlhf.utils.waits import WaitError, waiting
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.utils.owners import RUN_FOLDER
+from openrlhf.utils.parent_death import RUN_FOLDER
 from openrlhf.weight_sync.vllm_names import RPC_BACKEND, THREADS, WORKER_EXTENSION
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"

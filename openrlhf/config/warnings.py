@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from openrlhf.config.roots import ROOTS, Config, RLConfig, ServeRMConfig, SFTConfig
+from openrlhf.config.commands import ROOTS, Config, RLConfig, ServeRMConfig, SFTConfig
 from openrlhf.config.schema import flags_of, value_at
 
 NEEDED = {

@@ -14,8 +14,8 @@ import torch
 
 from openrlhf.checkpoint.manager import Kept
 from openrlhf.cluster.placement import plan, requested
-from openrlhf.config.notes import settled_differently
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.warnings import settled_differently
 from openrlhf.learners.base import Workers
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.base import Engine
@@ -53,10 +53,10 @@ Launch = Callable[[RLConfig, Any], AbstractContextManager[Launcher]]
 def launched(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launcher]:
     """Of a `settled` configuration. What cannot work is found here, before anything is loaded."""
     if config.train.launcher == "ray":
-        from openrlhf.trainers.ray_launch import ray_launched
+        from openrlhf.runs.ray_launcher import ray_launched
 
         return ray_launched(config, tokenizer)
-    from openrlhf.trainers.local_launch import local_launched
+    from openrlhf.runs.local_launcher import local_launched
 
     return local_launched(config, tokenizer)
 

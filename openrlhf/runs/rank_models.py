@@ -7,12 +7,16 @@ from typing import Any
 
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.services import CriticService, PolicyService, RankService, ReferenceService
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.learners.filler import filler
 from openrlhf.learners.rank import CriticLearners
 from openrlhf.rewards.batching import Forward, Item
-from openrlhf.trainers.distribution import Distribution
-from openrlhf.trainers.local_models import (
+from openrlhf.runs.distribution import Distribution
+from openrlhf.runs.preflight import policy_tokenizer
+from openrlhf.runs.process import prepare_process
+from openrlhf.runs.rank_engines import RankWeights
+from openrlhf.runs.reward_sources import load_reward_model
+from openrlhf.runs.rl_models import (
     CRITIC,
     LocalTraining,
     critic_part,
@@ -23,11 +27,7 @@ from openrlhf.trainers.local_models import (
     reference_scorer,
     step_settings,
 )
-from openrlhf.trainers.preflight import policy_tokenizer
-from openrlhf.trainers.rank_engines import RankWeights
-from openrlhf.trainers.reward_sources import load_reward_model
-from openrlhf.trainers.running import prepare_process
-from openrlhf.trainers.settings import model_dtype, optimizer_settings
+from openrlhf.runs.settings import model_dtype, optimizer_settings
 
 
 def rank_service(config: RLConfig, roles: Collection[Role], *, total_steps: int) -> RankService:

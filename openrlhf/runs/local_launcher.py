@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rewards.base import RewardSource
+from openrlhf.runs.launchers import Bound
+from openrlhf.runs.local_engines import opened_engine, require_engine
+from openrlhf.runs.process import process_device
+from openrlhf.runs.reward_sources import build_reward, reward_model_here
+from openrlhf.runs.rl_models import LocalTraining, load_models
 from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers
-from openrlhf.trainers.launching import Bound
-from openrlhf.trainers.local_engines import opened_engine, require_engine
-from openrlhf.trainers.local_models import LocalTraining, load_models
-from openrlhf.trainers.reward_sources import build_reward, reward_model_here
-from openrlhf.trainers.running import process_device
 
 
 @contextlib.contextmanager

@@ -9,11 +9,11 @@ import torch
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.models.policy import Policy
-from openrlhf.trainers.engine_settings import EngineMemory, transfer_backend, vllm_settings
-from openrlhf.trainers.preflight import policy_tokenizer
-from openrlhf.trainers.running import process_device
+from openrlhf.runs.engine_settings import EngineMemory, transfer_backend, vllm_settings
+from openrlhf.runs.preflight import policy_tokenizer
+from openrlhf.runs.process import process_device
 from openrlhf.weight_sync.probe import Probe
 
 

@@ -15,15 +15,15 @@ from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.claims import Claim, ClaimedError
 from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.checkpoint.manager import Found, together
+from openrlhf.config.commands import Config, RLConfig
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.roots import Config, RLConfig
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.hub import hub_reachable, offline
 from openrlhf.data.templates import set_chat_template
 from openrlhf.models.loading import ModelLoadError, load_tokenizer
 from openrlhf.observability.run_directory import RunDirectory
-from openrlhf.trainers.resuming import run_directory_of
+from openrlhf.runs.resume import run_directory_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.checkpoint.manager import CheckpointManager, Kept
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.recognising import PromptFormat, recognise
 from openrlhf.data.sources import load_records
@@ -27,21 +27,15 @@ from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation, evaluation_names
-from openrlhf.trainers.launching import Launch, launched, settled
-from openrlhf.trainers.local_models import ACTOR, CRITIC
-from openrlhf.trainers.pipelines import pipeline
-from openrlhf.trainers.preflight import (
+from openrlhf.runs.launchers import Launch, launched, settled
+from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
     create_run_directory,
     policy_tokenizer,
     warn_of_few_steps,
 )
-from openrlhf.trainers.restarting import with_restarts
-from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
-from openrlhf.trainers.rl import RLTrainer, Schedule
-from openrlhf.trainers.running import (
+from openrlhf.runs.process import (
     RunResult,
     link_model,
     observed,
@@ -49,11 +43,17 @@ from openrlhf.trainers.running import (
     user_errors_end_the_run,
     watchdog,
 )
-from openrlhf.trainers.stopping import stoppable
+from openrlhf.runs.restart import with_restarts
+from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
+from openrlhf.runs.rl_models import ACTOR, CRITIC
+from openrlhf.runs.stopping import stoppable
+from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation, evaluation_names
+from openrlhf.trainers.pipelines import pipeline
+from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts, waits
 from openrlhf.utils.background import BackgroundRunner, LoopRunner
-from openrlhf.utils.heap import settled_heap
+from openrlhf.utils.gc import settled_heap
 
 logger = logging.getLogger(__name__)
 

@@ -23,19 +23,19 @@ from openrlhf.cluster.sleeping import EngineSleep, GroupSleep
 from openrlhf.cluster.usage import NodeUsage
 from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
+from openrlhf.config.commands import RLConfig
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.roots import RLConfig
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
+from openrlhf.runs.launchers import Bound
+from openrlhf.runs.preflight import reading_model
+from openrlhf.runs.rank_engines import engine_on_a_seat
+from openrlhf.runs.rank_models import rank_service
+from openrlhf.runs.reward_sources import build_reward, load_reward_reader
+from openrlhf.runs.rl_models import ACTOR, CRITIC, sample_maker, step_settings
+from openrlhf.runs.settings import model_dtype
 from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers
-from openrlhf.trainers.launching import Bound
-from openrlhf.trainers.local_models import ACTOR, CRITIC, sample_maker, step_settings
-from openrlhf.trainers.preflight import reading_model
-from openrlhf.trainers.rank_engines import engine_on_a_seat
-from openrlhf.trainers.rank_models import rank_service
-from openrlhf.trainers.reward_sources import build_reward, load_reward_reader
-from openrlhf.trainers.settings import model_dtype
 from openrlhf.utils import interrupts
 from openrlhf.weight_sync.probe import Probe
 

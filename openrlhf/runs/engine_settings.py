@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.runs.rl_models import LocalModels
+from openrlhf.runs.settings import model_dtype
 from openrlhf.trainers.hybrid import GIB, TrainedShape, engine_share, needs_sleep, training_bytes
-from openrlhf.trainers.local_models import LocalModels
-from openrlhf.trainers.settings import model_dtype
 from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
 
 logger = logging.getLogger(__name__)

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 from openrlhf.backends.weights import ModuleWeights
+from openrlhf.config.commands import RLConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.rl import VLLMSection
-from openrlhf.config.roots import RLConfig
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.trainers.engine_settings import engine_memory, vllm_settings
+from openrlhf.runs.engine_settings import engine_memory, vllm_settings
+from openrlhf.runs.rl_models import LocalModels
+from openrlhf.runs.settings import model_dtype
 from openrlhf.trainers.hybrid import SleepingEngine
-from openrlhf.trainers.local_models import LocalModels
-from openrlhf.trainers.settings import model_dtype
 from openrlhf.weight_sync.base import WeightSync
 from openrlhf.weight_sync.in_process import InProcessWeightSync
 from openrlhf.weight_sync.probe import LocalProbe, Probe

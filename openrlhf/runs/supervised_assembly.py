@@ -19,8 +19,8 @@ from openrlhf.checkpoint.base import Checkpointer
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import CheckpointManager, Trained
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
-from openrlhf.config.notes import settled_differently
-from openrlhf.config.roots import DPOConfig, RMConfig, SFTConfig
+from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig
+from openrlhf.config.warnings import settled_differently
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
 from openrlhf.data.reading import Format
@@ -36,11 +36,8 @@ from openrlhf.models.value import ValueModel
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.trainers.balancing import BalancedObjective
-from openrlhf.trainers.distribution import Distribution
-from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
-from openrlhf.trainers.kto import KTOObjective
-from openrlhf.trainers.preflight import (
+from openrlhf.runs.distribution import Distribution
+from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
     create_run_directory,
@@ -48,10 +45,7 @@ from openrlhf.trainers.preflight import (
     warn_of_few_steps,
     warn_of_positions,
 )
-from openrlhf.trainers.reference import Reference
-from openrlhf.trainers.resuming import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
-from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
-from openrlhf.trainers.running import (
+from openrlhf.runs.process import (
     RunResult,
     link_model,
     observed,
@@ -59,9 +53,15 @@ from openrlhf.trainers.running import (
     user_errors_end_the_run,
     watchdog,
 )
-from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
+from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
+from openrlhf.runs.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
+from openrlhf.runs.stopping import stoppable
+from openrlhf.trainers.balancing import BalancedObjective
+from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.kto import KTOObjective
+from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective
-from openrlhf.trainers.stopping import stoppable
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer, state_after
 from openrlhf.utils.interrupts import Stopped
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
-from openrlhf.config.roots import DPOConfig, RLConfig, RMConfig, SFTConfig
+from openrlhf.config.commands import DPOConfig, RLConfig, RMConfig, SFTConfig
 
 
 def balanced_routers_are_seen(config: SFTConfig | RMConfig | DPOConfig | RLConfig) -> Iterator[str]:

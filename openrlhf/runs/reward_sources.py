@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 
 import torch
 
+from openrlhf.config.commands import RLConfig, ServeRMConfig
 from openrlhf.config.models import RewardEntry
-from openrlhf.config.roots import RLConfig, ServeRMConfig
 from openrlhf.models.loading import load_config, load_tokenizer, load_value_model
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rewards.function_file import FunctionFileReward
 from openrlhf.rewards.model import RewardModel, RewardModelSource, RewardReader
-from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
-from openrlhf.trainers.local_models import model_dtype
-from openrlhf.trainers.preflight import reading_model, warn_of_positions
+from openrlhf.runs.distribution import ONE_PROCESS, Distribution
+from openrlhf.runs.preflight import reading_model, warn_of_positions
+from openrlhf.runs.rl_models import model_dtype
 
 FLAG = "--reward.model_name_or_path"
 

@@ -17,7 +17,7 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Trained
-from openrlhf.config.roots import RLConfig
+from openrlhf.config.commands import RLConfig
 from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.local import LocalWorkers
@@ -32,9 +32,9 @@ from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.routing import NoRoutersError, experts_per_token
 from openrlhf.models.value import ValueModel
-from openrlhf.trainers.distribution import ONE_PROCESS, Distribution
-from openrlhf.trainers.preflight import reading_model, warn_of_positions
-from openrlhf.trainers.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
+from openrlhf.runs.distribution import ONE_PROCESS, Distribution
+from openrlhf.runs.preflight import reading_model, warn_of_positions
+from openrlhf.runs.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 import uvicorn
 
+from openrlhf.config.commands import ServeRMConfig
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.roots import ServeRMConfig
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
 from openrlhf.rewards.model import RewardModel
 from openrlhf.rewards.server import RewardServer, ServerLimits
-from openrlhf.trainers.reward_sources import load_reward_model
+from openrlhf.runs.reward_sources import load_reward_model
 from openrlhf.utils.foreign_lines import start_logging
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from openrlhf.cluster.launch import ClusterError
 from openrlhf.cluster.workers import WorkerError
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.reporting import RLCheckpointSection
-from openrlhf.trainers.resuming import Checkpoints
-from openrlhf.trainers.running import USER_ERRORS
+from openrlhf.runs.process import USER_ERRORS
+from openrlhf.runs.resume import Checkpoints
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.fields import Flag, Shape, convert
-from openrlhf.config.oddities import (
+from openrlhf.config.legacy_flags import (
     CLIP_HALVES,
     FOREIGN,
     HINTS,

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from openrlhf.config.roots import DPOConfig, LoraCombinerConfig, RLConfig, RMConfig, ServeRMConfig, SFTConfig
+from openrlhf.config.commands import DPOConfig, LoraCombinerConfig, RLConfig, RMConfig, ServeRMConfig, SFTConfig
 from openrlhf.config.schema import value_at
 
 ATTENTIONS = (

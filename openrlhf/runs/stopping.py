@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from openrlhf.config.reporting import CheckpointSection
-from openrlhf.trainers.resuming import Checkpoints
+from openrlhf.runs.resume import Checkpoints
 from openrlhf.utils import interrupts
 from openrlhf.utils.interrupts import Stopped, StopRequest
 

@@ -96,7 +96,7 @@ class Distribution:
 
     def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
         """A module that is only run forward. `offload`: it waits in CPU memory. A whole one is fetched by whoever runs
-        it (`backends.parking.visiting`), one that is shared out comes by itself."""
+        it (`backends.offload.visiting`), one that is shared out comes by itself."""
         module.requires_grad_(False)
         if not self.shares_out_weights:
             return module.to("cpu") if offload else module

@@ -14,9 +14,9 @@ from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
 from openrlhf.checkpoint.manager import Found, find_checkpoint, together
 from openrlhf.checkpoint.universal import UniversalCheckpoint, find_universal
+from openrlhf.config.commands import Config
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.reporting import LoggerSection, RLCheckpointSection, SupervisedCheckpointSection
-from openrlhf.config.roots import Config
 from openrlhf.config.schema import to_dict
 
 logger = logging.getLogger(__name__)
