@@ -58,6 +58,7 @@ from openrlhf.agents.host_messages import (
     Ask,
     Call,
     Cancel,
+    CancelAsk,
     Done,
     Failed,
     Failure,
@@ -70,7 +71,6 @@ from openrlhf.agents.host_messages import (
     Refused,
     Said,
     Slowest,
-    Unask,
 )
 from openrlhf.utils import parent_death as owners
 from openrlhf.utils import waits
@@ -538,7 +538,7 @@ class HostProcess:
                     self._main = process
             case Ask(call_id) if call_id in running:
                 self._on_ask(process, running[call_id], message)
-            case Unask(call_id, ask_id) if call_id in running:
+            case CancelAsk(call_id, ask_id) if call_id in running:
                 self._settle(running[call_id], ask_id, cancel=True)
             case Pong():
                 self._on_pong(process, message)

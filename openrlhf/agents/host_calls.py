@@ -31,12 +31,13 @@ from contextvars import ContextVar, copy_context
 from typing import Any
 
 from openrlhf.agents.host_clock import CallClock, LoopWatch, WatchedLoop, current_clock, current_function
-from openrlhf.agents.host_lane import Lane
+from openrlhf.agents.host_lane import EpisodeThread
 from openrlhf.agents.host_messages import (
     Answered,
     Ask,
     Call,
     Cancel,
+    CancelAsk,
     Done,
     Failed,
     Failure,
@@ -47,7 +48,6 @@ from openrlhf.agents.host_messages import (
     Refused,
     Said,
     Slowest,
-    Unask,
     describe,
 )
 
@@ -160,7 +160,7 @@ class _Call:
         self.shared = False
         """Whether a coroutine of users has run on the shared loop."""
         self._runner = runner
-        self._lane: Lane | None = None
+        self._lane: EpisodeThread | None = None
 
     async def ask(self, name: str, args: tuple[Any, ...]) -> Any:
         with self._runner.asking(self, name, args, stream=False) as inbox:
@@ -205,7 +205,7 @@ class _Call:
             self.misplaced = function
         return outcome
 
-    def _lane_for(self, *, own: bool) -> Lane | None:
+    def _lane_for(self, *, own: bool) -> EpisodeThread | None:
         """None: the shared loop. A call that was in a thread first stays there."""
         if self.ended:
             raise RuntimeError("its call has ended")
@@ -309,7 +309,7 @@ class CallRunner:
         self._inboxes: dict[int, _Inbox] = {}
         self._ask_ids = itertools.count()
         self._closed = False
-        self._idle_lanes: list[Lane] = []
+        self._idle_lanes: list[EpisodeThread] = []
 
     def close(self) -> None:
         """Threads of lanes end as soon as nothing runs in them. On the loop."""
@@ -416,11 +416,11 @@ class CallRunner:
 
     # -------------------------------------------------------------------------------- where users' code runs
 
-    def take_lane(self) -> Lane:
+    def take_lane(self) -> EpisodeThread:
         """On the loop, as `give_lane`."""
-        return self._idle_lanes.pop() if self._idle_lanes else Lane("users-code")
+        return self._idle_lanes.pop() if self._idle_lanes else EpisodeThread("users-code")
 
-    def give_lane(self, lane: Lane) -> None:
+    def give_lane(self, lane: EpisodeThread) -> None:
         if self._closed:
             lane.close()
         else:
@@ -473,7 +473,7 @@ class CallRunner:
     def _unask(self, ask_id: int) -> _Inbox | None:
         inbox = self._settle(ask_id)
         if inbox is not None:
-            self.send(Unask(inbox.call.message.id, ask_id))
+            self.send(CancelAsk(inbox.call.message.id, ask_id))
         return inbox
 
     def _settle(self, ask_id: int) -> _Inbox | None:

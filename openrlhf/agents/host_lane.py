@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 
-class Lane:
+class EpisodeThread:
     """What is submitted may block. Plain functions of a call all meet the same thread, as sqlite connections, browsers
     and simulators ask for; its coroutines the same loop, which runs on between them.
 

@@ -1,7 +1,7 @@
 """What a host process and its parent say to each other. Imports the standard library only: hosts start with it.
 
     parent → host   Hello, then Call | Cancel | Ping | Part | Answered | Refused …
-    host → parent   Ready | Failure, then Done | Failed | Pong | Ask | Unask | Said | Pinned …
+    host → parent   Ready | Failure, then Done | Failed | Pong | Ask | CancelAsk | Said | Pinned …
 
 Each message is a pickle. Values of users' types are pickles inside it, so that one that cannot be read fails its call
 alone.
@@ -136,7 +136,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Unask:
+class CancelAsk:
     """The answer is not wanted any more."""
 
     call: int

@@ -8,14 +8,14 @@ from openrlhf.agents.base import AgentExecutorBase
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.types import SamplingParams
 
-WIRES = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+LEGACY_ARGS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
 """What such a constructor takes."""
 
 MANY_STEPS = 10_000
 """What `max_steps` is when the run has no limit: their loops count up to it."""
 
 
-class WiredTurns(AgentExecutorBase):
+class LegacyTurns(AgentExecutorBase):
     """What such classes call `super()`: keeps the wires and plays the turns."""
 
     def __init__(
@@ -48,5 +48,5 @@ class WiredTurns(AgentExecutorBase):
 
 
 def wired(cls: type) -> type:
-    """`cls` with `WiredTurns` between it and `AgentExecutorBase`: an own `execute` stays, `super()` finds ours."""
-    return type(cls.__name__, (cls, WiredTurns), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    """`cls` with `LegacyTurns` between it and `AgentExecutorBase`: an own `execute` stays, `super()` finds ours."""
+    return type(cls.__name__, (cls, LegacyTurns), {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -19,12 +19,12 @@ from openrlhf.agents.host_messages import (
     Ask,
     Call,
     Cancel,
+    CancelAsk,
     Done,
     Failed,
     Part,
     Refused,
     Said,
-    Unask,
     describe,
 )
 
@@ -121,7 +121,7 @@ class LocalHost:
                     answer.set_exception(RemoteError(failure))
             case Ask(call_id):
                 self._on_ask(message, self._pending[call_id][1])
-            case Unask(_, ask_id):
+            case CancelAsk(_, ask_id):
                 if asked := self._asks.pop(ask_id, None):
                     asked.cancel()
             case Said(text) if text not in self._said:

@@ -6,7 +6,7 @@ MultiTurnAgentExecutor, SingleTurnAgentExecutor, OpenAIServerAgentExecutor
 execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)
                       once, without arguments                    returns the documented dict
 execute(prompt, label, sampling_params), or none
-                      per episode, with `legacy.WIRES`           returns it, or puts it on `result_queue`
+                      per episode, with `legacy.LEGACY_ARGS`           returns it, or puts it on `result_queue`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode, Player
 from openrlhf.agents.host_calls import run_user
-from openrlhf.agents.legacy import MANY_STEPS, WIRES, wired
+from openrlhf.agents.legacy import LEGACY_ARGS, MANY_STEPS, wired
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
 from openrlhf.agents.recording_engine import RecordingEngine
@@ -150,10 +150,10 @@ def _construction(cls: Any) -> CallPlan | None:
     serves_all = given_engine is not None and given_engine.takes("llm_engine")
     if accepts(cls) and (serves_all or not takes_anything):
         return None
-    plan = plan_call(cls, WIRES, fewest=len(WIRES))
+    plan = plan_call(cls, LEGACY_ARGS, fewest=len(LEGACY_ARGS))
     if plan is None:
         raise UserFileError(
-            f"{place_of(cls)}: {NAME} is made without arguments, or with ({', '.join(WIRES)}), but takes "
+            f"{place_of(cls)}: {NAME} is made without arguments, or with ({', '.join(LEGACY_ARGS)}), but takes "
             f"{inspect.signature(cls)}"
         )
     return plan

@@ -78,7 +78,7 @@ class Backend(Weights, Protocol):
         """Forget what was added since the last step, also the part of a backward that failed."""
         ...
 
-    def why_no_other_try(self) -> str | None:
+    def retry_blocker(self) -> str | None:
         """After a forward or backward that failed: why gradients cannot be dropped, and the step not begun again.
 
         None: they can. Ranks that were not told may go on, and each has to do its part of their sums.

@@ -284,7 +284,7 @@ class DeepSpeedBackend:
         if not self._unwrapped:
             optimizer.exit_backward()
 
-    def why_no_other_try(self) -> str | None:
+    def retry_blocker(self) -> str | None:
         if self._zero.stage == 3 or self._zero.tensor_parallel_size > 1:
             return "its ranks compute every layer together, and the others are waiting for this one"
         if self._zero.offload:

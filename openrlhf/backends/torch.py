@@ -148,7 +148,7 @@ class TorchBackend(ModuleWeights):
         self._module.zero_grad()
         self._optimizers.zero_grad()
 
-    def why_no_other_try(self) -> None:
+    def retry_blocker(self) -> None:
         return None
 
     def sleep(self) -> None:

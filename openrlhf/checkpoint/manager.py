@@ -24,7 +24,7 @@ T = TypeVar("T")
 State = dict[str, Any]
 
 
-class Kept(Protocol):
+class CheckpointedModel(Protocol):
     """A model that a checkpoint holds, wherever it is trained."""
 
     def expected_bytes(self, *, resumable: bool) -> int:
@@ -41,8 +41,8 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """A model of this process, or this rank's part of one: methods are collective. Implements `Kept`."""
+class LocalCheckpointedModel:
+    """A model of this process, or this rank's part of one: methods are collective. Implements `CheckpointedModel`."""
 
     backend: Backend
     export: Callable[[Path, State, Mapping[str, Tensor] | None], object]
@@ -90,7 +90,7 @@ def foreign(place: Path, why: Exception | str) -> CheckpointError:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResumePoint:
     """A checkpoint to continue from, with its state except that of backends."""
 
     path: Path
@@ -144,7 +144,7 @@ def _read_state(checkpoint: Path) -> State:
     return state
 
 
-def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Found | None:
+def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> ResumePoint | None:
     """The one to continue from: the newest that is whole; None if there is none. Raises CheckpointError."""
     mine = together(ranks, lambda: folder.newest_complete() if ranks.is_main else None)
     path = next((path for path in ranks.gather(mine) if path is not None), None)
@@ -156,7 +156,7 @@ def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Found 
             f"{path} has no training state (--ckpt.disable_ds): start a new run from its model folder, with another "
             "--ckpt.path"
         )
-    return Found(path, state)
+    return ResumePoint(path, state)
 
 
 class CheckpointManager:
@@ -165,9 +165,9 @@ class CheckpointManager:
     def __init__(
         self,
         folder: CheckpointFolder,
-        models: Mapping[str, Kept],
+        models: Mapping[str, CheckpointedModel],
         *,
-        found: Found | None = None,
+        found: ResumePoint | None = None,
         identity: Mapping[str, str],
         notes: State,
         settings: Mapping[str, Any] | None = None,

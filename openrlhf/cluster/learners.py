@@ -10,8 +10,7 @@ from openrlhf.cluster.placement import Role
 from openrlhf.cluster.transport import PackedSamples
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.learners.samples import SampleMaker
-from openrlhf.learners.sharing import share_out
-from openrlhf.learners.steps import StepSettings
+from openrlhf.learners.steps import StepSettings, assign_to_ranks
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, SampleKey
 
@@ -70,7 +69,7 @@ class RayWorkers:
         self._rounds += 1
         keys, references = {}, {}
         for ranks in {len(group) for group in self._groups}:
-            shares = share_out(shaped.samples, self._steps, round_index=self._rounds, ranks=ranks)
+            shares = assign_to_ranks(shaped.samples, self._steps, round_index=self._rounds, ranks=ranks)
             keys[ranks] = [{sample.key for sample in share} for share in shares]
             references[ranks] = [(ray.put(PackedSamples.of(share)),) for share in shares]
         for group in self._groups:

@@ -130,7 +130,7 @@ class Place(NamedTuple):
     seat: Seat
 
 
-class Crew(NamedTuple):
+class ProcessGroupSpec(NamedTuple):
     """Roles that live in the same processes, one on each of their devices."""
 
     roles: tuple[Role, ...]
@@ -162,7 +162,7 @@ class PlacementPlan:
         ]
         return sorted(found, key=lambda place: (place.seat.rank, place.seat.part))
 
-    def crews(self) -> list[Crew]:
+    def crews(self) -> list[ProcessGroupSpec]:
         """The models' processes. Roles that share their devices, all of them, share processes too: one device context,
         and nothing to be sent from one to the other. Engines have their own."""
         found = []
@@ -172,7 +172,7 @@ class PlacementPlan:
                 roles = tuple(role for role, own in sizes.items() if own == size)
                 share = round(sum(self.places(role)[0].seat.share for role in roles), 2)
                 places = self.places(roles[0])
-                found.append(Crew(roles, [p._replace(seat=p.seat._replace(share=share)) for p in places]))
+                found.append(ProcessGroupSpec(roles, [p._replace(seat=p.seat._replace(share=share)) for p in places]))
         return found
 
     def table(self) -> str:

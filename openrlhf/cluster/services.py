@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from openrlhf.checkpoint.manager import Kept
+from openrlhf.checkpoint.manager import CheckpointedModel
 from openrlhf.checkpoint.random_state import random_state, restore_random_state
 from openrlhf.cluster.transport import Column, PackedSamples
 from openrlhf.learners.rank import CriticLearners, RankLearners
@@ -77,7 +77,7 @@ class RankService:
     def __init__(
         self,
         *,
-        kept: Mapping[str, Kept] | None = None,
+        kept: Mapping[str, CheckpointedModel] | None = None,
         judges: Sequence[Forward] = (),
         sleepers: Sequence[Sleeper] = (),
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from openrlhf.cluster.beacons import Beacon, Beacons, lit_here
 from openrlhf.cluster.devices import local_device
 from openrlhf.cluster.launch import Placed
-from openrlhf.cluster.placement import Crew, Role
+from openrlhf.cluster.placement import ProcessGroupSpec, Role
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.utils import waits
 
@@ -163,7 +163,7 @@ class Shell:
 class WorkerGroup:
     """The ranks of a crew. Its processes end with `close`."""
 
-    def __init__(self, placed: Placed, crew: Crew, build: Callable[[], Any]) -> None:
+    def __init__(self, placed: Placed, crew: ProcessGroupSpec, build: Callable[[], Any]) -> None:
         """`build` is called once in every rank's process, where it may meet the others (`backends.process_group`).
 
         Nothing is waited for: see `ready`.

@@ -18,19 +18,19 @@ import torch
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
-from openrlhf.learners.microbatch import DoesNotFitError, Fitting, Overflow, give_memory_back
+from openrlhf.learners.microbatch import DoesNotFitError, MicroBatchSizer, Overflow, give_memory_back
 from openrlhf.observability.metrics import Metrics
 from openrlhf.utils import waits
 
 M = TypeVar("M")
 
 
-class Cut(Protocol[M]):
+class MicroBatchSource(Protocol[M]):
     """The samples of a step that are this rank's, in micro-batches."""
 
     filler: M
     """One that counts for nothing."""
-    fitting: Fitting
+    fitting: MicroBatchSizer
 
     def micro_batches(self) -> Sequence[M]:
         """As they fit at the moment, as many on every rank. Collective."""
@@ -50,7 +50,9 @@ class Accumulated(NamedTuple):
     """Micro-batches whose loss is not finite."""
 
 
-def accumulate(cut: Cut[M], run: Callable[[M, Metrics], float], backend: Backend, *, ranks: Ranks) -> Accumulated:
+def accumulate(
+    cut: MicroBatchSource[M], run: Callable[[M, Metrics], float], backend: Backend, *, ranks: Ranks
+) -> Accumulated:
     """Collective. `run` adds a micro-batch's gradient and metrics, and gives its loss. Raises DoesNotFitError."""
     while True:
         metrics, loss, overflow, odd = Metrics(), 0.0, None, []
@@ -78,8 +80,8 @@ def accumulate(cut: Cut[M], run: Callable[[M, Metrics], float], backend: Backend
         cut.fitting.shrink(overflows)
 
 
-def _require_another_try(backend: Backend, fitting: Fitting, overflow: Overflow, error: Exception) -> None:
-    if (reason := backend.why_no_other_try()) is not None:
+def _require_another_try(backend: Backend, fitting: MicroBatchSizer, overflow: Overflow, error: Exception) -> None:
+    if (reason := backend.retry_blocker()) is not None:
         raise DoesNotFitError(
             f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}), and the step cannot "
             f"be begun again: {reason}; begin with {fitting.remedy(overflow.tokens // 2)}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from openrlhf.algorithms.balancing import load_balancing_loss
+from openrlhf.algorithms.moe_aux import load_balancing_loss
 from openrlhf.algorithms.values import value_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks

@@ -50,7 +50,7 @@ class Overflow(NamedTuple):
     rank: int
 
 
-class Fitting:
+class MicroBatchSizer:
     """The cut of the moment. It is the same on all ranks."""
 
     def __init__(self, batching: MicroBatching) -> None:

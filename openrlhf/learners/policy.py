@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.balancing import load_balancing_loss
 from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
 from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
+from openrlhf.algorithms.moe_aux import load_balancing_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulation import accumulate

@@ -11,7 +11,7 @@ from openrlhf.algorithms.kl import KLController, KLEstimator
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.credit import CreditSettings, give_credit
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.microbatch import Fitting
+from openrlhf.learners.microbatch import MicroBatchSizer
 from openrlhf.learners.policy import PolicyLearner
 from openrlhf.learners.scorer import Scorer
 from openrlhf.learners.steps import Step, StepSettings, optimizer_steps, trained_samples
@@ -69,7 +69,7 @@ class RankLearners:
         self._freezing_steps = freezing_steps
         self._kl = kl
         self._ranks = ranks
-        self._fitting = Fitting(steps.batching)
+        self._fitting = MicroBatchSizer(steps.batching)
         self._rounds = 0
         self._sampled_kl: float | None = None
 
@@ -158,7 +158,7 @@ class CriticLearners:
         self._critic = critic
         self._steps = steps
         self._ranks = ranks
-        self._fitting = Fitting(steps.batching)
+        self._fitting = MicroBatchSizer(steps.batching)
         self._rounds = 0
 
     def score(self, batch: TrainingBatch) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from openrlhf.backends.offload import visiting
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.filler import filler
-from openrlhf.learners.microbatch import DoesNotFitError, Fitting, MicroBatching, Overflow, give_memory_back
+from openrlhf.learners.microbatch import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow, give_memory_back
+from openrlhf.learners.steps import filler
 from openrlhf.types import PackedTokens, TrainingBatch
 from openrlhf.utils import waits
 
@@ -35,7 +35,7 @@ class Scorer:
         """
         self._module = module
         self._forward = forward
-        self._fitting = Fitting(batching)
+        self._fitting = MicroBatchSizer(batching)
         self._forwards_together = forwards_together
         self._device = device
         self._offload = offload

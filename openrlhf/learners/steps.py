@@ -1,4 +1,8 @@
-"""How a round becomes optimizer steps, and a step micro-batches: cut and packed once, for critic and policy alike."""
+"""From a round to optimizer steps, and from a step to micro-batches, for critic and policy alike.
+
+`assign_to_ranks` says which rank gets which samples; `optimizer_steps` cuts and packs them once. Ranks compute
+together: a rank with fewer micro-batches than another runs a `filler` that counts for nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,9 @@ from torch import Tensor
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation, sample_weights
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.data.packing import evenly
-from openrlhf.learners.filler import filler
-from openrlhf.learners.microbatch import Fitting, MicroBatching
-from openrlhf.types import PackedBatch, SampleKey, TrainingBatch
+from openrlhf.data.packing import by_middle, evenly
+from openrlhf.learners.microbatch import MicroBatching, MicroBatchSizer
+from openrlhf.types import PackedBatch, PackedTokens, SampleKey, TrainingBatch, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,21 @@ class MicroBatch(NamedTuple):
     """Of its samples."""
 
 
+def filler() -> PackedBatch:
+    """Two tokens, one of them an action. Its columns are 0, except old log-probs: those are the current ones."""
+    tokens = PackedTokens.from_sequences([torch.zeros(2, dtype=torch.int64)], [torch.tensor([False, True])])
+    zero = torch.zeros(1)
+    return PackedBatch(
+        tokens=tokens,
+        rows=torch.zeros(1, dtype=torch.int64),
+        rollout_logprobs_A=zero,
+        reference_logprobs_A=zero,
+        values_A=zero,
+        returns_A=zero,
+        advantages_A=zero,
+    )
+
+
 FILLER = MicroBatch(filler(), torch.zeros(1), torch.zeros(1), torch.zeros(1), token_share=0.0, is_filler=True)
 
 
@@ -91,7 +109,7 @@ def named(keys: Sequence[SampleKey]) -> str:
 class Step:
     """One optimizer step: this rank's samples, cut into micro-batches, and cut again where these do not fit.
 
-    Implements `accumulating.Cut`.
+    Implements `learners.accumulation.MicroBatchSource`.
     """
 
     filler = FILLER
@@ -103,7 +121,7 @@ class Step:
         columns: list[Tensor],
         *,
         tokens: int,
-        fitting: Fitting,
+        fitting: MicroBatchSizer,
         ranks: Ranks,
     ) -> None:
         """`kept`: samples of this rank that are run. `columns`: what each action token of the batch weighs, in the
@@ -166,7 +184,7 @@ class Step:
         return cut
 
 
-class Listed(NamedTuple):
+class SampleInfo(NamedTuple):
     """What every rank knows of a sample, whosever it is."""
 
     key: SampleKey
@@ -182,11 +200,11 @@ class Listed(NamedTuple):
         return self.key._replace(segment=0)
 
 
-def roster(batch: TrainingBatch, ranks: Ranks = ALONE) -> list[Listed]:
+def gather_sample_info(batch: TrainingBatch, ranks: Ranks = ALONE) -> list[SampleInfo]:
     """The round's samples in an order that does not depend on how they are shared out. Collective."""
     own = [(sample.key, sample.segment.num_actions, len(sample)) for sample in batch.samples]
     return sorted(
-        Listed(key, actions, tokens, rank, index)
+        SampleInfo(key, actions, tokens, rank, index)
         for rank, share in enumerate(ranks.gather(own))
         for index, (key, actions, tokens) in enumerate(share)
     )
@@ -197,7 +215,7 @@ def optimizer_steps(
     settings: StepSettings,
     *,
     round_index: int,
-    fitting: Fitting | None = None,
+    fitting: MicroBatchSizer | None = None,
     ranks: Ranks = ALONE,
 ) -> list[Step]:
     """This rank's part of the round's optimizer steps. Collective.
@@ -211,8 +229,8 @@ def optimizer_steps(
 
     `fitting`: how steps are cut at the moment; None: as the settings say.
     """
-    fitting = fitting or Fitting(settings.batching)
-    listed = roster(batch, ranks)
+    fitting = fitting or MicroBatchSizer(settings.batching)
+    listed = gather_sample_info(batch, ranks)
     steps = []
     for epoch in range(settings.epochs):
         parts = split(listed, settings, round_index=round_index, epoch=epoch)
@@ -223,8 +241,8 @@ def optimizer_steps(
     return steps
 
 
-def split(samples: Sequence[Listed], settings: StepSettings, *, round_index: int, epoch: int) -> list[list[int]]:
-    """Which of the round's samples are in each optimizer step of an epoch, by their places in the roster."""
+def split(samples: Sequence[SampleInfo], settings: StepSettings, *, round_index: int, epoch: int) -> list[list[int]]:
+    """Which of the round's samples are in each optimizer step of an epoch, by their places in the list."""
     episodes: dict[SampleKey, list[int]] = {}
     for index in shuffled(samples, seed=derive_seed(settings.seed, "order", round_index, epoch)):
         episodes.setdefault(samples[index].episode, []).append(index)
@@ -232,7 +250,7 @@ def split(samples: Sequence[Listed], settings: StepSettings, *, round_index: int
     return [[index for episode in part for index in episode] for part in parts]
 
 
-def shuffled(samples: Sequence[Listed], *, seed: int) -> list[int]:
+def shuffled(samples: Sequence[SampleInfo], *, seed: int) -> list[int]:
     """The samples in random order, those of a prompt side by side: they share its forward."""
     by_prompt: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -250,7 +268,7 @@ def trained_samples(batch: TrainingBatch, settings: StepSettings) -> list[int]:
 
 
 def _step(
-    batch: TrainingBatch, members: Sequence[Listed], settings: StepSettings, fitting: Fitting, ranks: Ranks
+    batch: TrainingBatch, members: Sequence[SampleInfo], settings: StepSettings, fitting: MicroBatchSizer, ranks: Ranks
 ) -> Step:
     tokens, rank = sum(member.tokens for member in members), ranks.index
     weights = functools.partial(
@@ -268,10 +286,32 @@ def _step(
     return Step(batch, kept, columns, tokens=tokens, fitting=fitting, ranks=ranks)
 
 
-def _column(batch: TrainingBatch, members: Sequence[Listed], weights: Sequence[float], rank: int) -> Tensor:
+def _column(batch: TrainingBatch, members: Sequence[SampleInfo], weights: Sequence[float], rank: int) -> Tensor:
     """[A] over this rank's batch; 0 outside this step."""
     per_sample = [0.0] * len(batch)
     for member, weight in zip(members, weights, strict=True):
         if member.rank == rank:
             per_sample[member.index] = weight
     return batch.per_action(per_sample)
+
+
+def assign_to_ranks(
+    samples: Sequence[TrainingSample], settings: StepSettings, *, round_index: int, ranks: int
+) -> list[list[TrainingSample]]:
+    """Every rank's samples, in their order; episodes stay whole.
+
+    Ranks wait for each other at every optimizer step, so tokens are divided evenly within each step of the first
+    epoch: laid end to end, a step's episodes go to the rank in whose part of the tokens their middle lies. Neighbours
+    thus stay together, and those of a prompt share its forward.
+    """
+    listed = gather_sample_info(TrainingBatch(samples=list(samples)))
+    rank_of: dict[SampleKey, int] = {}
+    for part in split(listed, settings, round_index=round_index, epoch=0):
+        tokens: dict[SampleKey, int] = {}
+        for i in part:
+            tokens[listed[i].episode] = tokens.get(listed[i].episode, 0) + listed[i].tokens
+        rank_of |= zip(tokens, by_middle(list(tokens.values()), parts=ranks), strict=True)
+    shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
+    for sample in samples:
+        shares[rank_of[sample.key._replace(segment=0)]].append(sample)
+    return shares

@@ -25,14 +25,13 @@ from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import BusyClock
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.collector import PromptsExhausted, Round, params_of, prompts_in_play
-from openrlhf.rollout.filtering import ScoreFilter
+from openrlhf.rollout.filtering import ScoreFilter, Verdicts
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.rollout.saved_groups import group_from, group_state
 from openrlhf.rollout.staleness import bound_of, chosen, room_for
-from openrlhf.rollout.verdicts import Verdicts
 from openrlhf.types import Group, Prompt, SamplingParams
 from openrlhf.utils import waits
-from openrlhf.utils.background import BackgroundRunner
+from openrlhf.utils.event_loops import BackgroundRunner
 
 
 class _Finished(NamedTuple):

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
-from openrlhf.rollout.filtering import ScoreFilter
+from openrlhf.rollout.filtering import ScoreFilter, Verdicts
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.rollout.saved_groups import group_from, group_state
-from openrlhf.rollout.verdicts import Verdicts
 from openrlhf.types import Group, Prompt, SamplingParams
 from openrlhf.utils import waits
-from openrlhf.utils.background import LoopRunner
+from openrlhf.utils.event_loops import LoopRunner
 
 MOST_NAMED = 5
 """Prompts in a line about a wait."""

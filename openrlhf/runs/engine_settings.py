@@ -10,7 +10,7 @@ from torch import nn
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.rollout.vllm.settings import VllmSettings
-from openrlhf.runs.rl_models import LocalModels
+from openrlhf.runs.rl_models import RLModels
 from openrlhf.runs.settings import model_dtype
 from openrlhf.trainers.hybrid import GIB, TrainedShape, engine_share, needs_sleep, training_bytes
 from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
@@ -66,7 +66,7 @@ def places(requests: int) -> int:
     return min(512, max(256, requests))
 
 
-def engine_memory(config: RLConfig, models: LocalModels, device: torch.device) -> EngineMemory:
+def engine_memory(config: RLConfig, models: RLModels, device: torch.device) -> EngineMemory:
     """What an engine may take beside models that are loaded, and whether training needs it in between."""
     asked = config.vllm.gpu_memory_utilization
     if device.type != "cuda":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from openrlhf.checkpoint.manager import Kept
+from openrlhf.checkpoint.manager import CheckpointedModel
 from openrlhf.cluster.placement import plan, requested
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.warnings import settled_differently
@@ -24,13 +24,13 @@ from openrlhf.weight_sync.base import WeightSync
 logger = logging.getLogger(__name__)
 
 
-class Bound(NamedTuple):
+class RunParts(NamedTuple):
     """The loop's parts, where they live."""
 
     engine: Engine
     workers: Workers
     weights: WeightSync
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, CheckpointedModel]
     """Trained models, by their folder in a checkpoint."""
 
 
@@ -41,7 +41,7 @@ class Launcher(Protocol):
         """Whatever judges samples, not started yet; None: an agent does."""
         ...
 
-    def bound(self, *, total_steps: int) -> AbstractContextManager[Bound]:
+    def bound(self, *, total_steps: int) -> AbstractContextManager[RunParts]:
         """Ready for a run of so many optimizer steps; nothing of it is left afterwards."""
         ...
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.claims import Claim, ClaimedError
 from openrlhf.checkpoint.folder import CheckpointError
-from openrlhf.checkpoint.manager import Found, together
+from openrlhf.checkpoint.manager import ResumePoint, together
 from openrlhf.config.commands import Config, RLConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.schema import to_dict
@@ -67,7 +67,7 @@ def claimed_model_dir(folder: Path, ranks: Ranks = ALONE) -> Iterator[None]:
             claim.release(remove=True)
 
 
-def create_run_directory(config: Config, found: Found | None = None) -> RunDirectory:
+def create_run_directory(config: Config, found: ResumePoint | None = None) -> RunDirectory:
     """That of the run which wrote the checkpoint `found`, or a new one. Raises ConfigError."""
     directory, continued = run_directory_of(config.logger, found)
     try:

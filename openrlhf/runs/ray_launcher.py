@@ -12,15 +12,12 @@ from typing import Any
 import torch
 
 from openrlhf.agents.host import kill_every_host
-from openrlhf.cluster.checkpoints import RankKept
+from openrlhf.cluster.adapters import EngineSleep, GroupSleep, NodeUsage, RemoteCheckpointedModel, RewardRanks
 from openrlhf.cluster.engines import CLOSE_SECONDS, RayEngines
 from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
 from openrlhf.cluster.launch import placed as placed_on
 from openrlhf.cluster.learners import DEADLINE, RayWorkers
 from openrlhf.cluster.placement import PlacementPlan, Role, plan, requested
-from openrlhf.cluster.rewards import RewardRanks
-from openrlhf.cluster.sleeping import EngineSleep, GroupSleep
-from openrlhf.cluster.usage import NodeUsage
 from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
 from openrlhf.config.commands import RLConfig
@@ -28,10 +25,9 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
-from openrlhf.runs.launchers import Bound
+from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.preflight import reading_model
-from openrlhf.runs.rank_engines import engine_on_a_seat
-from openrlhf.runs.rank_models import rank_service
+from openrlhf.runs.ranks import engine_on_a_seat, rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
 from openrlhf.runs.rl_models import ACTOR, CRITIC, sample_maker, step_settings
 from openrlhf.runs.settings import model_dtype
@@ -107,7 +103,7 @@ class RayLauncher:
         )
 
     @contextlib.contextmanager
-    def bound(self, *, total_steps: int) -> Iterator[Bound]:
+    def bound(self, *, total_steps: int) -> Iterator[RunParts]:
         config = self.config
         build = functools.partial(rank_service, config, total_steps=total_steps)
         with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:
@@ -115,7 +111,7 @@ class RayLauncher:
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])
             switch = self._switch(engines, groups)
-            yield Bound(
+            yield RunParts(
                 engines,
                 HybridWorkers(
                     RayWorkers.of(groups, sample_maker(config), step_settings(config)),
@@ -178,6 +174,6 @@ class RayLauncher:
             engines.close(seconds=seconds)
 
 
-def _kept(groups: dict[Role, WorkerGroup]) -> dict[str, RankKept]:
+def _kept(groups: dict[Role, WorkerGroup]) -> dict[str, RemoteCheckpointedModel]:
     folders = {Role.ACTOR: ACTOR, Role.CRITIC: CRITIC}
-    return {name: RankKept(groups[role], name) for role, name in folders.items() if role in groups}
+    return {name: RemoteCheckpointedModel(groups[role], name) for role, name in folders.items() if role in groups}

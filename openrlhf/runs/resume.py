@@ -1,4 +1,9 @@
-"""Where a run's checkpoints are, what it continues from, and which run directory goes on."""
+"""How a run is stopped, restarted and resumed.
+
+opened_checkpoints    where checkpoints are, what the run continues from, and which run directory goes on
+stoppable             a signal asks for a checkpoint and the end; the message says how to continue
+restarted             a run that has lost a part of its cluster continues from its last checkpoint, in the same process
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,26 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
-from openrlhf.checkpoint.manager import Found, find_checkpoint, together
+from openrlhf.checkpoint.manager import ResumePoint, find_checkpoint, together
 from openrlhf.checkpoint.universal import UniversalCheckpoint, find_universal
+from openrlhf.cluster.engines import EngineLostError
+from openrlhf.cluster.launch import ClusterError
+from openrlhf.cluster.workers import WorkerError
 from openrlhf.config.commands import Config
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.reporting import LoggerSection, RLCheckpointSection, SupervisedCheckpointSection
+from openrlhf.config.reporting import CheckpointSection, LoggerSection, RLCheckpointSection, SupervisedCheckpointSection
 from openrlhf.config.schema import to_dict
+from openrlhf.runs.process import USER_ERRORS
+from openrlhf.utils import interrupts
+from openrlhf.utils.interrupts import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +40,7 @@ class Checkpoints(NamedTuple):
 
     folder: CheckpointFolder | None
     """None: it neither writes nor reads any."""
-    found: Found | None
+    found: ResumePoint | None
     """To be continued from."""
     universal: UniversalCheckpoint | None = None
     """To be begun with, where there is none of our own."""
@@ -82,7 +95,7 @@ def opened_checkpoints(
             folder.close()
 
 
-def run_directory_of(section: LoggerSection, found: Found | None) -> tuple[str, bool]:
+def run_directory_of(section: LoggerSection, found: ResumePoint | None) -> tuple[str, bool]:
     """Where this run writes its logs, and whether it goes on with what is there.
 
     A continued run goes on in the directory it began in, unless that is gone or another one is asked for. (One whose
@@ -136,3 +149,113 @@ def weights_digest(model: str) -> str:
                 file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+ROOM_SECONDS = 600.0
+"""For so long a restart waits for a cluster that has room for the run: a node that was lost may come back."""
+LOOK_SECONDS = 10.0
+
+_T = TypeVar("_T")
+
+
+def with_restarts(
+    attempt: Callable[[Checkpoints], _T],
+    checkpoints: Checkpoints,
+    section: RLCheckpointSection,
+    *,
+    most: int,
+    sleep: Callable[[float], None] = time.sleep,
+) -> _T:
+    """What an attempt returns; one that loses a part of the cluster is followed by another, up to `most` times.
+
+    Each goes on from the newest checkpoint, or, where none has been written yet, begins anew. A run that writes none
+    which could be continued from is not restarted.
+    """
+    found, restarts, waited = checkpoints.found, 0, 0.0
+    while True:
+        try:
+            return attempt(checkpoints._replace(found=found))
+        except ClusterError as error:
+            if not restarts or waited >= ROOM_SECONDS:
+                raise
+            logger.warning("%s; looks again in %g s", error, LOOK_SECONDS)
+            sleep(LOOK_SECONDS)
+            waited += LOOK_SECONDS
+            continue
+        except Exception as error:
+            lost = lost_part(error)
+            if lost is None:
+                raise
+            if section.period is None or section.disable_ds:
+                logger.warning("the run ends: it writes no checkpoints that it could go on from (--ckpt.save_steps)")
+                raise
+            if restarts == most:
+                logger.warning("the run ends: --train.max_restarts %d", most)
+                raise
+        restarts, waited = restarts + 1, 0.0
+        found = _newest(checkpoints)
+        where = f"goes on from {found.path}" if found else "begins anew, for there is no checkpoint yet"
+        logger.warning("%s — the run %s (restart %d of %d)", lost, where, restarts, most)
+
+
+def lost_part(error: BaseException | None) -> str | None:
+    """What an error says is lost of the cluster: a worker that died, failed or does not answer, or an engine's node.
+
+    None: it is something else, which would be so again. That holds for what users have to mend, wherever it was found.
+    """
+    while error is not None:
+        if isinstance(error, EngineLostError):
+            return str(error)
+        if isinstance(error, WorkerError) and not isinstance(error.reason, (*USER_ERRORS, ConfigError)):
+            return str(error)
+        error = error.__cause__
+    return None
+
+
+def _newest(checkpoints: Checkpoints) -> ResumePoint | None:
+    assert checkpoints.folder is not None, "who writes checkpoints has a folder for them"
+    checkpoints.folder.remove_leftovers()
+    return find_checkpoint(checkpoints.folder)
+
+
+@contextlib.contextmanager
+def stoppable(section: CheckpointSection, checkpoints: Checkpoints) -> Iterator[StopRequest]:
+    """Around the training: SIGTERM and SIGUSR1 ask for a checkpoint and the end.
+
+    Whoever accepts raises `Stopped`. That, or what else ends the run early, becomes a `Stopped` that says what to do.
+    """
+    folder = None if section.disable_ds else checkpoints.folder
+    with interrupts.deferred(section.signal_deadline if folder else 0.0) as request:
+        try:
+            yield request
+        except KeyboardInterrupt as end:
+            by = end.by if isinstance(end, Stopped) else request.asked
+            if by is None and folder is None:
+                raise
+            saved = isinstance(end, Stopped) and folder is not None
+            text = _what_happened(by, section, saved=saved, overdue=request.overdue)
+            if folder is not None:
+                text = f"{text}; {_what_next(section, folder.latest)}"
+            raise Stopped(by or interrupts.latest(), text, saved=saved) from None
+
+
+def _what_happened(by: signal.Signals | None, section: CheckpointSection, *, saved: bool, overdue: bool) -> str:
+    if by is None:
+        return "interrupted"
+    if saved:
+        return f"stopped by {by.name} and saved"
+    if overdue:
+        deadline = f"{section.signal_deadline:g} s (--ckpt.signal_deadline)"
+        return f"stopped by {by.name}: its step did not end within {deadline}"
+    if section.disable_ds:
+        return f"stopped by {by.name}: with --ckpt.disable_ds nothing is saved to go on from"
+    if section.period is None and not section.resumes:
+        return f"stopped by {by.name}: without --ckpt.save_steps or --ckpt.auto_resume nothing is saved to go on from"
+    return f"stopped by {by.name} within its step"
+
+
+def _what_next(section: CheckpointSection, latest: Path | None) -> str:
+    if latest is None:
+        return "there is no checkpoint yet: it would begin anew"
+    flag = "" if section.resumes else " and --ckpt.load_enable"
+    return f"started again with the same command{flag} it goes on from {latest}"

@@ -15,7 +15,7 @@ from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts_for
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
-from openrlhf.checkpoint.manager import CheckpointManager, Kept
+from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
 from openrlhf.config.commands import RLConfig
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.recognising import PromptFormat, recognise
@@ -43,17 +43,22 @@ from openrlhf.runs.process import (
     user_errors_end_the_run,
     watchdog,
 )
-from openrlhf.runs.restart import with_restarts
-from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
+from openrlhf.runs.resume import (
+    Checkpoints,
+    opened_checkpoints,
+    recorded_settings,
+    stoppable,
+    weights_digest,
+    with_restarts,
+)
 from openrlhf.runs.rl_models import ACTOR, CRITIC
-from openrlhf.runs.stopping import stoppable
 from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation, evaluation_names
 from openrlhf.trainers.pipelines import pipeline
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts, waits
-from openrlhf.utils.background import BackgroundRunner, LoopRunner
-from openrlhf.utils.gc import settled_heap
+from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
+from openrlhf.utils.gc import frozen_gc
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +165,7 @@ def _train(
             )
             if checkpoints.found:
                 seen.progress.note(f"continues from {checkpoints.found.path}")
-            with settled_heap():
+            with frozen_gc():
                 measured = trainer.fit()
             seen.progress.phase("export")
             written = _export(config, bound.kept, model_dir)
@@ -169,7 +174,7 @@ def _train(
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=measured)
 
 
-def _export(config: RLConfig, kept: Mapping[str, Kept], model_dir: Path) -> list[Path]:
+def _export(config: RLConfig, kept: Mapping[str, CheckpointedModel], model_dir: Path) -> list[Path]:
     """Write the policy, and the critic beside it if it is to be saved; returns the folders."""
     folders = {ACTOR: model_dir}
     if config.critic.save_value_network:
@@ -181,7 +186,7 @@ def _export(config: RLConfig, kept: Mapping[str, Kept], model_dir: Path) -> list
 
 
 def _checkpointer(
-    config: RLConfig, checkpoints: Checkpoints, kept: Mapping[str, Kept], run_dir: RunDirectory
+    config: RLConfig, checkpoints: Checkpoints, kept: Mapping[str, CheckpointedModel], run_dir: RunDirectory
 ) -> CheckpointManager | None:
     if checkpoints.folder is None:
         return None

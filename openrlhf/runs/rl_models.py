@@ -16,7 +16,7 @@ from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
-from openrlhf.checkpoint.manager import Trained
+from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
 from openrlhf.learners.credit import CreditSettings
 from openrlhf.learners.critic import CriticLearner
@@ -44,7 +44,7 @@ CRITIC = "critic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalModels:
+class RLModels:
     """What a local run has loaded."""
 
     policy: Policy
@@ -54,7 +54,7 @@ class LocalModels:
 
 def load_models(
     config: RLConfig, device: torch.device, *, with_reference: bool = True, with_critic: bool = True
-) -> LocalModels:
+) -> RLModels:
     """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae.
 
     Of a policy with an adapter the reference is the policy without it. `with_…` off: that model lives elsewhere.
@@ -68,7 +68,7 @@ def load_models(
     elif config.uses_reference and with_reference:
         reference = load_reference(config, device)
     critic = load_critic(config, device) if with_critic else None
-    return LocalModels(policy=policy, reference=reference, critic=critic)
+    return RLModels(policy=policy, reference=reference, critic=critic)
 
 
 def load_reference(config: RLConfig, device: torch.device) -> Policy:
@@ -122,13 +122,13 @@ def load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
         )
 
 
-class LocalTraining:
+class RLTraining:
     """Models, their backends and the workers, for a run of so many optimizer steps; on a rank, its part of them."""
 
     def __init__(
         self,
         config: RLConfig,
-        models: LocalModels,
+        models: RLModels,
         *,
         total_steps: int,
         device: torch.device,
@@ -153,11 +153,11 @@ class LocalTraining:
     def backends(self) -> list[Backend]:
         return [backend for backend in (self.policy_backend, self._critic_backend) if backend is not None]
 
-    def checkpointed(self, tokenizer: Any) -> dict[str, Trained]:
+    def checkpointed(self, tokenizer: Any) -> dict[str, LocalCheckpointedModel]:
         """What a checkpoint holds, by the names of its folders."""
         policy, critic, ranks = self._models.policy, self._models.critic, self._distribution.ranks
         trained = {
-            ACTOR: Trained(
+            ACTOR: LocalCheckpointedModel(
                 self.policy_backend,
                 lambda folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
                 ranks,
@@ -215,9 +215,9 @@ class LocalTraining:
         )
 
 
-def kept_critic(backend: Backend, critic: ValueModel, tokenizer: Any, ranks: Ranks) -> Trained:
+def kept_critic(backend: Backend, critic: ValueModel, tokenizer: Any, ranks: Ranks) -> LocalCheckpointedModel:
     """What a checkpoint holds of it."""
-    return Trained(
+    return LocalCheckpointedModel(
         backend, lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights), ranks
     )
 

@@ -17,7 +17,7 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.base import Checkpointer
 from openrlhf.checkpoint.export import export_policy, export_value_model
-from openrlhf.checkpoint.manager import CheckpointManager, Trained
+from openrlhf.checkpoint.manager import CheckpointManager, LocalCheckpointedModel
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
 from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig
 from openrlhf.config.warnings import settled_differently
@@ -53,12 +53,11 @@ from openrlhf.runs.process import (
     user_errors_end_the_run,
     watchdog,
 )
-from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, weights_digest
+from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, stoppable, weights_digest
 from openrlhf.runs.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
-from openrlhf.runs.stopping import stoppable
-from openrlhf.trainers.balancing import BalancedObjective
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
+from openrlhf.trainers.moe_aux import BalancedObjective
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective
@@ -194,7 +193,7 @@ def _checkpointer(
     return CheckpointManager(
         checkpoints.folder,
         {
-            MODEL: Trained(
+            MODEL: LocalCheckpointedModel(
                 backend,
                 lambda folder, state, weights: parts.export(tokenizer, folder, state["last_evaluation"], weights),
                 ranks,

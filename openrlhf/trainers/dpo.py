@@ -14,7 +14,7 @@ from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.pairs import pack_pairs
 from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
-from openrlhf.trainers.supervised import Batch, MetricNames, Share
+from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
 from openrlhf.types import PackedTokens
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ class DPOObjective:
             len(pairs), 2, lambda indices: reference.answer_logprobs(self._pack(indices)).view(-1, 2), ranks=ranks
         )
 
-    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
         settings = self._settings
         self._reference.complete(batch.samples, batch.micro_batches)
 
-        def share(micro: Sequence[int]) -> Share:
+        def share(micro: Sequence[int]) -> MicroBatchLoss:
             policy = _pair_columns(answer_logprobs(module, self._pack(micro).to(self._device)).view(-1, 2))
             reference = _pair_columns(self._reference.of(micro).to(self._device))
             loss_P = settings.of_gap(preference_gap(policy, reference))
@@ -82,7 +82,7 @@ class DPOObjective:
             metrics.mean("acc", float((chosen_P > rejected_P).sum()), count)
             metrics.mean("chosen_reward", float(chosen_P.sum()), count)
             metrics.mean("reject_reward", float(rejected_P.sum()), count)
-            return Share(loss_P.sum() / len(batch.samples), metrics)
+            return MicroBatchLoss(loss_P.sum() / len(batch.samples), metrics)
 
         return share
 

@@ -14,7 +14,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.types import Group, Outcome, Prompt, SamplingParams
-from openrlhf.utils.background import BackgroundRunner, LoopRunner
+from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from openrlhf.data.schedule import divide
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
 from openrlhf.trainers.sft import pack
-from openrlhf.trainers.supervised import Batch, MetricNames, Share
+from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
 from openrlhf.types import PackedTokens
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class KTOObjective:
             ranks=ranks,
         )
 
-    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
         z0 = self._reference_point(module, batch)
         self._reference.complete(batch.samples, batch.micro_batches)
 
-        def share(micro: Sequence[int]) -> Share:
+        def share(micro: Sequence[int]) -> MicroBatchLoss:
             policy_N = answer_logprobs(module, self._pack(micro).to(self._device))
             ratio_N = policy_N - self._reference.of(micro).squeeze(1).to(self._device)
             desirable_N = torch.tensor([self._answers[i].desirable for i in micro], device=self._device)
@@ -84,7 +84,7 @@ class KTOObjective:
             for name, side_N in (("chosen_reward", desirable_N), ("reject_reward", ~desirable_N)):
                 metrics.mean(name, float(rewards_N[side_N].sum()), int(side_N.sum()))
             metrics.last("kl", float(z0))
-            return Share(loss_N.sum() / len(batch.samples), metrics)
+            return MicroBatchLoss(loss_N.sum() / len(batch.samples), metrics)
 
         return share
 

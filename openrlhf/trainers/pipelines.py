@@ -24,11 +24,11 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.runs.launchers import Bound
+from openrlhf.runs.launchers import RunParts
 from openrlhf.trainers.evaluation import EvaluationBeside, PromptEvaluation
 from openrlhf.trainers.rl import Collector, Evaluation
 from openrlhf.types import Group, SamplingParams
-from openrlhf.utils.background import BackgroundRunner, LoopRunner
+from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 
 
@@ -43,7 +43,7 @@ class Pipeline(NamedTuple):
 
 def pipeline(
     config: RLConfig,
-    bound: Bound,
+    bound: RunParts,
     *,
     prompts: PromptStream,
     runner: EpisodeRunner,
@@ -80,12 +80,12 @@ def pipeline(
     settle = beside.settle if beside else lambda: None
     partial = config.train.partial_rollout_enable
     workers, weights = _asynchronous(lasting, bound, loop, partial=partial, settle=settle)
-    if beside and isinstance(weights, PatientWeightSync):
+    if beside and isinstance(weights, DeferredWeightSync):
         beside.catch_up = weights.catch_up
     return Pipeline(lasting, workers, weights, beside)
 
 
-def _in_turns(bound: Bound, loop: BackgroundRunner) -> tuple[Workers, WeightSync]:
+def _in_turns(bound: RunParts, loop: BackgroundRunner) -> tuple[Workers, WeightSync]:
     """Engines stop when a round has its groups, with what is in play, and go on after the push."""
     engine = bound.engine
     if isinstance(engine, EmbeddedEngine):
@@ -95,7 +95,7 @@ def _in_turns(bound: Bound, loop: BackgroundRunner) -> tuple[Workers, WeightSync
 
 
 def _asynchronous(
-    collector: AsyncCollector, bound: Bound, loop: BackgroundRunner, *, partial: bool, settle: Callable[[], None]
+    collector: AsyncCollector, bound: RunParts, loop: BackgroundRunner, *, partial: bool, settle: Callable[[], None]
 ) -> tuple[Workers, WeightSync]:
     """`settle` comes before weights that an engine samples with change."""
     engine, rest = bound.engine, Rest(collector.rest, collector.go_on)
@@ -111,7 +111,7 @@ def _asynchronous(
     if partial:
         return workers, SettlingWeightSync(bound.weights, settle)
     at_rest = SettlingWeightSync(RestingWeightSync(bound.weights, rest), settle)
-    return workers, PatientWeightSync(at_rest, collector.puts_off_push)
+    return workers, DeferredWeightSync(at_rest, collector.puts_off_push)
 
 
 def _held(engine: EmbeddedEngine, loop: BackgroundRunner) -> Rest:
@@ -202,7 +202,7 @@ class SettlingWeightSync:
         return metrics
 
 
-class PatientWeightSync:
+class DeferredWeightSync:
     """Pushes only when it has to. Implements `WeightSync` with the one it is given."""
 
     def __init__(self, weights: WeightSync, puts_off: Callable[[], bool]) -> None:

@@ -68,7 +68,7 @@ class ReferenceLogprobs:
         return self._known_SK[list(indices)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Kept, because another micro-batch would give other last bits."""
+        """CheckpointedModel, because another micro-batch would give other last bits."""
         return {"logprobs": self._known_SK.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

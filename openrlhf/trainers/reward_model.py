@@ -12,7 +12,7 @@ from openrlhf.algorithms.preferences import RewardLoss
 from openrlhf.models.value import Normalisation, sequence_ends
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.pairs import pack_pairs
-from openrlhf.trainers.supervised import Batch, MetricNames, Share
+from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
 
 if TYPE_CHECKING:
     from openrlhf.data.preferences import PairSet
@@ -37,8 +37,8 @@ class RewardObjective:
         self._margins = margins
         self._device = device
 
-    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
-        def share(micro: Sequence[int]) -> Share:
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
+        def share(micro: Sequence[int]) -> MicroBatchLoss:
             pairs = [self._pairs[i] for i in micro]
             tokens = pack_pairs(pairs).to(self._device)
             rewards = module(tokens, positions=sequence_ends(tokens))
@@ -53,7 +53,7 @@ class RewardObjective:
             given = rewards.tolist()
             metrics.mean_of("reward_mean", given)
             metrics.std_of("reward_std", given)
-            return Share(loss_P.sum() / len(batch.samples), metrics)
+            return MicroBatchLoss(loss_P.sum() / len(batch.samples), metrics)
 
         return share
 

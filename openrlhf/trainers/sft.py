@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from openrlhf.observability.metrics import Metrics
-from openrlhf.trainers.supervised import Batch, MetricNames, Share
+from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
 from openrlhf.types import PackedTokens
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ class SFTObjective:
         self._target_counts = examples.target_counts
         self.lengths = examples.lengths
 
-    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
         targets = sum(self._target_counts[i] for i in batch.samples)
 
-        def share(micro: Sequence[int]) -> Share:
+        def share(micro: Sequence[int]) -> MicroBatchLoss:
             tokens = pack([self._examples[i] for i in micro]).to(self._device)
             nll = -module(tokens, temperature=1.0).logprobs_A.sum()
             metrics = Metrics()
             metrics.mean("gpt_loss", float(nll.detach()), tokens.num_actions)
-            return Share(nll / targets, metrics)
+            return MicroBatchLoss(nll / targets, metrics)
 
         return share
 

@@ -15,7 +15,7 @@ from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.data.schedule import divide
 from openrlhf.learners.accumulation import Accumulated, accumulate
-from openrlhf.learners.microbatch import Fitting, MicroBatching
+from openrlhf.learners.microbatch import MicroBatching, MicroBatchSizer
 from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
@@ -47,12 +47,12 @@ class WholeSet(NamedTuple):
     micro_batches: Sequence[Sequence[int]]
 
 
-class FittingCut:
-    """A step as it was scheduled, until that does not fit into memory. Implements `learners.accumulation.Cut`."""
+class SupervisedMicroBatches:
+    """A step as it was scheduled, until that does not fit into memory. Implements `MicroBatchSource`."""
 
     filler: Sequence[int] = ()
 
-    def __init__(self, batch: Batch, lengths: Sequence[int], fitting: Fitting, ranks: Ranks) -> None:
+    def __init__(self, batch: Batch, lengths: Sequence[int], fitting: MicroBatchSizer, ranks: Ranks) -> None:
         self.fitting = fitting
         self._batch = batch
         self._lengths = lengths
@@ -88,7 +88,7 @@ class StepSchedule(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Share(NamedTuple):
+class MicroBatchLoss(NamedTuple):
     """What one micro-batch contributes to its step."""
 
     loss: Tensor
@@ -116,7 +116,7 @@ class Objective(Protocol):
         """Tokens of each sample."""
         ...
 
-    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
         """Work out what needs the whole step, the weights w above all; gives the function for its micro-batches.
 
         So cutting and order cannot change the gradient.
@@ -197,7 +197,7 @@ class SupervisedTrainer:
         self.means = RunningMeans()
         self.last_evaluation: dict[str, float] = {}
         self.evaluated_after: int | None = None
-        self._fitting = Fitting(MicroBatching(remedy="a lower --train.micro_batch_size"))
+        self._fitting = MicroBatchSizer(MicroBatching(remedy="a lower --train.micro_batch_size"))
 
     def fit(self) -> dict[str, float]:
         """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
@@ -252,7 +252,7 @@ class SupervisedTrainer:
             metrics.merge(share.metrics)
             return float(share.loss.detach())
 
-        cut = FittingCut(batch, self.objective.lengths, self._fitting, self.ranks)
+        cut = SupervisedMicroBatches(batch, self.objective.lengths, self._fitting, self.ranks)
         return accumulate(cut, run, self.backend, ranks=self.ranks)
 
     def report(self, metrics: Metrics) -> None:
@@ -317,7 +317,7 @@ def state_after(steps: int, *, schedule: dict[str, Any], objective: Objective) -
     }
 
 
-def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[Share]:
+def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[MicroBatchLoss]:
     """What each micro-batch of this rank contributes.
 
     Ranks compute together, so one that has fewer samples than forwards runs a sample that counts for nothing.
@@ -337,8 +337,8 @@ def _losses_of(odd: Sequence[Sequence[int]]) -> list[str]:
     return [f"the loss of sample {', '.join(map(str, samples[:5]))}{more} of the data set"] if samples else []
 
 
-def _nothing(share_of: Callable[[Sequence[int]], Share], batch: Batch) -> Share:
-    return Share(0.0 * share_of(batch.samples[:1]).loss, Metrics())
+def _nothing(share_of: Callable[[Sequence[int]], MicroBatchLoss], batch: Batch) -> MicroBatchLoss:
+    return MicroBatchLoss(0.0 * share_of(batch.samples[:1]).loss, Metrics())
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def settled_heap() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """While open, what is there already is taken to stay.
 
     Libraries and models are a million objects. A full collection walks them all, in the middle of generation, and takes

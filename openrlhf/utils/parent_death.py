@@ -15,7 +15,7 @@ RUN_FOLDER = "OPENRLHF_RUN_FOLDER"
 """In the environment of a run's processes: a folder that only this user may enter, removed when the run ends."""
 
 
-def end_with(owner: int, *, leaving_nothing_in: str | None = None) -> None:
+def exit_with_parent(owner: int, *, leaving_nothing_in: str | None = None) -> None:
     """When the process `owner` is gone this one ends, and so does whatever process stands between the two.
 
     Without a word: nobody is there who would hear it, and what they hold, a GPU's memory for instance, is wanted.
@@ -76,8 +76,8 @@ for group in groups:
 class Guard:
     """Ends process groups whose owner was killed, with everything in them and whatever they are doing.
 
-    A process that watches its owner itself (`end_with`, or a thread that reads a pipe) needs its interpreter for that,
-    and users' code may hold the interpreter lock for ever. The kernel's parent-death signal would end that process, but
+    A process that watches its owner itself (`exit_with_parent`, or a thread that reads a pipe) needs its interpreter for
+    that, and users' code may hold the interpreter lock for ever. The kernel's parent-death signal would end that process, but
     not the programs it has started, and would leave it no time for its exit handlers. So a small process of its own
     watches the owner; there is one as long as there are groups to take care of. May be used from any thread.
     """

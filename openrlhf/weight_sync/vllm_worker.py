@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from openrlhf.utils.parent_death import end_with
+from openrlhf.utils.parent_death import exit_with_parent
 from openrlhf.weight_sync.buckets import Bucket, Entry
 from openrlhf.weight_sync.device_blocks import DeviceBlock, handle_of, payload_of
 from openrlhf.weight_sync.groups import Meeting, TransferGroup
@@ -240,7 +240,7 @@ class WorkerExtension:
 
 if (_owner := int(os.environ.get(OWNER, os.getpid()))) != os.getpid():
     # vLLM's processes do not notice when the one that started them is killed.
-    end_with(_owner, leaving_nothing_in=os.environ.get(SOCKETS))
+    exit_with_parent(_owner, leaving_nothing_in=os.environ.get(SOCKETS))
 
 if RPC_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RPC_BACKEND, RpcWeightTransferEngine)

@@ -24,8 +24,8 @@ from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, reque
 from openrlhf.cluster.workers import WorkerError, worker_groups
 from openrlhf.config import parse
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.runs.rank_models import rank_service
-from openrlhf.runs.rl_models import LocalTraining, load_models, sample_maker, step_settings
+from openrlhf.runs.ranks import rank_service
+from openrlhf.runs.rl_models import RLTraining, load_models, sample_maker, step_settings
 
 CPU = torch.device("cpu")
 
@@ -161,7 +161,7 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
     words = [w for name, value in values.items() for w in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]  # fmt: skip
     config = parse("train_ppo_ray", ["--train.launcher", "ray", *words])
     total = config.optimizer_steps(2 * config.rollout.batch_size)
-    local = LocalTraining(config, load_models(config, CPU), total_steps=total, device=CPU).workers
+    local = RLTraining(config, load_models(config, CPU), total_steps=total, device=CPU).workers
     expected = [play(local, make_groups()) for _ in range(2)]
 
     request = requested(config, devices_per_node=1, engines_by_default=False, cpus_per_device=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_rl import equal_rewards, play, training
 
-from openrlhf.runs.rl_models import LocalModels
+from openrlhf.runs.rl_models import RLModels
 from openrlhf.types import Group
 
 
@@ -66,7 +66,7 @@ def test_fp16_learns_what_fp32_learns(models, groups):
     The critic's first gradients overflow until its scale is low enough; nothing moves before that, and those steps
     are counted and have no norm.
     """
-    half = LocalModels(
+    half = RLModels(
         policy=copy.deepcopy(models.policy).half(),
         reference=copy.deepcopy(models.reference).half(),
         critic=copy.deepcopy(models.critic).half(),

@@ -12,7 +12,7 @@ from torch import nn
 
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.learners.microbatch import DoesNotFitError, Fitting, MicroBatching, Overflow
+from openrlhf.learners.microbatch import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.sft import SFTObjective
@@ -104,7 +104,7 @@ def test_a_sequence_that_does_not_fit_by_itself(models, groups):
 def test_a_backend_that_cannot_begin_again_says_why(models, groups):
     tight, own = training(models, advantage_estimator="reinforce")
     SmallMemory(own.policy, limit=20)
-    tight.policy_backend.why_no_other_try = lambda: "gradients were on their way"
+    tight.policy_backend.retry_blocker = lambda: "gradients were on their way"
     with pytest.raises(
         DoesNotFitError,
         match=r"36 tokens \(rank 0\), and the step cannot be begun again: gradients were on their way; begin "
@@ -169,7 +169,7 @@ def test_a_supervised_step_in_little_memory_is_the_same_step(kind, where, caplog
 
 def test_half_of_the_smallest_that_failed():
     """A budget that no micro-batch reaches would be halved in vain: 1000 → what did not fit, 30 → 15."""
-    fitting = Fitting(MicroBatching(tokens=1000))
+    fitting = MicroBatchSizer(MicroBatching(tokens=1000))
     fitting.shrink([Overflow(36, 4, 0), Overflow(30, 3, 1)])
     assert fitting.batching.tokens == 15
     with pytest.raises(DoesNotFitError):

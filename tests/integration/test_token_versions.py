@@ -16,7 +16,7 @@ from openrlhf.config import parse
 from openrlhf.learners.base import WorkersBehind
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import read_metrics
-from openrlhf.runs.launchers import Bound, launched
+from openrlhf.runs.launchers import RunParts, launched
 from openrlhf.runs.rl_assembly import train
 from openrlhf.runs.rl_models import ACTOR
 from openrlhf.types import Group, PackedTokens, Segment
@@ -45,7 +45,7 @@ class Witness:
         return self._launcher.reward()
 
     @contextlib.contextmanager
-    def bound(self, *, total_steps: int) -> Iterator[Bound]:
+    def bound(self, *, total_steps: int) -> Iterator[RunParts]:
         with self._launcher.bound(total_steps=total_steps) as bound:
             self._policy, self._weights = bound.kept[ACTOR].backend.module, bound.weights
             yield bound._replace(workers=_SeenWorkers(bound.workers, self), weights=self)

@@ -28,8 +28,8 @@ from typing import NamedTuple
 from openrlhf.cluster.launch import Cluster, ray_cluster
 
 IMPORTED = (
-    "openrlhf.runs.rank_models",
-    "openrlhf.runs.rank_engines",
+    "openrlhf.runs.ranks",
+    "openrlhf.runs.ranks",
     "openrlhf.rollout.vllm.engine",
     "openrlhf.weight_sync.vllm_compat",
     "openrlhf.weight_sync.vllm_source",

@@ -13,8 +13,8 @@ from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.launch import Cluster, placed
 from openrlhf.cluster.placement import PlacementRequest, plan
 from openrlhf.config.commands import RLConfig
-from openrlhf.runs.launchers import Bound
-from openrlhf.runs.rank_engines import engine_on_a_seat
+from openrlhf.runs.launchers import RunParts
+from openrlhf.runs.ranks import engine_on_a_seat
 from openrlhf.runs.ray_launcher import RayLauncher, plan_on
 
 
@@ -42,7 +42,7 @@ class _Launcher(RayLauncher):
         yield self._shared
 
     @contextlib.contextmanager
-    def bound(self, *, total_steps: int) -> Iterator[Bound]:
+    def bound(self, *, total_steps: int) -> Iterator[RunParts]:
         """Engines that were lost are back afterwards: only this run's policy can give them weights."""
         with super().bound(total_steps=total_steps) as bound:
             try:

@@ -7,13 +7,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from openrlhf.backends.ranks import Ranks
 from openrlhf.config import parse
-from openrlhf.learners.sharing import share_out
+from openrlhf.learners.steps import assign_to_ranks
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.observability.metrics import Metrics
 from openrlhf.runs.distribution import ONE_PROCESS, Distribution
-from openrlhf.runs.rl_models import LocalModels, LocalTraining, step_settings
+from openrlhf.runs.rl_models import RLModels, RLTraining, step_settings
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ FLAGS = {
 """One optimizer step per round, no KL, no penalties."""
 
 
-def make_models() -> LocalModels:
+def make_models() -> RLModels:
     torch.manual_seed(0)
     policy = Policy(Qwen2ForCausalLM._from_config(CONFIG, attn_implementation=ATTENTION))
     reference = copy.deepcopy(policy)
@@ -49,7 +49,7 @@ def make_models() -> LocalModels:
         for parameter in reference.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     critic = ValueModel(Qwen2Model._from_config(CONFIG, attn_implementation=ATTENTION), ScalarHead(8))
-    return LocalModels(policy=policy, reference=reference, critic=critic)
+    return RLModels(policy=policy, reference=reference, critic=critic)
 
 
 def make_groups(*, first: int = 0) -> list[Group]:
@@ -88,21 +88,21 @@ def make_groups(*, first: int = 0) -> list[Group]:
 
 
 def training(
-    models: LocalModels, *, distribution: Distribution = ONE_PROCESS, **flags: object
-) -> tuple[LocalTraining, LocalModels]:
+    models: RLModels, *, distribution: Distribution = ONE_PROCESS, **flags: object
+) -> tuple[RLTraining, RLModels]:
     """A training of copies of the models, with these flags over `FLAGS`; True for a switch, None to leave one out."""
     words = []
     for name, value in {**FLAGS, **flags}.items():
         if value is not None:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     config = parse("train_ppo_ray", words)
-    own = LocalModels(
+    own = RLModels(
         policy=copy.deepcopy(models.policy),
         reference=copy.deepcopy(models.reference) if config.uses_reference else None,
         critic=copy.deepcopy(models.critic) if config.uses_critic else None,
     )
     total = config.optimizer_steps(2 * config.rollout.batch_size)
-    return LocalTraining(config, own, total_steps=total, device=CPU, distribution=distribution), own
+    return RLTraining(config, own, total_steps=total, device=CPU, distribution=distribution), own
 
 
 def play(workers, groups) -> dict[str, float]:
@@ -113,12 +113,12 @@ def play(workers, groups) -> dict[str, float]:
     return metrics.values()
 
 
-def play_share(training: LocalTraining, groups: list[Group], *, rounds: int, ranks: Ranks) -> list[dict[str, float]]:
+def play_share(training: RLTraining, groups: list[Group], *, rounds: int, ranks: Ranks) -> list[dict[str, float]]:
     """So many rounds, as one of several ranks: what it says after each. Collective."""
     settings, said = step_settings(training._config), []
     for number in range(1, rounds + 1):
         whole = training.workers.place(groups)
-        share = share_out(whole.samples, settings, round_index=number, ranks=ranks.count)[ranks.index]
+        share = assign_to_ranks(whole.samples, settings, round_index=number, ranks=ranks.count)[ranks.index]
         batch = TrainingBatch(samples=share)
         training.learners.score(batch)
         metrics = Metrics.merged([training.workers._placed, training.learners.assign_advantages(batch)])

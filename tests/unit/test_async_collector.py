@@ -17,7 +17,7 @@ from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.rollout.staleness import bound_of, chosen, room_for
 from openrlhf.types import SamplingParams
-from openrlhf.utils.background import BackgroundRunner
+from openrlhf.utils.event_loops import BackgroundRunner
 
 
 class Engine:

@@ -13,7 +13,7 @@ from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
-from openrlhf.checkpoint.manager import CheckpointManager, Trained, find_checkpoint
+from openrlhf.checkpoint.manager import CheckpointManager, LocalCheckpointedModel, find_checkpoint
 from openrlhf.checkpoint.random_state import random_state, restore_random_state
 from openrlhf.checkpoint.training_state import read_state, read_training_state, write_state, write_training_state
 
@@ -157,7 +157,7 @@ def manager(path, ranks, backend, *, found=None, identity=None, export=None, set
     if ranks.is_main:
         folder.open()
     return CheckpointManager(
-        folder, {"model": Trained(backend, export or export_model, ranks)}, found=found, identity=identity or {"seed": "1"},
+        folder, {"model": LocalCheckpointedModel(backend, export or export_model, ranks)}, found=found, identity=identity or {"seed": "1"},
         notes={"run_directory": "runs/x"}, ranks=ranks, settings=settings,
     )  # fmt: skip
 
@@ -174,7 +174,12 @@ def test_several_ranks_write_one_checkpoint_and_all_continue_from_it(tmp_path):
         found = find_checkpoint(CheckpointFolder(tmp_path, Retention()), ranks=ranks)
         folder = CheckpointFolder(tmp_path, Retention())
         kept = CheckpointManager(
-            folder, {"model": Trained(backend, None, ranks)}, found=found, identity={"seed": "1"}, notes={}, ranks=ranks
+            folder,
+            {"model": LocalCheckpointedModel(backend, None, ranks)},
+            found=found,
+            identity={"seed": "1"},
+            notes={},
+            ranks=ranks,
         )
         return kept.load(lambda state: None), backend.value.tolist(), found.notes
 

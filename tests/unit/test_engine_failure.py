@@ -13,7 +13,7 @@ from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, EpisodeError
 from openrlhf.rollout.base import EngineError, LostRequestError
 from openrlhf.types import Generation, Prompt, SamplingParams
-from openrlhf.utils.loop_thread import LoopThread
+from openrlhf.utils.event_loops import LoopThread
 
 SURVIVES = """
 from openrlhf.utils.agent import AgentExecutorBase
@@ -71,7 +71,7 @@ def test_the_works_own_timeout_is_not_taken_for_the_wait(thread):
 
 
 def test_a_loop_that_hangs_does_not_keep_its_owner(monkeypatch):
-    monkeypatch.setattr("openrlhf.utils.loop_thread._CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("openrlhf.utils.event_loops._CLOSING_SECONDS", 0.05)
     thread, release = LoopThread("hangs"), threading.Event()
 
     async def hang():

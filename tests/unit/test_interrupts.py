@@ -7,8 +7,7 @@ import pytest
 
 from openrlhf.checkpoint.folder import CheckpointFolder, Retention
 from openrlhf.config import parse
-from openrlhf.runs.resume import Checkpoints
-from openrlhf.runs.stopping import stoppable
+from openrlhf.runs.resume import Checkpoints, stoppable
 from openrlhf.utils import interrupts
 from openrlhf.utils.interrupts import Stopped
 

@@ -24,7 +24,7 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.types import SamplingParams
 from openrlhf.utils import waits
-from openrlhf.utils.background import BackgroundRunner
+from openrlhf.utils.event_loops import BackgroundRunner
 from openrlhf.utils.waits import WaitError
 
 

@@ -9,8 +9,8 @@ from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import BusyClock
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.trainers.evaluation import EvaluationBeside
-from openrlhf.trainers.pipelines import OverlappedWorkers, PatientWeightSync, SettlingWeightSync
-from openrlhf.utils.background import BackgroundRunner
+from openrlhf.trainers.pipelines import DeferredWeightSync, OverlappedWorkers, SettlingWeightSync
+from openrlhf.utils.event_loops import BackgroundRunner
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_push_waits_for_the_evaluation_of_the_weights_it_replaces(loop):
 
 def test_who_measures_the_weights_of_a_step_does_not_wait_until_they_must_be_pushed(loop):
     weights = Weights()
-    sync = PatientWeightSync(weights, iter([False, True, True, False]).__next__)
+    sync = DeferredWeightSync(weights, iter([False, True, True, False]).__next__)
     beside = EvaluationBeside(Slow(), loop)
     beside.catch_up = sync.catch_up
     for version in range(3):

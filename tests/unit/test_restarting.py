@@ -11,8 +11,7 @@ from openrlhf.config.reporting import RLCheckpointSection
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.rewards.base import RewardGoneError
 from openrlhf.rollout.base import EngineError
-from openrlhf.runs.restart import LOOK_SECONDS, ROOM_SECONDS, lost_part, with_restarts
-from openrlhf.runs.resume import Checkpoints
+from openrlhf.runs.resume import LOOK_SECONDS, ROOM_SECONDS, Checkpoints, lost_part, with_restarts
 from openrlhf.weight_sync.base import WeightSyncError
 
 GONE = WorkerError("actor rank 1 on 10.0.0.7 is gone: killed")

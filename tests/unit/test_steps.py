@@ -10,8 +10,14 @@ from thread_ranks import together
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.learners.sharing import share_out
-from openrlhf.learners.steps import StepSettings, optimizer_steps, roster, shuffled, trained_samples
+from openrlhf.learners.steps import (
+    StepSettings,
+    assign_to_ranks,
+    gather_sample_info,
+    optimizer_steps,
+    shuffled,
+    trained_samples,
+)
 from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
 
 
@@ -77,7 +83,7 @@ def test_the_batch_size_is_that_of_a_step_also_in_a_short_round(samples, sizes):
 
 def test_the_order_is_another_every_round_and_keeps_a_prompt_together():
     batch = make_batch([(prompt, 1) for prompt in range(8) for _ in range(3)])
-    orders = [shuffled(roster(batch), seed=seed) for seed in range(3)]
+    orders = [shuffled(gather_sample_info(batch), seed=seed) for seed in range(3)]
     assert len({tuple(order) for order in orders}) == 3
     for order in orders:
         assert sorted(order) == list(range(24))
@@ -170,7 +176,7 @@ def test_ranks_have_the_same_steps_as_one_process(ranks, aggregation):
     whole = make_batch([(0, 2), (0, 1), (1, 3), (1, 2), (2, 1), (2, 4), (3, 2)])
     settings = make_settings(epochs=2, batch_size=3, aggregation=aggregation, constant_length=10)
     alone = optimizer_steps(whole, settings, round_index=1)
-    shares = share_out(whole.samples, settings, round_index=1, ranks=ranks)
+    shares = assign_to_ranks(whole.samples, settings, round_index=1, ranks=ranks)
     parts = together(
         ranks,
         lambda own: optimizer_steps(TrainingBatch(samples=shares[own.index]), settings, round_index=1, ranks=own),
@@ -202,8 +208,8 @@ def test_tokens_are_shared_out_evenly_within_every_step():
     whole, 10 tokens."""
     batch = make_batch([(i // 2, 4) for i in range(16)])
     settings = make_settings(batch_size=4)
-    shares = share_out(batch.samples, settings, round_index=3, ranks=2)
-    order = shuffled(roster(batch), seed=derive_seed(0, "order", 3, 0))
+    shares = assign_to_ranks(batch.samples, settings, round_index=3, ranks=2)
+    order = shuffled(gather_sample_info(batch), seed=derive_seed(0, "order", 3, 0))
     for step in range(4):
         prompts = {order[4 * step] // 2, order[4 * step + 2] // 2}
         for share in shares:
@@ -215,7 +221,7 @@ def test_the_segments_of_an_episode_stay_on_one_rank():
     batch = make_batch([(0, 4)] * 8)
     segments = [dataclasses.replace(s, key=SampleKey(0, i // 4, i % 4)) for i, s in enumerate(batch.samples)]
     for ranks in (2, 3, 5):
-        shares = share_out(segments, make_settings(batch_size=1), round_index=1, ranks=ranks)
+        shares = assign_to_ranks(segments, make_settings(batch_size=1), round_index=1, ranks=ranks)
         episodes = [{sample.key.sample for sample in share} for share in shares]
         assert sorted(e for share in episodes for e in share) == [0, 1]
         assert sorted(len(share) for share in shares if share) in ([8], [4, 4])

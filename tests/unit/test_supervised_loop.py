@@ -15,7 +15,7 @@ from openrlhf.observability.timing import PhaseClock
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.reference import Reference
 from openrlhf.trainers.sft import SFTObjective
-from openrlhf.trainers.supervised import Batch, MetricNames, RunningMeans, Share, WholeSet
+from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss, RunningMeans, WholeSet
 from openrlhf.utils.interrupts import Stopped, StopRequest
 
 EXAMPLES = Samples(p.chosen for p in random_pairs(8))
@@ -67,7 +67,7 @@ class FakeObjective:
         def share(micro):
             metrics = Metrics()
             metrics.mean("loss", sum(micro), len(micro))
-            return Share(torch.tensor(sum(micro) / len(batch.samples)), metrics)
+            return MicroBatchLoss(torch.tensor(sum(micro) / len(batch.samples)), metrics)
 
         return share
 
@@ -316,7 +316,7 @@ def test_the_samples_whose_loss_is_not_finite_are_named():
     trainer, _ = fake_trainer(steps=1)
     trainer.backend.refused, trainer.warnings = (1,), NotedWarnings()
     trainer.objective.begin = lambda module, batch: (
-        lambda micro: Share(torch.tensor(math.nan if 1 in micro else 1.0), Metrics())
+        lambda micro: MicroBatchLoss(torch.tensor(math.nan if 1 in micro else 1.0), Metrics())
     )
     trainer.fit()
     assert trainer.warnings.notes[1] == [

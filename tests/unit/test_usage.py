@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from openrlhf.cluster.usage import by_node
+from openrlhf.cluster.adapters import by_node
 from openrlhf.observability.usage import Usage, UsageMeter
 
 

@@ -17,7 +17,7 @@ import pytest
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.utils import stack_probe as beacon
 from openrlhf.utils import waits
-from openrlhf.utils.loop_thread import LoopThread
+from openrlhf.utils.event_loops import LoopThread
 from openrlhf.utils.waits import WaitError, waiting
 
 QUICK = {"tick": 0.01, "grace": 0.3}

@@ -39,7 +39,7 @@ from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, socke
 from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils import waits
-from openrlhf.utils.loop_thread import LoopThread
+from openrlhf.utils.event_loops import LoopThread
 from openrlhf.weight_sync.vllm_names import OWNER, SOCKETS
 
 _T = TypeVar("_T")

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from openrlhf.algorithms.balancing import load_balancing_loss
+from openrlhf.algorithms.moe_aux import load_balancing_loss
 from openrlhf.models.routing import RouterLog
-from openrlhf.trainers.supervised import Batch, MetricNames, Objective, Share
+from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss, Objective
 
 
 class BalancedObjective:
@@ -27,18 +27,18 @@ class BalancedObjective:
         self.names: MetricNames = objective.names
         self.lengths = objective.lengths
 
-    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], Share]:
+    def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
         asking = _Asking(module)
         share_of = self._objective.begin(asking, batch)
         total = sum(self.lengths[i] for i in batch.samples)
 
-        def share(micro: Sequence[int]) -> Share:
+        def share(micro: Sequence[int]) -> MicroBatchLoss:
             asking.log = log = RouterLog()
             plain = share_of(micro)
             balance = load_balancing_loss(log.logits, top_k=self._top_k)
             tokens = sum(self.lengths[i] for i in micro)
             plain.metrics.mean("aux_loss", float(balance.detach()) * tokens, tokens)
-            return Share(plain.loss + self._coef * tokens / total * balance, plain.metrics)
+            return MicroBatchLoss(plain.loss + self._coef * tokens / total * balance, plain.metrics)
 
         return share
 

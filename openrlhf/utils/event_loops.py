@@ -1,4 +1,8 @@
-"""An event loop in a thread of its own: who lives on it goes on while the caller's loop rests or blocks."""
+"""Event loops in threads of their own, whose tasks go on while the caller blocks.
+
+LoopThread          coroutines from any thread, each wait with a name and a deadline
+BackgroundRunner    `asyncio.Runner` whose loop goes on between two calls of `run`
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
 
 from openrlhf.utils import waits
 
@@ -65,3 +70,50 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+_GIVE_UP_SECONDS = 5.0
+_DEAD = "the thread that plays episodes has ended; nobody will finish what is in play"
+
+
+class LoopRunner(Protocol):
+    """Runs coroutines to their end, one call after the other: `asyncio.Runner`, or one whose loop never rests."""
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T: ...
+
+
+class BackgroundRunner:
+    """While open, tasks on its loop go on between two calls of `run`, and during everything else."""
+
+    def __init__(self, name: str = "rollout") -> None:
+        self._thread = LoopThread(name)
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Block until it is done. Who is interrupted meanwhile gives it up, as `asyncio.Runner` does."""
+        if not self._thread.alive:
+            work.close()
+            raise RuntimeError(_DEAD)
+        future = self._thread.submit(work)
+        try:
+            while not concurrent.futures.wait([future], timeout=1.0).done:
+                if not self._thread.alive:
+                    raise RuntimeError(_DEAD)
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            concurrent.futures.wait([future], timeout=_GIVE_UP_SECONDS)
+            raise
+        except concurrent.futures.CancelledError:
+            raise asyncio.CancelledError from None
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Begin it, and come back at once."""
+        return self._thread.submit(work)
+
+    def __enter__(self) -> BackgroundRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.close()

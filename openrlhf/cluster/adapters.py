@@ -1,0 +1,146 @@
+"""Small adapters between the loop's parts and worker groups on Ray.
+
+GroupSleep, EngineSleep     optimizer states and engines that leave their device and come back
+NodeUsage                   how busy and how full the devices of a run are, node by node
+RewardRanks                 reward models on their ranks: a forward that the driver waits for
+RemoteCheckpointedModel                    models that ranks train, for the checkpoints that the driver writes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf.checkpoint.folder import CheckpointError
+from openrlhf.cluster.engines import RayEngines
+from openrlhf.cluster.services import Sequences
+from openrlhf.cluster.workers import WorkerError, WorkerGroup
+from openrlhf.data.packing import by_middle
+from openrlhf.observability.usage import Usage
+from openrlhf.rewards.base import RewardGoneError
+from openrlhf.rewards.batching import Forward, Item
+
+SLEEP_DEADLINE = 600.0
+"""Of moving state off a device or back, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSleep:
+    """All engines at once. Implements `trainers.hybrid.SleepingEngine`."""
+
+    engines: RayEngines
+
+    def sleep(self) -> None:
+        self.engines.sleep()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSleep:
+    """The optimizer states of a group. Implements `trainers.hybrid.SleepingBackend`."""
+
+    group: WorkerGroup
+
+    def sleep(self) -> None:
+        self.group.call("sleep", deadline=SLEEP_DEADLINE)
+
+    def wake(self) -> None:
+        self.group.call("wake", deadline=SLEEP_DEADLINE)
+
+
+USAGE_DEADLINE = 60.0
+"""Of an answer, in seconds."""
+
+
+class NodeUsage:
+    """Asks everybody who has a device. Metrics call a node by its address."""
+
+    def __init__(self, groups: Iterable[WorkerGroup], engines: RayEngines) -> None:
+        self._groups = list(dict.fromkeys(groups))
+        self._engines = engines
+
+    def __call__(self) -> dict[str, Usage]:
+        answers = [answer for group in self._groups for answer in group.usage(deadline=USAGE_DEADLINE)]
+        return by_node([*answers, *self._engines.usage()])
+
+
+def by_node(answers: Sequence[tuple[str, Usage]]) -> dict[str, Usage]:
+    """The mean of how busy a node's devices were, and the most that one of them held."""
+    nodes: dict[str, list[Usage]] = {}
+    for node, usage in answers:
+        nodes.setdefault(node, []).append(usage)
+    return {
+        node: Usage(sum(one.busy for one in seen) / len(seen), max(one.peak_gb for one in seen))
+        for node, seen in nodes.items()
+    }
+
+
+REWARD_DEADLINE = 600.0
+"""Of one forward, in seconds."""
+
+
+class RewardRanks:
+    """Reward models, before and after their ranks are there."""
+
+    def __init__(self) -> None:
+        self._group: WorkerGroup | None = None
+        self.threads = ThreadPoolExecutor(thread_name_prefix="reward-ranks")
+        """Where forwards are waited for."""
+
+    def bind(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def forward(self, model: int) -> Forward:
+        """Of the so-manieth reward model."""
+        return lambda items: self._judge(model, items)
+
+    def _judge(self, model: int, items: Sequence[Item]) -> list[float]:
+        assert self._group is not None, "rewards are asked for after the ranks have started"
+        shares = split(items, len(self._group))
+        try:
+            scores = self._group.call(
+                "judge", model, shares=[(Sequences.of(share),) for share in shares], deadline=REWARD_DEADLINE
+            )
+        except WorkerError as error:
+            raise RewardGoneError(str(error)) from error
+        return [score for rank in scores for score in rank]
+
+
+def split(items: Sequence[Item], ranks: int) -> list[list[Item]]:
+    """A share for every rank, of about as many tokens; neighbours, who share a beginning, stay together."""
+    shares: list[list[Item]] = [[] for _ in range(ranks)]
+    for item, rank in zip(items, by_middle([len(item.token_ids) for item in items], parts=ranks), strict=True):
+        shares[rank].append(item)
+    return shares
+
+
+CHECKPOINT_DEADLINE = 3600.0
+"""Of writing or reading a model, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpointedModel:
+    """A model on the ranks of a group, which see the same file system as the driver. Implements `CheckpointedModel`."""
+
+    group: WorkerGroup
+    name: str
+    """In a checkpoint, and of the model on its ranks."""
+
+    def expected_bytes(self, *, resumable: bool) -> int:
+        return self._call("expected_bytes", resumable=resumable)
+
+    def write(self, folder: Path, state: dict[str, Any], *, resumable: bool) -> None:
+        self._call("write", folder, state, resumable=resumable)
+
+    def load(self, folder: Path) -> None:
+        self._call("load", folder)
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        try:
+            return self.group.call(method, self.name, *arguments, **options, deadline=CHECKPOINT_DEADLINE)[0]
+        except WorkerError as error:
+            if isinstance(error.reason, CheckpointError):
+                raise CheckpointError(str(error.reason)) from error
+            raise
