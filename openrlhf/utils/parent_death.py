@@ -76,10 +76,10 @@ for group in groups:
 class Guard:
     """Ends process groups whose owner was killed, with everything in them and whatever they are doing.
 
-    A process that watches its owner itself (`exit_with_parent`, or a thread that reads a pipe) needs its interpreter for
-    that, and users' code may hold the interpreter lock for ever. The kernel's parent-death signal would end that process, but
-    not the programs it has started, and would leave it no time for its exit handlers. So a small process of its own
-    watches the owner; there is one as long as there are groups to take care of. May be used from any thread.
+    A process that watches its owner itself (`exit_with_parent`, or a thread that reads a pipe) needs its interpreter
+    for that, and users' code may hold the interpreter lock for ever. The kernel's parent-death signal would end that
+    process, but not the programs it has started, and would leave it no time for its exit handlers. So a small process
+    of its own watches the owner; there is one as long as there are groups to take care of. May be used from any thread.
     """
 
     def __init__(self) -> None:
