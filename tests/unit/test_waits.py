@@ -15,7 +15,7 @@ import weakref
 import pytest
 
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.utils import stack_probe as beacon
+from openrlhf.utils import stack_probe
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopThread
 from openrlhf.utils.waits import WaitError, waiting
@@ -263,25 +263,25 @@ def test_a_process_that_is_ended_exits_with_a_status_of_its_own(tmp_path):
 def test_another_process_is_looked_at_from_outside_even_while_it_holds_its_interpreter():
     """A loop inside one call of C code: nobody in that process could answer. And one that is stopped says so."""
     code = (
-        "from openrlhf.utils import beacon\n"
-        "print(*beacon.lit(), flush=True)\n"
+        "from openrlhf.utils import stack_probe\n"
+        "print(*stack_probe.lit(), flush=True)\n"
         "def in_a_long_call():\n"
         "    max(range(10**12))\n"
         "in_a_long_call()\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
-        address = beacon.Address(*map(int, child.stdout.readline().split()))
+        address = stack_probe.Address(*map(int, child.stdout.readline().split()))
         time.sleep(0.1)
-        assert "in in_a_long_call" in beacon.stacks(address)
-        assert beacon.idle_seconds(address) < 5
+        assert "in in_a_long_call" in stack_probe.stacks(address)
+        assert stack_probe.idle_seconds(address) < 5
         os.kill(child.pid, signal.SIGSTOP)
-        assert "state T" in beacon.stacks(address)
+        assert "state T" in stack_probe.stacks(address)
     finally:
         child.kill()
         child.wait()
-    assert "it is gone" in beacon.stacks(address)
-    assert beacon.idle_seconds(address) == float("inf")
+    assert "it is gone" in stack_probe.stacks(address)
+    assert stack_probe.idle_seconds(address) == float("inf")
 
 
 def test_an_activity_says_who_does_what():
