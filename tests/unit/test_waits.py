@@ -15,8 +15,7 @@ import weakref
 import pytest
 
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.utils import stack_probe
-from openrlhf.utils import waits
+from openrlhf.utils import stack_probe, waits
 from openrlhf.utils.event_loops import LoopThread
 from openrlhf.utils.waits import WaitError, waiting
 
