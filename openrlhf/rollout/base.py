@@ -1,11 +1,19 @@
-"""What the rest of the system knows of an engine: tokens in, tokens out."""
+"""The contract of an engine. A further engine is one folder that implements it, and one entry in a registry.
+
+Engine             what rollouts need: tokens in, tokens out
+EngineControl      what pipelines and weight transports need: when it samples, with which weights, in whose memory
+ControlledEngine   both: what a launcher builds
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from openrlhf.types import Generation, SamplingParams
+
+if TYPE_CHECKING:
+    from openrlhf.weight_sync.blocks import WeightBlock
 
 
 class EngineError(RuntimeError):
@@ -21,12 +29,17 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Weight version it samples with now."""
+        """The version of the weights that it samples with now."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens, prompt and response together, that one request may reach."""
+        """The most tokens, prompt and response together, that one request may reach."""
+        ...
+
+    @property
+    def any_loop(self) -> bool:
+        """Whether its coroutines may be awaited on any event loop, in any thread. If not: on one loop at a time."""
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
@@ -39,6 +52,64 @@ class Engine(Protocol):
         Raises LostRequestError too.
         """
         ...
+
+
+class EngineControl(Protocol):
+    """The life of an engine beside its requests: the same for one engine in this process and for many on a cluster.
+
+    Every method may be called again when its effect is there already, and then changes nothing. Each one raises
+    EngineError when the engine has stopped working. The order of a push of new weights:
+
+        await engine.pause()
+        await engine.wake()                  # only has an effect if the engine sleeps
+        await engine.load_weights(blocks)    # any number of times: the first call begins an update
+        await engine.resume(version)         # which finishes the update
+
+    A push that breaks off leaves the engine paused, with some weights old and some new. The next `pause` forgets what
+    was unfinished, and the next push starts over.
+    """
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it samples with the very tensors that are trained. If so, they change under it: it has to be paused
+        from the beginning of an update of the policy until the push after it, and a push has nothing to load."""
+        ...
+
+    async def pause(self) -> None:
+        """Sample nothing until `resume`. Requests under way stay, and wait. An unfinished load of weights is forgotten,
+        and keys and values from before the pause are not used after it."""
+        ...
+
+    async def resume(self, version: int) -> None:
+        """Sample again; tokens from here on carry `version`. Requests under way go on with the weights there are now.
+
+        Raises EngineError for an engine that has slept and has not got its weights back.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory away, weights included. An engine that sleeps is paused."""
+        ...
+
+    async def wake(self) -> None:
+        """Take back the memory that weights need, so that `load_weights` can fill it. The engine stays paused."""
+        ...
+
+    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+        """Take over some of the policy's weights, while paused. Raises ValueError for a block that arrived damaged."""
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """log π of each token but the first given those before it, at temperature 1. The engine must not be paused."""
+        ...
+
+    async def check_health(self) -> None:
+        """Ask whatever samples for a sign of life."""
+        ...
+
+
+class ControlledEngine(Engine, EngineControl, Protocol):
+    """Both sides of an engine."""
 
 
 def check_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> int:
