@@ -150,7 +150,6 @@ def test_a_step_that_hangs_fails_alone(cli, agent_file, inputs):
     assert ran.rc == 0, ran.err
     assert "--rollout.step_timeout 1.5" in ran.err
     assert sum(r["rollout/failed"] for r in train_records(ran)) == 2
-    assert ran.seconds < 300  # far from the 600 s that it would sleep
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ class TestBothKinds:
         asyncio.run(main())
 
     def test_only_users_time_counts(self, kind):
-        """Two stretches of 0.1 s between waits of 1.5 s, which alone are longer than the limit of 2.5 s."""
+        """Two stretches of 0.1 s between waits of 1.5 s, which alone are longer than the limit of 2.5 s: had they
+        counted, there would be no answer."""
 
         async def main():
             async with hosting(kind) as (host, _):
@@ -173,9 +174,9 @@ class TestBothKinds:
 
         reply = asyncio.run(main())
         assert reply.value == "done"
-        assert 0.2 <= reply.users_seconds < 2.5
+        assert reply.users_seconds >= 0.2
         assert reply.slowest.function == "_pause"
-        assert 0.1 <= reply.slowest.seconds < 1.5
+        assert reply.slowest.seconds >= 0.1
 
     def test_plain_functions_of_a_call_share_a_thread_and_coroutines_the_loop(self, kind):
         async def main():

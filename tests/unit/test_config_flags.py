@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).parents[2]
 
 # name -> default here. None where the right value depends on the machine or the algorithm.
 CHANGED_DEFAULTS = {
-    "actor.num_gpus_per_node": None,  # deviation 3: unset is the devices that are there
+    "actor.num_gpus_per_node": None,  # unset is the devices that are there
     "critic.num_gpus_per_node": None,
     "ref.num_gpus_per_node": None,
     "reward.num_gpus_per_node": None,
-    "rollout.n_samples_per_prompt": None,  # deviation 3: 1, or 8 for group estimators
-    "ds.param_dtype": "auto",  # deviation 3: bf16 on a GPU, fp32 on CPU
+    "rollout.n_samples_per_prompt": None,  # 1, or 8 for group estimators
+    "ds.param_dtype": "auto",  # bf16 on a GPU, fp32 on a CPU
     "vllm.enable_sleep": None,  # auto: where engine and training do not fit beside each other
-    "host": "127.0.0.1",  # deviation 21
+    "host": "127.0.0.1",  # a server is open to the network only where somebody asks for it
 }
 CHANGED_CHOICES = {
-    "ds.param_dtype": ["auto", "bf16", "fp16", "fp32"],  # deviation 3
+    "ds.param_dtype": ["auto", "bf16", "fp16", "fp32"],  # auto is ours
     "actor.policy_loss_type": ["ppo", "gspo", "cispo", "sapo"],
 }
 
