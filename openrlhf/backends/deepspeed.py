@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -140,7 +140,7 @@ class DeepSpeedBackend:
         self._norm_unwrapped = math.nan
         if self._unwrapped:
             self._step_taken = optimizer.step
-            optimizer.step = self._clipped_step  # type: ignore[method-assign]
+            optimizer.step = self._clipped_step  # type: ignore[method-assign, assignment]  # DeepSpeed calls it
         # AutoTP has put its own layers, with their own parameters, in place of some.
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._begin_optimizer_state()
@@ -619,15 +619,15 @@ def _pieces(parameters: Mapping[str, nn.Parameter], *, whole: bool) -> list[Piec
     """What this rank's flat tensor has of each of these parameters, which lie in it in this order."""
     pieces, end = [], 0
     for name, parameter in parameters.items():
-        shape = whole_shape(parameter)
+        shape, own = whole_shape(parameter), cast(Any, parameter)  # DeepSpeed has given it attributes
         if whole:
             piece = Piece(name, shape, start=0, at=0, count=shape.numel())
-        elif hasattr(parameter, "ds_tensor"):  # stage 3: equal pieces, the last ones filled up with zeros
-            size = parameter.ds_tensor.ds_numel
-            start = min(dist.get_rank(parameter.ds_process_group) * size, shape.numel())
+        elif hasattr(own, "ds_tensor"):  # stage 3: equal pieces, the last ones filled up with zeros
+            size = own.ds_tensor.ds_numel
+            start = min(dist.get_rank(own.ds_process_group) * size, shape.numel())
             piece = Piece(name, shape, start, at=end, count=min(size, shape.numel() - start))
             end += size
-        elif (mapping := parameter._hp_mapping) is not None:
+        elif (mapping := own._hp_mapping) is not None:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             piece = Piece(name, shape, here.start, at=there.start, count=here.numel)
         else:
@@ -690,7 +690,7 @@ def _splits(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int
         return {}
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
-    splits = {}
+    splits: dict[str, int] = {}
     for name, layer in module.named_modules():
         if type(layer) is LinearLayer:
             splits |= {f"{name}.{own}": 0 for own, _ in layer.named_parameters(recurse=False)}

@@ -6,7 +6,8 @@ import datetime
 import os
 import re
 from collections.abc import Mapping, MutableMapping
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ DEADLINE = datetime.timedelta(minutes=30)
 """Of a rank's wait for the others. Tokenising a large data set is the longest one."""
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Launch:
     """This process among those that were started with it."""
 
     rank: int
@@ -107,7 +109,7 @@ def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
     """
     launch = launched(os.environ)
     if torch.cuda.is_available():
-        launch = launch._replace(local_rank=own_device(launch, torch.cuda.device_count()))
+        launch = replace(launch, local_rank=own_device(launch, torch.cuda.device_count()))
         torch.cuda.set_device(launch.local_rank)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 MOMENTUM = "momentum_buffer"
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """What a rank's flat tensor holds of a matrix."""
 
     matrix: str
@@ -66,7 +68,7 @@ class ShardedMuon(torch.optim.Optimizer):
         super().__init__([muon, *(adamw.param_groups if adamw else [])], {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody here gives it a closure
         for group in self.param_groups:
             if "ns_steps" in group:
                 for master in group["params"]:
@@ -78,9 +80,11 @@ class ShardedMuon(torch.optim.Optimizer):
             self._adamw.step()
 
     def _update(self, master: Tensor, group: Mapping[str, Any]) -> None:
+        gradient = master.grad
+        assert gradient is not None
         momentum = self.state[master].setdefault(MOMENTUM, torch.zeros_like(master))
-        momentum.lerp_(master.grad, 1.0 - group["momentum"])
-        direction = master.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        momentum.lerp_(gradient, 1.0 - group["momentum"])
+        direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         master.mul_(1.0 - group["lr"] * group["weight_decay"])
         weights = master.view(-1)
         for piece, step in self._whole_steps(master, direction.view(-1), ns_steps=group["ns_steps"]):

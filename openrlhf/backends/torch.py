@@ -53,6 +53,7 @@ class TorchBackend(ModuleWeights):
         master = nn.Parameter(parameter.detach().float().clone())
 
         def add_to_master(p: nn.Parameter) -> None:
+            assert p.grad is not None
             gradient = p.grad.float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             p.grad = None

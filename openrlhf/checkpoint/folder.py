@@ -103,7 +103,7 @@ class CheckpointFolder:
             candidates.insert(0, named)
         elif named is not None and candidates:
             logger.warning("%s names %s, which is not there", self.path / "latest", named.name)
-        found = []
+        found: list[str] = []
         for candidate in candidates:
             if (damage := damage_of(candidate)) is None:
                 if found:

@@ -101,7 +101,7 @@ def _read_adapter(path: str) -> _Adapter:
     if not (folder / "adapter_config.json").is_file():
         raise ModelLoadError(f"{what}: no adapter_config.json here. Name the folder that a LoRA run wrote.")
     try:
-        config = PeftConfig.from_pretrained(folder)
+        config = PeftConfig.from_pretrained(str(folder))
         stored = load_peft_weights(str(folder), device="cpu")
     except (OSError, ValueError, TypeError) as error:
         raise ModelLoadError(f"{what}: cannot read the adapter: {error}") from error
@@ -138,7 +138,7 @@ def _merged(model: Any, adapter: _Adapter, config: LoraCombinerConfig) -> Any:
         settings.modules_to_save = settings.task_type = None
     try:
         wrapped = PeftModel(model, settings, adapter_name=_ADAPTER)
-        found = set_peft_model_state_dict(
+        found: Any = set_peft_model_state_dict(
             wrapped, {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}, adapter_name=_ADAPTER
         )
     except (ValueError, RuntimeError) as error:  # modules that are not there; other shapes

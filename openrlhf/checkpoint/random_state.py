@@ -13,6 +13,7 @@ def random_state() -> dict[str, Any]:
     """Where they stand: JSON values and tensors."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)  # its stubs know one type for the whole tuple
     state = {
         "python": [version, torch.tensor(words), gauss],
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],

@@ -53,6 +53,7 @@ def run(config: Any, task: Task, run_dir: Path, seed: int, command: Sequence[str
         prepare(task, run_dir / "inputs", seed=seed)
         _say(f"Now RL: python -m openrlhf.cli.train_ppo_ray {' '.join(command)}")
         result = train(config)
+        assert result.run_dir is not None  # only further ranks of a run have none
         seconds = time.monotonic() - started
         records = read_metrics(result.run_dir / "metrics.jsonl")
         scores = [record[task.score] for record in records if record["kind"] == "eval"]

@@ -64,8 +64,9 @@ def _template(tokenizer: Any) -> str:
 def _generation_blocks(messages: Messages, tokenizer: Any) -> list[Span]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    spans: Any  # its annotation says text
     _, spans = render_jinja_template(
-        [list(messages)],
+        [[dict(message) for message in messages]],
         chat_template=_template(tokenizer),
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,

@@ -26,8 +26,9 @@ def fuse_norms(model: nn.Module) -> int:
     fused = 0
     for module in model.modules():
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-        named = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and isinstance(weight, Tensor)
-        if named and weight.is_cuda and weight.numel() and _is_rms_norm(module, weight, eps):
+        if not (isinstance(eps, float) and isinstance(weight, Tensor) and type(module).__name__.endswith("RMSNorm")):
+            continue
+        if weight.is_cuda and weight.numel() and _is_rms_norm(module, weight, eps):
             module.forward = partial(_rms_norm, module)
             fused += 1
     return fused

@@ -77,9 +77,10 @@ def _weight_files(path: str | os.PathLike[str], *, holding: str | None = None) -
 
 def _find(path: str | os.PathLike[str], name: str) -> Path | None:
     try:
-        return Path(cached_file(os.path.expanduser(path), name))
+        found = cached_file(os.path.expanduser(path), name)
     except OSError:
         return None
+    return None if found is None else Path(found)
 
 
 def _load_pickled(file: Path) -> dict[str, Tensor]:

@@ -393,7 +393,8 @@ def _fresh_head(hidden_size: int, *, seed: int) -> Tensor:
 
 
 def _normalisation(config: Any, *, what: str) -> Normalisation:
-    mean, std = (getattr(config, name, None) for name in ("mean", "std"))
+    mean: Any = getattr(config, "mean", None)
+    std: Any = getattr(config, "std", None)
     for name, value in (("mean", mean), ("std", std)):
         if not isinstance(value, int | float) or not math.isfinite(value) or (name == "std" and value <= 0):
             raise ModelLoadError(

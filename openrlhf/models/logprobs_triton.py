@@ -14,7 +14,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _reduce_kernel(
+def _reduce_kernel(  # type: ignore[no-untyped-def]  # a kernel's arguments are Triton's values
     z_ptr, target_ptr, peak_ptr, total_ptr, moment_ptr, chosen_ptr, row_stride, columns, first, factor,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def _reduce_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _gradient_kernel(  # type: ignore[no-untyped-def]  # as above
     z_ptr, dz_ptr, target_ptr, lse_ptr, entropy_ptr, g_ptr, k_ptr, z_stride, dz_stride, columns, first, factor,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -89,7 +89,7 @@ class PackedAttention(StreamAttention):
     def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(
+        output = varlen_attn(
             q_THD,
             k_THD,
             v_THD,
@@ -102,6 +102,8 @@ class PackedAttention(StreamAttention):
             window_size=(-1 if window is None else window - 1, 0),
             **self._options,
         )
+        assert isinstance(output, Tensor)  # a tuple only where more is asked for
+        return output
 
     def _grouped(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None, dropout: float

@@ -134,7 +134,7 @@ class PrefixAttention(StreamAttention):
         from torch.nn.attention.varlen import varlen_attn
 
         keys = self._keys = self._keys or _Keys.of(self._parts, self._starts, device=self._device)
-        return varlen_attn(
+        output = varlen_attn(
             q_UHD,
             k_UHD.index_select(0, keys.positions_K),
             v_UHD.index_select(0, keys.positions_K),
@@ -146,6 +146,8 @@ class PrefixAttention(StreamAttention):
             window_size=(-1 if window is None else window - 1, 0),
             **grouped_heads_option(),
         )
+        assert isinstance(output, Tensor)  # a tuple only where more is asked for
+        return output
 
     def _grouped(
         self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, *, scaling: float, window: int | None, dropout: float

@@ -142,9 +142,9 @@ def _probe_packing(model: Any, *, native_attention: str) -> str:
     expected_windows = _expected_windows(config)
     if witness.windows != expected_windows:
         return f"its layers ask for the windows {witness.windows}, its configuration for {expected_windows}"
-    error = _typical_error(packed_TD, expected_TD, tokens)
-    if not error <= _TOLERANCE.get(expected_TD.dtype, 1e-4):
-        return f"its packed hidden states differ from its own by {error:.1e}"
+    gap = _typical_error(packed_TD, expected_TD, tokens)
+    if not gap <= _TOLERANCE.get(expected_TD.dtype, 1e-4):
+        return f"its packed hidden states differ from its own by {gap:.1e}"
     return ""
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from openrlhf.observability.jsonl import parse_json_line
 from openrlhf.observability.rollout_log import longest_whole, shortened, spread
@@ -175,7 +175,7 @@ def _group_head(records: Sequence[Record]) -> str:
 
 def _parts(record: Record) -> tuple[list[Record], list[Record]]:
     """What was read before the first action, and the rest. Both are empty where the record knows no turns."""
-    turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
+    turns: list[Record] = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
     actions = [i for i, turn in enumerate(turns) if turn.get("action")]
     first = actions[0] if actions else len(turns)
     return turns[:first], turns[first:]
@@ -281,5 +281,5 @@ def mean_rewards(train: Sequence[Record]) -> dict[int, float]:
     return found
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -60,7 +60,7 @@ class Reward:
     @staticmethod
     def each(values: RewardValues) -> list[Reward]:
         """Sample by sample, what a function or server returned for all of them."""
-        scores = values.scores or [None] * len(values.rewards)
+        scores: Sequence[float | None] = values.scores or [None] * len(values.rewards)
         return [
             Reward(reward=reward, score=score, extra_logs={name: logs[i] for name, logs in values.extra_logs.items()})
             for i, (reward, score) in enumerate(zip(values.rewards, scores, strict=True))
