@@ -25,6 +25,10 @@ from openrlhf.utils import waits
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the checkpoints that are written. It grows when an older version could not read them, or would read them wrongly.
+
+0 (checkpoints without a number): the same files, before the number was written. All formats up to this one are read."""
 TRAINING_STATE = "training_state"
 GIB = 1 << 30
 
@@ -105,6 +109,7 @@ class CheckpointFolder:
             logger.warning("%s names %s, which is not there", self.path / "latest", named.name)
         found: list[str] = []
         for candidate in candidates:
+            require_readable(candidate)
             if (damage := damage_of(candidate)) is None:
                 if found:
                     logger.warning("%s is used instead", candidate)
@@ -223,6 +228,20 @@ def written_by_deepspeed(checkpoint: Path) -> bool:
     return any(checkpoint.glob("*model_states.pt"))
 
 
+def require_readable(checkpoint: Path) -> None:
+    """CheckpointError if a later version has written it: it is whole, so an earlier one would be the wrong choice."""
+    try:
+        number = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")).get("format", 0)
+    except (OSError, ValueError, AttributeError):
+        return  # it is damaged, which is found out later
+    if isinstance(number, int) and number > FORMAT:
+        raise CheckpointError(
+            f"{checkpoint} was written in format {number} by a later version of openrlhf, and this version reads "
+            f"formats up to {FORMAT}: continue with that version, or write the name of an earlier checkpoint into "
+            f"{checkpoint.parent / 'latest'}"
+        )
+
+
 def damage_of(checkpoint: Path) -> str | None:
     """What is wrong with the files that resuming reads; None: nothing."""
     try:
@@ -256,7 +275,7 @@ def _manifest(draft: Path, step: int) -> dict[str, object]:
     files = {
         str(path.relative_to(draft)): {"bytes": path.stat().st_size, "crc32": crc} for path, crc in checksums.items()
     }
-    return {"step": step, "files": files}
+    return {"format": FORMAT, "step": step, "files": files}
 
 
 def _checksums(paths: list[Path]) -> dict[Path, int]:

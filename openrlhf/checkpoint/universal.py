@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -108,10 +108,7 @@ class UniversalTensors(Mapping[str, Tensor]):
 
 
 class UniversalStart:
-    """Begins with a universal checkpoint; what is saved from then on are checkpoints of our own.
-
-    Implements `Checkpointer`.
-    """
+    """Begins with a universal checkpoint; what is saved from then on are checkpoints of our own."""
 
     def __init__(
         self,
@@ -134,6 +131,9 @@ class UniversalStart:
     def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
         self._saver.save(step, state, best=best)
 
+    def keep_best(self, step: int) -> None:
+        self._saver.keep_best(step)
+
     def load(self, take_up: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         tensors = self._checkpoint.tensors(self._trained, aliases=self._aliases)
         try:
@@ -143,6 +143,10 @@ class UniversalStart:
         state = self._loop_state(self._checkpoint.steps)
         take_up(state)
         return state
+
+
+if TYPE_CHECKING:
+    _: type[Checkpointer] = UniversalStart
 
 
 def _plain(name: str, aliases: Mapping[str, str]) -> str:

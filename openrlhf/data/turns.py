@@ -64,14 +64,14 @@ def _template(tokenizer: Any) -> str:
 def _generation_blocks(messages: Messages, tokenizer: Any) -> list[Span]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    spans: Any  # its annotation says text
-    _, spans = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [[dict(message) for message in messages]],
         chat_template=_template(tokenizer),
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
         **template_arguments(tokenizer),
     )
+    _, spans = rendered  # its annotation says that these are texts
     return [(start, end) for start, end in spans[0]]
 
 

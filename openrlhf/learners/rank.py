@@ -92,6 +92,8 @@ class RankLearners:
         if self._kl is not None:
             own.last("kl_coef", self._kl.controller.coef)
             if not self._kl.as_loss:
+                assert batch.old_logprobs_A is not None  # from `score`
+                assert batch.reference_logprobs_A is not None
                 kl_A = self._kl.estimator(batch.old_logprobs_A, batch.reference_logprobs_A)
                 own.mean("kl", float(kl_A.sum()), batch.num_actions)
                 costs_A = self._kl.controller.coef * kl_A
@@ -120,7 +122,7 @@ class RankLearners:
             own.merge(self._critic.learner.update(steps))
         if not frozen:
             own.merge(self._policy.update(steps, kl_coef=self._kl.controller.coef if self._kl else 0.0))
-        if self._fitting.shrunk:
+        if self._fitting.shrunk and self._fitting.batching.tokens is not None:
             own.last("perf/max_tokens_per_gpu", self._fitting.batching.tokens)
         metrics = Metrics.merged(self._ranks.gather(own))
         self._adapt_kl(batch, metrics)

@@ -178,13 +178,14 @@ class Step:
         for micro in self._cut_by.cut(self._batch, self._kept):
             packed = self._batch.pack(micro)
             share = packed.tokens.num_tokens / self._tokens
-            weights = [column[packed.rows] for column in self._columns]
+            policy_A, regulariser_A, value_A = (column[packed.rows] for column in self._columns)
             keys = tuple(self._batch.samples[i].key for i in micro)
-            cut.append(MicroBatch(packed, *weights, token_share=share, keys=keys))
+            cut.append(MicroBatch(packed, policy_A, regulariser_A, value_A, token_share=share, keys=keys))
         return cut
 
 
-class SampleInfo(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class SampleInfo:
     """What every rank knows of a sample, whosever it is."""
 
     key: SampleKey

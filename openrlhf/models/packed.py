@@ -18,7 +18,7 @@ import functools
 import inspect
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class PackedAttention(StreamAttention):
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self._groups: list[_Group] | None = None
-        self._options = grouped_heads_option() if cu_seqlens.is_cuda else {}
+        self._options = grouped_heads_option() if cu_seqlens.is_cuda else GroupedHeads()
 
     def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -102,7 +102,7 @@ class PackedAttention(StreamAttention):
             window_size=(-1 if window is None else window - 1, 0),
             **self._options,
         )
-        assert isinstance(output, Tensor)  # a tuple only where more is asked for
+        assert isinstance(output, Tensor)  # a tuple where more is asked for
         return output
 
     def _grouped(
@@ -125,7 +125,13 @@ class PackedAttention(StreamAttention):
 
 
 @functools.cache
-def grouped_heads_option() -> dict[str, bool]:
+class GroupedHeads(TypedDict, total=False):
+    """An argument of `varlen_attn`."""
+
+    enable_gqa: bool
+
+
+def grouped_heads_option() -> GroupedHeads:
     """torch 2.11 takes fewer key heads than query heads as they come; later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn
 

@@ -146,7 +146,7 @@ class PrefixAttention(StreamAttention):
             window_size=(-1 if window is None else window - 1, 0),
             **grouped_heads_option(),
         )
-        assert isinstance(output, Tensor)  # a tuple only where more is asked for
+        assert isinstance(output, Tensor)  # a tuple where more is asked for
         return output
 
     def _grouped(

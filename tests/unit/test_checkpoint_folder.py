@@ -1,5 +1,6 @@
 """The folder of checkpoints: whatever moment a run is killed at, a whole checkpoint is found; what is kept, and damage."""
 
+import json
 import logging
 import os
 import socket
@@ -7,7 +8,7 @@ import socket
 import pytest
 
 from openrlhf.checkpoint.disk import Disk
-from openrlhf.checkpoint.folder import GIB, CheckpointError, CheckpointFolder, Retention, damage_of
+from openrlhf.checkpoint.folder import FORMAT, GIB, MANIFEST, CheckpointError, CheckpointFolder, Retention, damage_of
 
 
 class Killed(BaseException):
@@ -275,6 +276,41 @@ class TestDamage:
     def test_the_model_folder_is_the_users(self, folder):
         (folder.path / "global_step3" / "model" / "config.json").write_text('{"edited": true}')
         assert folder.newest_complete() == folder.path / "global_step3"
+
+
+class TestFormat:
+    """Steps 1 and 2, whose manifests are then changed to what other versions write."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = opened(tmp_path)
+        write(folder, 1)
+        write(folder, 2)
+        return folder
+
+    @staticmethod
+    def change(checkpoint, **fields):
+        manifest = json.loads((checkpoint / MANIFEST).read_text()) | fields
+        kept = {name: value for name, value in manifest.items() if value is not None}
+        (checkpoint / MANIFEST).write_text(json.dumps(kept))
+
+    def test_the_number_is_written(self, folder):
+        assert json.loads((folder.path / "global_step2" / MANIFEST).read_text())["format"] == FORMAT
+
+    def test_an_older_checkpoint_without_a_number_is_read(self, folder, caplog):
+        self.change(folder.path / "global_step2", format=None)
+        assert folder.newest_complete() == folder.path / "global_step2"
+        assert not caplog.records
+
+    def test_a_later_format_is_refused_by_name_although_an_earlier_checkpoint_is_there(self, folder):
+        self.change(folder.path / "global_step2", format=FORMAT + 1)
+        with pytest.raises(CheckpointError, match=rf"global_step2 was written in format {FORMAT + 1} by a later version"):
+            folder.newest_complete()
+
+    def test_the_remedy_of_a_later_format_works(self, folder):
+        self.change(folder.path / "global_step2", format=FORMAT + 1)
+        (folder.path / "latest").write_text("global_step1")
+        assert folder.newest_complete() == folder.path / "global_step1"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.checkpoint.base import NoCheckpoints
+from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
 from openrlhf.checkpoint.universal import UniversalStart, find_universal
 
@@ -53,15 +54,19 @@ def write(folder: Path, backend: TorchBackend, *, prefix: str = "", head: str = 
     return folder
 
 
-def begin(folder: Path, backend: TorchBackend) -> dict:
+def start(folder: Path, backend: TorchBackend, saver: Checkpointer) -> UniversalStart:
     return UniversalStart(
         find_universal(folder),
         backend,
-        NoCheckpoints(),
+        saver,
         trained=[name for name, _ in backend.module.named_parameters()],
         aliases={"head": "score"},
         loop_state=lambda steps: {"steps": steps},
-    ).load(lambda state: None)
+    )
+
+
+def begin(folder: Path, backend: TorchBackend) -> dict:
+    return start(folder, backend, NoCheckpoints()).load(lambda state: None)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["stage 2", "stage 3"])
@@ -74,6 +79,23 @@ def test_a_run_begins_with_its_weights_moments_and_steps(tmp_path, prefix, flat)
     assert measured.keys() == expected.keys()
     assert all(torch.equal(measured[name], tensor) for name, tensor in expected.items())
     assert second.numbers() == first.numbers() == {"steps": 2}
+
+
+def test_what_is_saved_and_what_is_best_goes_to_our_own_checkpoints(tmp_path):
+    class Saver(NoCheckpoints):
+        events: ClassVar[list] = []
+
+        def save(self, step, state, *, best=False):
+            self.events.append(("save", step, state, best))
+
+        def keep_best(self, step):
+            self.events.append(("keep_best", step))
+
+    backend = trained(steps=2)
+    begun = start(write(tmp_path, backend), backend, Saver())
+    begun.save(3, {"steps": 3}, best=True)
+    begun.keep_best(3)
+    assert Saver.events == [("save", 3, {"steps": 3}, True), ("keep_best", 3)]
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
