@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.agents.base import Episode, Player
 from openrlhf.agents.episode_worker import EpisodeSettings
@@ -236,3 +236,7 @@ def hosts_for(episodes: int, *, wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     return max(1, min(-(-episodes // EPISODES_PER_HOST), os.cpu_count() or 1))
+
+
+if TYPE_CHECKING:
+    _: list[type[Episodes]] = [OwnEpisodes, AgentEpisodes]

@@ -50,7 +50,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from concurrent.futures import Future, InvalidStateError
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from openrlhf.agents.host_answers import Answers, Asked
 from openrlhf.agents.host_messages import (
@@ -918,3 +918,7 @@ def _how_it_ended(returncode: int | None) -> str:
         return f"ended with exit code {returncode}"
     name = signal.Signals(-returncode).name
     return f"was killed by {name}" + (" (out of memory?)" if -returncode == signal.SIGKILL else "")
+
+
+if TYPE_CHECKING:
+    _: type[Host] = HostProcess

@@ -9,7 +9,7 @@ import logging
 import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import Context, copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.host import HostClosedError, HostError, HostStartError, RemoteError, Reply
 from openrlhf.agents.host_answers import Answers, Asked
@@ -149,3 +149,9 @@ def _resolve(answer: asyncio.Future[Reply], done: Done) -> None:
         answer.set_exception(HostError(f"its result cannot be read here: {error!r}"))
     else:
         answer.set_result(Reply(value, done.users_seconds, done.slowest))
+
+
+if TYPE_CHECKING:
+    from openrlhf.agents.host import Host
+
+    _: type[Host] = LocalHost

@@ -112,3 +112,7 @@ class AdaptiveKL:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.coef = state["coef"]
+
+
+if TYPE_CHECKING:
+    _: list[type[KLController]] = [FixedKL, AdaptiveKL]

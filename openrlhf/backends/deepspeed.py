@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float 
 
 
 class DeepSpeedBackend:
-    """A module trained by several ranks, with torch's own AdamW and Muon's steps inside. Implements `Backend`.
+    """A module trained by several ranks, with torch's own AdamW and Muon's steps inside.
 
     Every rank computes its share of a step's losses, which are weighted over the whole step, and gradients add up.
     """
@@ -702,3 +702,9 @@ def _splits(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int
                 "again for saving; train this model without tensor parallelism"
             )
     return splits
+
+
+if TYPE_CHECKING:
+    from openrlhf.backends.base import Backend
+
+    _: type[Backend] = DeepSpeedBackend

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def own_device(launch: Launch, visible: int) -> int:
 
 
 class ProcessRanks:
-    """Ranks of torch's default process group. Implements `Ranks`."""
+    """Ranks of torch's default process group."""
 
     def __init__(self, *, tensor_parallel_size: int = 1, owned: bool = True) -> None:
         """So many neighbours share every layer, and so have the same samples. `owned`: the group ends with the run."""
@@ -123,3 +123,7 @@ def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
     else:
         return ALONE
     return ProcessRanks(tensor_parallel_size=tensor_parallel_size)
+
+
+if TYPE_CHECKING:
+    _: type[Ranks] = ProcessRanks

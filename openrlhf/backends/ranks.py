@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """One process trains by itself. Implements `Ranks`."""
+    """One process trains by itself."""
 
     index = 0
     count = 1
@@ -63,3 +63,7 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+if TYPE_CHECKING:
+    _: type[Ranks] = Alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from openrlhf.backends.weights import ModuleWeights
 
 
 class TorchBackend(ModuleWeights):
-    """fp32 master weights, moments and gradient sums, whatever dtype the module computes in. Implements `Backend`.
+    """fp32 master weights, moments and gradient sums, whatever dtype the module computes in.
 
     An fp32 module is its own master. For 16 bits a master copy is kept; each micro-batch's gradient is added to the
     master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step. Losses of
@@ -197,3 +197,9 @@ class TorchBackend(ModuleWeights):
     def _round_into_module(self) -> None:
         for parameter, master in self._shadowed:
             parameter.copy_(master)
+
+
+if TYPE_CHECKING:
+    from openrlhf.backends.base import Backend
+
+    _: type[Backend] = TorchBackend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from openrlhf.backends.finite import not_finite
 
 
 class ModuleWeights:
-    """Of a module that this process has whole. Implements `backends.base.Weights`."""
+    """Of a module that this process has whole."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -37,3 +38,9 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def outline(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+if TYPE_CHECKING:
+    from openrlhf.backends.base import Weights
+
+    _: type[Weights] = ModuleWeights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 
 class Checkpointer(Protocol):
@@ -26,7 +26,7 @@ class Checkpointer(Protocol):
 
 
 class NoCheckpoints:
-    """Keeps nothing. Implements `Checkpointer`."""
+    """Keeps nothing."""
 
     def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
         pass
@@ -36,3 +36,7 @@ class NoCheckpoints:
 
     def load(self, take_up: Callable[[dict[str, Any]], None]) -> None:
         return None
+
+
+if TYPE_CHECKING:
+    _: type[Checkpointer] = NoCheckpoints

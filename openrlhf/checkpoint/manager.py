@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class CheckpointedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalCheckpointedModel:
-    """A model of this process, or this rank's part of one: methods are collective. Implements `CheckpointedModel`."""
+    """A model of this process, or this rank's part of one: methods are collective."""
 
     backend: Backend
     export: Callable[[Path, State, Mapping[str, Tensor] | None], object]
@@ -160,7 +160,7 @@ def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Resume
 
 
 class CheckpointManager:
-    """Writes and reads whole checkpoints. Implements `Checkpointer`."""
+    """Writes and reads whole checkpoints."""
 
     def __init__(
         self,
@@ -261,3 +261,9 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 def _size(parameter: nn.Parameter) -> int:
     """Elements of a parameter, also of one that DeepSpeed has cut up over ranks and left empty here."""
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+if TYPE_CHECKING:
+    from openrlhf.checkpoint.base import Checkpointer
+
+    _: tuple[type[CheckpointedModel], type[Checkpointer]] = (LocalCheckpointedModel, CheckpointManager)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -219,3 +219,7 @@ class ExampleSet(TokenisedSet[Example]):
 
     def _sample(self, index: int) -> Example:
         return self._example(index)
+
+
+if TYPE_CHECKING:
+    _: type[Format] = ExampleFormat

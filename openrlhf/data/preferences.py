@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.data.boundaries import MarkedText
 from openrlhf.data.errors import DataError
@@ -196,3 +196,9 @@ def _margin(value: Any, *, key: str) -> float:
     if not math.isfinite(margin):
         raise DataError(f"its {key!r} must be a number, got {value!r:.80}")
     return margin
+
+
+if TYPE_CHECKING:
+    from openrlhf.data.reading import Format
+
+    _: list[type[Format]] = [PairFormat, JudgedFormat]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.learners.rank import RankLearners
 from openrlhf.learners.samples import SampleMaker
@@ -12,7 +12,7 @@ from openrlhf.types import Group, TrainingBatch
 
 
 class LocalWorkers:
-    """One rank, which has all samples. Implements `learners.base.Workers`."""
+    """One rank, which has all samples."""
 
     def __init__(self, learners: RankLearners, make_samples: SampleMaker) -> None:
         self._learners = learners
@@ -38,3 +38,9 @@ class LocalWorkers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._learners.load_state_dict(state)
+
+
+if TYPE_CHECKING:
+    from openrlhf.learners.base import Workers
+
+    _: type[Workers] = LocalWorkers

@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,10 +107,7 @@ def named(keys: Sequence[SampleKey]) -> str:
 
 
 class Step:
-    """One optimizer step: this rank's samples, cut into micro-batches, and cut again where these do not fit.
-
-    Implements `learners.accumulation.MicroBatchSource`.
-    """
+    """One optimizer step: this rank's samples, cut into micro-batches, and cut again where these do not fit."""
 
     filler = FILLER
 
@@ -316,3 +313,9 @@ def assign_to_ranks(
     for sample in samples:
         shares[rank_of[sample.key._replace(segment=0)]].append(sample)
     return shares
+
+
+if TYPE_CHECKING:
+    from openrlhf.learners.accumulation import MicroBatchSource
+
+    _: type[MicroBatchSource[MicroBatch]] = Step

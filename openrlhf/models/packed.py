@@ -18,7 +18,7 @@ import functools
 import inspect
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -216,3 +216,9 @@ def attend_rows(
             )
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+if TYPE_CHECKING:
+    from openrlhf.models.attention import AttentionPlan
+
+    _: type[AttentionPlan] = StreamAttention

@@ -201,3 +201,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         history.append(record)
         newest[kind] = step
     return history
+
+
+if TYPE_CHECKING:
+    _: list[type[Logger]] = [NullLogger, JsonlLogger, CompositeLogger, WandbLogger, TensorBoardLogger]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 
 class Reduction(Protocol):
@@ -199,3 +199,7 @@ class Metrics:
 
     def __len__(self) -> int:
         return len(self.reductions)
+
+
+if TYPE_CHECKING:
+    _: list[type[Reduction]] = [Mean, Sum, Max, Min, Last, Std]

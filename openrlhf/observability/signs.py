@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from openrlhf.observability.jsonl import JsonLinesWriter, read_json_lines
 
@@ -293,14 +293,14 @@ class Warnings(Protocol):
 
 
 class NoWarnings:
-    """Says nothing: for ranks that have nobody to tell. Implements `Warnings`."""
+    """Says nothing: for ranks that have nobody to tell."""
 
     def after(self, step: int, values: Mapping[str, float], notes: Iterable[str] = ()) -> None:
         pass
 
 
 class RunWarnings:
-    """Says each warning on the terminal and keeps it in warnings.jsonl. Implements `Warnings`."""
+    """Says each warning on the terminal and keeps it in warnings.jsonl."""
 
     def __init__(self, path: Path, say: Callable[[str], None], *, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
         """`earlier`: training records of metrics.jsonl, where a run goes on."""
@@ -331,3 +331,7 @@ def read_warnings(path: Path) -> list[dict[str, Any]]:
                 history = [earlier for earlier in history if earlier["step"] < record["step"]]
             history.append(record)
     return history
+
+
+if TYPE_CHECKING:
+    _: list[type[Warnings]] = [NoWarnings, RunWarnings]

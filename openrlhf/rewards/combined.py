@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest, RewardSource
 
@@ -71,3 +71,7 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in running]
+
+
+if TYPE_CHECKING:
+    _: type[RewardSource] = CombinedReward

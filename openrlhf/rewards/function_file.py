@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openrlhf.agents.host import HostCrashError, HostError, HostProcess, HostStartError, HostTimeoutError, RemoteError
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest
@@ -100,3 +101,9 @@ class FunctionFileReward:
         if error.failure is not None and error.failure.kind == "UserFileError":
             return RewardError(f"--reward.remote_url: {error.failure.text}")
         return RewardError(f"--reward.remote_url: {self._path} could not be loaded: {error}")
+
+
+if TYPE_CHECKING:
+    from openrlhf.rewards.base import RewardSource
+
+    _: type[RewardSource] = FunctionFileReward

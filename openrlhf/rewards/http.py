@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
@@ -309,3 +310,9 @@ async def _accepts_connections(host: str | None, port: int) -> bool:
 def _described(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if TYPE_CHECKING:
+    from openrlhf.rewards.base import RewardSource
+
+    _: type[RewardSource] = HttpReward

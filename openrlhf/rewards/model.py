@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -160,3 +160,9 @@ class RewardModelSource:
         if self._reads_tokens and request.token_ids:
             return self._reader.cut([token_ids.cpu() for token_ids in request.token_ids])
         return self._reader.read(request.queries)
+
+
+if TYPE_CHECKING:
+    from openrlhf.rewards.base import RewardSource
+
+    _: type[RewardSource] = RewardModelSource

@@ -38,7 +38,7 @@ class PairLossSettings:
 
 
 class DPOObjective:
-    """L = mean over the step's pairs of l(h) + c · NLL of the chosen answer. Implements `Objective`."""
+    """L = mean over the step's pairs of l(h) + c · NLL of the chosen answer."""
 
     names = MetricNames(
         evaluation={"loss": "eval_loss", "acc": "acc_mean"}, smoothed={"loss": "loss_mean", "acc": "acc_mean"}
@@ -98,3 +98,9 @@ class DPOObjective:
 
 def _pair_columns(logprobs_P2: Tensor) -> PairLogprobs:
     return PairLogprobs(logprobs_P2[:, 0], logprobs_P2[:, 1])
+
+
+if TYPE_CHECKING:
+    from openrlhf.trainers.supervised import Objective
+
+    _: type[Objective] = DPOObjective

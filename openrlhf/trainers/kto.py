@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class KTOObjective:
-    """L = mean over the step's answers of the KTO loss. Implements `Objective`.
+    """L = mean over the step's answers of the KTO loss.
 
     The reference point z₀ is estimated over the whole step before it is cut: each of its prompts with an answer to
     another prompt. Which answer that is, is settled once for the data set, so that the reference's log-probs of these
@@ -162,3 +162,9 @@ def _partners(prompts: Sequence[bytes], *, seed: int) -> dict[int, int]:
 
 def _prompt(example: Example) -> Tensor:
     return example.token_ids[: int(example.target_mask.int().argmax())]
+
+
+if TYPE_CHECKING:
+    from openrlhf.trainers.supervised import Objective
+
+    _: type[Objective] = KTOObjective

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,7 +16,7 @@ class BalancedObjective:
     """L + c · Σ_m (T_m / T) B_m: the balancing loss of each micro-batch m by its share of the step's tokens.
 
     B is a product of means over tokens that are routed together, so that it depends, a little, on how a step is cut;
-    as one forward it is what transformers' models add to their loss. Implements `Objective`.
+    as one forward it is what transformers' models add to their loss.
     """
 
     def __init__(self, objective: Objective, *, coef: float, top_k: int) -> None:
@@ -59,3 +59,7 @@ class _Asking(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, router_log=self.log, **kwargs)
+
+
+if TYPE_CHECKING:
+    _: type[Objective] = BalancedObjective

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RewardObjective:
-    """L = mean over the step's pairs of l(r_chosen, r_rejected, margin). Implements `Objective`.
+    """L = mean over the step's pairs of l(r_chosen, r_rejected, margin).
 
     A reward is the head's value at a sequence's last token, in fp32.
     """
@@ -68,3 +68,9 @@ def reward_statistics(evaluation: Mapping[str, float]) -> Normalisation | None:
     """What `--reward.normalize_enable` will work with; None where all rewards were equal, or none was measured."""
     mean, std = evaluation.get("reward_mean"), evaluation.get("reward_std")
     return Normalisation(mean, std) if mean is not None and std else None
+
+
+if TYPE_CHECKING:
+    from openrlhf.trainers.supervised import Objective
+
+    _: type[Objective] = RewardObjective

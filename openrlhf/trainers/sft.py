@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SFTObjective:
-    """L = −Σ log π(token | tokens before it) / (number of targets in the step). Implements `Objective`.
+    """L = −Σ log π(token | tokens before it) / (number of targets in the step).
 
     A mean over the tokens of the whole step: a token counts the same whatever micro-batch it is in.
     """
@@ -52,3 +52,9 @@ class SFTObjective:
 def pack(examples: Sequence[Example]) -> PackedTokens:
     """Examples end to end; their targets are the actions."""
     return PackedTokens.from_sequences([e.token_ids for e in examples], [e.target_mask for e in examples])
+
+
+if TYPE_CHECKING:
+    from openrlhf.trainers.supervised import Objective
+
+    _: type[Objective] = SFTObjective

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class WholeSet(NamedTuple):
 
 
 class SupervisedMicroBatches:
-    """A step as it was scheduled, until that does not fit into memory. Implements `MicroBatchSource`."""
+    """A step as it was scheduled, until that does not fit into memory."""
 
     filler: Sequence[int] = ()
 
@@ -352,3 +352,9 @@ def measure(
     own = Metrics.merged(share.metrics for share in shares(objective, module, WholeSet(samples, cut[ranks.index])))
     values = Metrics.merged(ranks.gather(own)).values()
     return {name: values[source] for source, name in objective.names.evaluation.items() if source in values}
+
+
+if TYPE_CHECKING:
+    from openrlhf.learners.accumulation import MicroBatchSource
+
+    _: type[MicroBatchSource[Batch]] = SupervisedMicroBatches

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from openrlhf.utils import waits
 
@@ -117,3 +117,7 @@ class BackgroundRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.close()
+
+
+if TYPE_CHECKING:
+    _: type[LoopRunner] = BackgroundRunner

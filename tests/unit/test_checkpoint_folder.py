@@ -304,7 +304,9 @@ class TestFormat:
 
     def test_a_later_format_is_refused_by_name_although_an_earlier_checkpoint_is_there(self, folder):
         self.change(folder.path / "global_step2", format=FORMAT + 1)
-        with pytest.raises(CheckpointError, match=rf"global_step2 was written in format {FORMAT + 1} by a later version"):
+        with pytest.raises(
+            CheckpointError, match=rf"global_step2 was written in format {FORMAT + 1} by a later version"
+        ):
             folder.newest_complete()
 
     def test_the_remedy_of_a_later_format_works(self, folder):
