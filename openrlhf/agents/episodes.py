@@ -186,7 +186,7 @@ class AgentEpisodes:
         try:
             with waits.doing("at the engine", turn=True):
                 yield
-            waits.beat()
+            waits.mark_progress()
         except EngineError as error:
             self._engine_failure = error
             raise

@@ -352,7 +352,7 @@ class HostProcess:
         """A process has died under them and others: they run alone."""
         self._said: set[str] = set()
         _hosts.add(self)
-        waits.neighbours.add(self)
+        waits.peers.add(self)
 
     # ------------------------------------------------------------------------------------ for callers
 
@@ -398,7 +398,7 @@ class HostProcess:
                 self._kill(process)
 
     def stacks(self) -> dict[str, str]:
-        """As `waits.Neighbour` gives them."""
+        """As `waits.PeerProcesses` gives them."""
         shown = {}
         for process in list(self._processes):
             calls = list(process.running.values())

@@ -353,7 +353,7 @@ class DeepSpeedBackend:
             with _gathered([parameter for _, parameter in group]):
                 for name, parameter in group:
                     yield name, self._join(name, parameter.detach())
-            waits.beat()
+            waits.mark_progress()
         yield from saved_buffers(self._module)
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:

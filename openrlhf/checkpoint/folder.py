@@ -289,5 +289,5 @@ def _checksum(path: Path) -> int:
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
-    waits.beat()
+    waits.mark_progress()
     return value

@@ -90,7 +90,7 @@ class _ShardWriter:
         if self._shard and self._held_bytes + size > self._shard_bytes:
             self._flush()
         self._shard[name] = _copy(tensor)
-        waits.beat()
+        waits.mark_progress()
         self._held_bytes += size
 
     def _flush(self) -> None:

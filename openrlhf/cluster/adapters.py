@@ -1,9 +1,9 @@
 """Small adapters between the loop's parts and worker groups on Ray.
 
-GroupSleep, EngineSleep     optimizer states and engines that leave their device and come back
-NodeUsage                   how busy and how full the devices of a run are, node by node
-RewardRanks                 reward models on their ranks: a forward that the driver waits for
-RemoteCheckpointedModel                    models that ranks train, for the checkpoints that the driver writes
+GroupSleep, EngineSleep  optimizer states and engines that leave their device and come back
+NodeUsage                how busy and how full the devices of a run are, node by node
+RewardRanks              reward models on their ranks: a forward that the driver waits for
+RemoteCheckpointedModel  models that ranks train, for the checkpoints that the driver writes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from openrlhf.rewards.base import RewardGoneError
 from openrlhf.rewards.batching import Forward, Item
 
 SLEEP_DEADLINE = 600.0
-"""Of moving state off a device or back, in seconds."""
+"""Seconds in which state must have moved off a device, or back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class GroupSleep:
 
 
 USAGE_DEADLINE = 60.0
-"""Of an answer, in seconds."""
+"""Seconds in which a rank must have answered."""
 
 
 class NodeUsage:
-    """Asks everybody who has a device. Metrics call a node by its address."""
+    """The use of all devices of the run, by node. A node's name in metrics is its address."""
 
     def __init__(self, groups: Iterable[WorkerGroup], engines: RayEngines) -> None:
         self._groups = list(dict.fromkeys(groups))
@@ -78,22 +78,22 @@ def by_node(answers: Sequence[tuple[str, Usage]]) -> dict[str, Usage]:
 
 
 REWARD_DEADLINE = 600.0
-"""Of one forward, in seconds."""
+"""Seconds that one forward of a reward model may take."""
 
 
 class RewardRanks:
-    """Reward models, before and after their ranks are there."""
+    """Reward models on ranks. It is made before the ranks have started; `bind` connects it to them."""
 
     def __init__(self) -> None:
         self._group: WorkerGroup | None = None
         self.threads = ThreadPoolExecutor(thread_name_prefix="reward-ranks")
-        """Where forwards are waited for."""
+        """The threads that wait for forwards, so that the event loop goes on."""
 
     def bind(self, group: WorkerGroup) -> None:
         self._group = group
 
     def forward(self, model: int) -> Forward:
-        """Of the so-manieth reward model."""
+        """The forward of the reward model with this index."""
         return lambda items: self._judge(model, items)
 
     def _judge(self, model: int, items: Sequence[Item]) -> list[float]:
@@ -109,7 +109,8 @@ class RewardRanks:
 
 
 def split(items: Sequence[Item], ranks: int) -> list[list[Item]]:
-    """A share for every rank, of about as many tokens; neighbours, who share a beginning, stay together."""
+    """Split items into one list per rank, with about as many tokens each. Adjacent items stay together: they share a
+    prompt, which is then computed once."""
     shares: list[list[Item]] = [[] for _ in range(ranks)]
     for item, rank in zip(items, by_middle([len(item.token_ids) for item in items], parts=ranks), strict=True):
         shares[rank].append(item)
@@ -117,7 +118,7 @@ def split(items: Sequence[Item], ranks: int) -> list[list[Item]]:
 
 
 CHECKPOINT_DEADLINE = 3600.0
-"""Of writing or reading a model, in seconds."""
+"""Seconds that writing or reading a model may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class RemoteCheckpointedModel:
 
     group: WorkerGroup
     name: str
-    """In a checkpoint, and of the model on its ranks."""
+    """The name of the model's folder in a checkpoint, and of the model on its ranks."""
 
     def expected_bytes(self, *, resumable: bool) -> int:
         return self._call("expected_bytes", resumable=resumable)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openrlhf.cluster.beacons import Beacon, lit_here
+from openrlhf.cluster.stack_probes import ProbeAddress, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rollout.base import EngineError
 from openrlhf.types import Generation, SamplingParams
@@ -42,8 +42,8 @@ class EngineShell(Seat):
         self._client: Any = None
         self._meter: UsageMeter | None = None
 
-    async def beacon(self) -> Beacon:
-        return lit_here()
+    async def install_stack_probe(self) -> ProbeAddress:
+        return install_here()
 
     async def start(self, build: Callable[[], tuple[Any, Any]], folder: str, *seats: list[str]) -> list[ProcessId]:
         """`build` makes the engine and the client of its weight transfers. `seats`: of all its devices.

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf.cluster.beacons import Beacons
 from openrlhf.cluster.engine_shell import EngineShell, ProcessId, Seat, kill_processes
+from openrlhf.cluster.health import HealthWatch, ReplacementBudget
 from openrlhf.cluster.launch import Placed, alive_nodes
-from openrlhf.cluster.placement import Place, Role
-from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
+from openrlhf.cluster.placement import Placement, Role
+from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.cluster.workers import Calls, WorkerError, gone
 from openrlhf.observability.usage import Usage
 from openrlhf.rollout.base import EngineError, LostRequestError
@@ -58,12 +58,12 @@ class EngineLostError(EngineError):
 class EngineSlot:
     """An engine's place on the cluster, and the process that sits there now."""
 
-    def __init__(self, placed: Placed, places: Sequence[Place], build: Callable[[], tuple[Any, Any]]) -> None:
+    def __init__(self, placed: Placed, places: Sequence[Placement], build: Callable[[], tuple[Any, Any]]) -> None:
         """`places`: of its devices, the first of which has its process."""
         import ray
 
         first, *others = places
-        self.name = f"vLLM engine {first.seat.rank} on {placed.address(first)}"
+        self.name = f"vLLM engine {first.slot.rank} on {placed.address(first)}"
         self._node = placed.node_id(first)
         self._options = placed.options(first) | {"max_concurrency": MOST_REQUESTS}
         self._build = build
@@ -80,7 +80,7 @@ class EngineSlot:
         devices = [seat.devices.remote() for seat in (self.actor, *self._seats)]
         self.start = self.actor.start.remote(self._build, os.getcwd(), *devices)
         """Answers with its processes."""
-        self._beacons = Beacons([self.name], [self.actor.beacon.remote()])
+        self._stack_probes = StackProbes([self.name], [self.actor.install_stack_probe.remote()])
 
     def wait(self, *, deadline: float) -> None:
         """Until the engine samples. Raises WorkerError, and EngineLostError if its node is gone."""
@@ -89,7 +89,7 @@ class EngineSlot:
         end = time.monotonic() + deadline
         # Of a node that is gone Ray says nothing to who waits for a process there: it waits for the node's return.
         while not ray.wait([self.start], timeout=5.0)[0]:
-            waits.beat()  # a start has a deadline of its own, and until then who has to wait for it does not stall
+            waits.mark_progress()  # a start has its own deadline; until then a wait for it is no stall
             self.require_node()
             if time.monotonic() > end:
                 raise WorkerError(f"waited {deadline:g} s to start: {self.name}")
@@ -134,9 +134,9 @@ class RayEngines:
         `health_timeout`: an engine with requests that gives no sign of life for so many seconds is lost; 0: it has all
         the time.
         """
-        places: dict[int, list[Place]] = {}
-        for place in sorted(placed.plan.places(Role.ENGINE), key=lambda place: place.seat.part):
-            places.setdefault(place.seat.rank, []).append(place)
+        places: dict[int, list[Placement]] = {}
+        for place in sorted(placed.plan.placements(Role.ENGINE), key=lambda place: place.slot.part):
+            places.setdefault(place.slot.rank, []).append(place)
         self._slots = [EngineSlot(placed, places[rank], build) for rank in sorted(places)]
         self._balancer = Balancer(len(self._slots))
         self._max_model_len = max_model_len

@@ -1,4 +1,4 @@
-"""A Ray cluster to run on — one that is there, or one of our own — and a plan made real on it."""
+"""The connection to a Ray cluster, an existing one or one of our own, and the reservation of a plan's devices on it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf.cluster.beacons import LOOKING
-from openrlhf.cluster.placement import Fit, Node, Place, PlacementPlan, fit
+from openrlhf.cluster.placement import Fit, Node, Placement, PlacementPlan, fit
+from openrlhf.cluster.stack_probes import LOOKING
 from openrlhf.config.errors import ConfigError
 from openrlhf.utils import interrupts, waits
 from openrlhf.utils.parent_death import RUN_FOLDER
@@ -29,26 +29,26 @@ START_TRIES = 3
 WORKER = "openrlhf_worker"
 """Ray resource that counts workers where there are no GPUs: `ray start --resources '{"openrlhf_worker": 8}'`."""
 WORKERS_PER_CORE = 4
-"""On a Ray of our own without GPUs: so many may share a core."""
+"""On a Ray of our own without GPUs: how many workers may share a core."""
 NODE_LABEL = "ray.io/node-id"
 LONGEST_FOLDER = 107 - len("/orlhf-01234567/r/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
-"""Of a temporary folder that Ray's may be in: a socket's path has at most 107 bytes."""
+"""The longest path of a temporary folder in which Ray can work: the path of a socket has at most 107 bytes."""
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be had, or cannot hold the run. The message is all a user needs."""
+    """The cluster cannot be reached, or has no room for the run. The message is all that a user needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """What a device is to Ray."""
+    """How Ray accounts for a device."""
 
     resource: str
     cpus: int
-    """CPUs that come with one."""
+    """CPUs that are reserved with one device."""
 
     def options(self, share: float) -> dict[str, Any]:
-        """Of a Ray actor that takes this share of a device."""
+        """The options of a Ray actor that takes this share of a device."""
         if self.resource == "GPU":
             return {"num_gpus": share, "num_cpus": share * self.cpus}
         if self.resource == "CPU":
@@ -57,12 +57,12 @@ class DeviceKind:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """A whole one."""
+        """The resources of one whole device."""
         return {self.resource: 1.0} | ({"CPU": float(self.cpus)} if self.cpus else {})
 
 
 def device_kind(resources: list[Mapping[str, float]]) -> DeviceKind:
-    """GPUs where a node has one; else workers where a node counts them; else a CPU is a worker."""
+    """GPUs if any node has one; otherwise the resource `WORKER` if any node has it; otherwise CPUs."""
     if any(node.get("GPU") for node in resources):
         return DeviceKind("GPU", cpus=1)
     return DeviceKind(WORKER if any(node.get(WORKER) for node in resources) else "CPU", cpus=0)
@@ -70,7 +70,7 @@ def device_kind(resources: list[Mapping[str, float]]) -> DeviceKind:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of the Ray that this process is connected to."""
+    """The nodes of the Ray cluster that this process is connected to."""
 
     node_ids: tuple[str, ...]
     kind: DeviceKind
@@ -78,13 +78,13 @@ class Cluster:
 
     @property
     def devices_per_node(self) -> int:
-        """Of a group that leaves it to the machine: the fewest of a node that has any; without GPUs 1."""
+        """The size of a group whose flags do not give it: the smallest number of GPUs of any node; without GPUs 1."""
         return (
             min((node.devices for node in self.total if node.devices), default=1) if self.kind.resource == "GPU" else 1
         )
 
     def free(self) -> list[Node]:
-        """What nobody uses at this moment."""
+        """The resources of each node that are not in use at this moment."""
         from ray._private.state import available_resources_per_node
 
         now = available_resources_per_node()
@@ -100,11 +100,11 @@ def _node(resources: Mapping[str, float], kind: DeviceKind) -> Node:
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[Cluster]:
-    """While open this process is connected to Ray: to RAY_ADDRESS if there is one, else to a Ray of its own.
+    """While open, this process is connected to Ray: to RAY_ADDRESS if it is set, otherwise to a Ray of its own.
 
-    A Ray of its own is one machine's and this user's: it listens on loopback, and its folder is private. Whatever was
-    started for it ends with it, also after Ctrl-C; if this process is killed, Ray sees to that itself. Raises
-    ClusterError.
+    A Ray of its own runs on this machine alone and serves this user alone: it listens on loopback, and its folder is
+    private. All of its processes end with it, also after Ctrl-C; if this process is killed, Ray ends them itself.
+    Raises ClusterError.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     joins = address not in ("", "local")
@@ -118,7 +118,8 @@ def ray_cluster() -> Iterator[Cluster]:
         raise ClusterError("this run needs Ray: pip install -e '.[ray]' in the repository") from error
     from ray._raylet import Config
 
-    Config.initialize("")  # who imported Ray before has shown it another environment
+    # Ray reads the environment when it is imported. It may have been imported before the variables above were set.
+    Config.initialize("")
     with contextlib.nullcontext() if joins else private_folder() as folder:
         try:
             try:
@@ -142,7 +143,7 @@ def _join(address: str) -> None:
 
 
 def _start(folder: Path) -> None:
-    """A Ray of one machine and one user."""
+    """Start a Ray of one machine and one user."""
     with _handlers_kept(), _servers_of_our_own():
         _init(
             address="local",
@@ -154,10 +155,10 @@ def _start(folder: Path) -> None:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """For Ray's session: sockets, logs and what it spills. Ray opens its own folder to everybody, so it is inside one
-    that only this user may enter.
+    """A folder for Ray's session (sockets, logs, spilled objects) inside a folder that only this user may enter.
 
-    It is removed at the end, unless a run has failed on it: then the logs of its processes are wanted.
+    Ray makes its own folder readable for all users; the outer folder prevents that. The folder is removed at the end,
+    unless the run has failed: then the logs of its processes are wanted.
     """
     place = _short_folder(os.environ)
     try:
@@ -183,7 +184,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def _short_folder(environment: Mapping[str, str]) -> str:
-    """Where Ray itself would make its folder, unless paths of sockets there would be longer than systems allow."""
+    """The folder that Ray itself would use, or /tmp where the paths of its sockets would be too long for the system."""
     for name in ("RAY_TMPDIR", "TMPDIR"):
         if wanted := environment.get(name):
             if len(os.path.abspath(wanted)) <= LONGEST_FOLDER:
@@ -194,10 +195,11 @@ def _short_folder(environment: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _servers_of_our_own() -> Iterator[None]:
-    """Inside, `ray.init` starts servers that listen on loopback, and that signals to this process's group do not reach.
+    """Inside, `ray.init` starts servers that listen on loopback and are not in this process's process group.
 
-    Ray has no option for either. It knows loopback as the way of systems that cannot have clusters. Its servers share
-    the group of whoever starts them: a SIGTERM to the group ended them first, and the run had nobody to ask any more.
+    Ray has no option for either. It listens on loopback only on systems that cannot have clusters, so it is told that
+    this is one. Its servers join the process group of their parent, where a SIGTERM to the group would end them before
+    the run has stopped.
     """
     from ray._private import ray_constants, services
 
@@ -214,7 +216,7 @@ def _servers_of_our_own() -> Iterator[None]:
 
 
 def _init(**options: Any) -> None:
-    """`ray.init`. A node of one's own has half a minute to start, whatever else the machine does: it is tried again."""
+    """`ray.init`, tried again when a node of our own has not started within Ray's half minute on a busy machine."""
     import ray
 
     for left in reversed(range(START_TRIES)):
@@ -229,7 +231,7 @@ def _init(**options: Any) -> None:
 
 
 def cannot_join(address: str, error: Exception) -> ClusterError:
-    """Why, as far as Ray knows. It sends no token to an address it is told unless RAY_AUTH_MODE says so."""
+    """Why a cluster cannot be joined. Ray sends a token to a given address only if RAY_AUTH_MODE is set."""
     if "AuthenticationError" in f"{error} {error.__cause__}":
         return ClusterError(
             f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and put its head's token into "
@@ -252,17 +254,17 @@ def _connected() -> Cluster:
 
 
 def alive_nodes() -> set[str]:
-    """Ids of the nodes that Ray has at this moment."""
+    """The ids of the nodes that are alive at this moment."""
     import ray
 
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def authentication(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the environment of a Ray of our own is to say about tokens.
+    """The environment variables that make a Ray of our own ask for a token.
 
-    Who reaches the ports of a Ray may run anything on it. So it asks for a token: the user's, where there is one,
-    else one that is made for this run and written nowhere. RAY_AUTH_MODE decides otherwise.
+    Anyone who reaches the ports of a Ray can run any code on it. So it asks for a token: the user's, if there is one,
+    otherwise one that is made for this run and written nowhere. If the user has set RAY_AUTH_MODE, that decides.
     """
     if "RAY_AUTH_MODE" in environment:
         return {}
@@ -272,7 +274,7 @@ def authentication(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_reachable(address: str, *, seconds: float = 5.0) -> None:
-    """Ray itself tries for many minutes to reach a head node that is not there. Raises ClusterError."""
+    """Check that a head node answers, because Ray itself would try for many minutes. Raises ClusterError."""
     if address == "auto":
         return
     if "://" in address:
@@ -294,7 +296,7 @@ def require_reachable(address: str, *, seconds: float = 5.0) -> None:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; what it means for a run is decided in `utils.interrupts`."""
+    """Restore the handler of SIGTERM, which Ray replaces by its own; `utils.interrupts` decides what it does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -302,7 +304,7 @@ def _handlers_kept() -> Iterator[None]:
     exits = False
     try:
         yield
-    except SystemExit as end:  # so Ray answers to one that comes while it starts
+    except SystemExit as end:  # this is how Ray answers a SIGTERM that comes while it starts
         if end.code != signal.SIGTERM:
             raise
         exits = True
@@ -326,41 +328,41 @@ class Placed:
     groups: tuple[Any, ...]
     """Ray placement groups, one per pool."""
 
-    def options(self, place: Place) -> dict[str, Any]:
-        """Of the Ray actor that sits there."""
+    def options(self, place: Placement) -> dict[str, Any]:
+        """The options of the Ray actor with this placement."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        return self.cluster.kind.options(place.seat.share) | {
+        return self.cluster.kind.options(place.slot.share) | {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.groups[place.pool], placement_group_bundle_index=place.bundle
             )
         }
 
     def table(self) -> str:
-        """The plan, and the node of everybody."""
+        """The plan as a table, and the nodes of each pool."""
         lines = [self.plan.table()]
         for pool in self.plan.pools:
-            nodes = dict.fromkeys(self.node_id(place) for role in pool.roles for place in self.plan.places(role))
+            nodes = dict.fromkeys(self.node_id(place) for role in pool.roles for place in self.plan.placements(role))
             lines.append(f"{pool.name} on node {', '.join(nodes)}")
         return "\n".join(lines)
 
-    def address(self, place: Place) -> str:
-        """Of its node, for people."""
+    def address(self, place: Placement) -> str:
+        """The network address of the placement's node, for messages."""
         import ray
 
         node_id = self.node_id(place)
         return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}.get(node_id, node_id)
 
-    def node_id(self, place: Place) -> str:
+    def node_id(self, place: Placement) -> str:
         return _bundle_nodes(self.plan, self.fit, self.cluster)[place.pool][place.bundle]
 
 
 @contextlib.contextmanager
 def placed(plan: PlacementPlan, cluster: Cluster, *, deadline: float = 60.0) -> Iterator[Placed]:
-    """While open the plan's devices are this run's.
+    """While open, the plan's devices are reserved for this run.
 
-    A plan that the cluster could never hold is refused at once; what others use now is waited for until the deadline.
-    Raises ClusterError.
+    A plan that the cluster could never hold is refused at once. If other runs use some of the devices now, this waits
+    for them until the deadline. Raises ClusterError.
     """
     from ray.util import placement_group, remove_placement_group
 
@@ -373,7 +375,8 @@ def placed(plan: PlacementPlan, cluster: Cluster, *, deadline: float = 60.0) -> 
             groups.append(
                 placement_group(
                     [cluster.kind.bundle] * len(nodes),
-                    # Where a bundle goes is settled, so that Ray cannot decide otherwise, and then wait for room.
+                    # The node of each bundle is fixed by `fit`. Left free, Ray might place the bundles of one group so
+                    # that a later group has no room, and then wait for ever.
                     bundle_label_selector=[{NODE_LABEL: node} for node in nodes],
                 )
             )

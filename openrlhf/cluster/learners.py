@@ -55,7 +55,7 @@ class RayWorkers:
 
     @classmethod
     def of(cls, groups: Mapping[Role, WorkerGroup], make_samples: SampleMaker, steps: StepSettings) -> RayWorkers:
-        """From the group of each role; those of one crew have the same."""
+        """From the group of each role; those of one spec have the same."""
         policy = groups[Role.ACTOR]
         critic, reference = (
             None if groups.get(role) in (None, policy) else groups[role] for role in (Role.CRITIC, Role.REFERENCE)
@@ -73,7 +73,7 @@ class RayWorkers:
             keys[ranks] = [{sample.key for sample in share} for share in shares]
             references[ranks] = [(ray.put(PackedSamples.of(share)),) for share in shares]
         for group in self._groups:
-            group.call("hold", shares=references[len(group)], deadline=DEADLINE)
+            group.call("load_samples", shares=references[len(group)], deadline=DEADLINE)
         return HeldBatch(self._rounds, shaped.metrics, keys)
 
     def score(self, batch: HeldBatch) -> None:
@@ -102,13 +102,13 @@ class RayWorkers:
 
     def _send(self, name: str, source: WorkerGroup, target: WorkerGroup, batch: HeldBatch) -> None:
         """A column from those who have it to those who need it; a rank fetches from those it shares samples with."""
-        references = source.produce("give", name, deadline=DEADLINE)
+        references = source.call_remote_ref("export_column", name, deadline=DEADLINE)
         theirs = batch.keys[len(source)]
         needed = [
             [reference for reference, keys in zip(references, theirs, strict=True) if keys & own]
             for own in batch.keys[len(target)]
         ]
-        target.call("take", name, shares=needed, deadline=DEADLINE)
+        target.call("import_column", name, shares=needed, deadline=DEADLINE)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._policy.call("state_dict", deadline=DEADLINE)[0]

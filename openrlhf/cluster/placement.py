@@ -1,9 +1,10 @@
-"""Who sits on which device: a pure function from what a run asks for to a plan, and whether a cluster can hold it.
+"""Placement: which worker gets which device, as a pure function of the configuration, and whether a cluster has room.
 
     configuration → `requested` → `PlacementRequest` → `plan` → `PlacementPlan` → `fit` → a node for every block
 
-A plan is made of pools, whose members share devices. A pool is made of blocks that each stay on one node, a block of
-bundles of one device each, and in a bundle sits one worker of every role that shares it. Nothing here knows Ray.
+A plan consists of pools; the roles of a pool share its devices. A pool consists of blocks, and each block stays on one
+node. A block consists of bundles of one device each. A bundle has a slot for one worker of every role that shares the
+device. Nothing here knows Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from openrlhf.config.errors import ConfigError
 
 
 class Role(StrEnum):
-    """Who needs devices, by the section of its flags."""
+    """A part of the run that needs devices, named like the section of its flags."""
 
     ACTOR = "actor"
     CRITIC = "critic"
@@ -29,7 +30,7 @@ class Role(StrEnum):
 
 
 class Size(NamedTuple):
-    """Workers of a group. None at all: as many as those it shares devices with."""
+    """The number of workers of a group. 0: as many as the group whose devices it shares."""
 
     nodes: int
     per_node: int
@@ -41,25 +42,25 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """What a run asks for: only the groups it needs, and who shares."""
+    """The devices that a run asks for: the groups that it needs, and which of them share."""
 
     groups: Mapping[Role, Size]
-    """Models that are trained or asked; the actor first."""
+    """The models that are trained or run forward; the actor first."""
     engines: int = 0
-    """vLLM engines; 0: none."""
+    """The number of vLLM engines; 0: none."""
     parts: int = 1
-    """Devices of an engine."""
+    """The number of devices of one engine."""
     size_in_flags: str = "--vllm.tensor_parallel_size 1"
-    """How these are asked for."""
+    """The flags that asked for `parts`, for error messages."""
     colocate_all: bool = False
     colocate_actor_ref: bool = False
     colocate_critic_reward: bool = False
     asynchronous: bool = False
-    """Generation goes on while training: then engines have devices of their own."""
+    """Engines generate during training, so they have devices of their own unless `async_share_device` is set."""
     async_share_device: bool = False
-    """… unless they are to share nevertheless."""
+    """Engines share the actor's devices although the run is asynchronous."""
     cpus_per_device: int = 1
-    """CPUs that come with a device; 0 where workers are counted and cores are shared."""
+    """CPUs that are reserved with a device; 0 where a "device" is a worker on a CPU and workers share cores."""
 
     @property
     def engines_share(self) -> bool:
@@ -68,7 +69,7 @@ class PlacementRequest:
 
     @property
     def sharing(self) -> list[list[Role]]:
-        """Roles that share devices, set by set; whose devices they are comes first."""
+        """The sets of roles that share devices. The first role of a set (its host) decides how many there are."""
         if self.colocate_all:
             sets = [[Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.REWARD]]
         else:
@@ -87,27 +88,27 @@ class PlacementRequest:
         return needed
 
 
-class Seat(NamedTuple):
-    """One worker, or one part of an engine, on a device."""
+class DeviceSlot(NamedTuple):
+    """The place of one worker, or of one part of an engine, on a device."""
 
     role: Role
     rank: int
-    """In its group; of an engine, which one."""
+    """The worker's rank in its group, or the index of the engine."""
     share: float
-    """Of the device, as Ray counts it. Memory is not divided by it."""
+    """The fraction of the device that Ray accounts for. It does not limit memory."""
     part: int = 0
-    """Of an engine: which of its devices."""
+    """For an engine: the index of the device among the engine's devices."""
 
 
-Bundle = tuple[Seat, ...]
-"""One device, and who sits there."""
+Bundle = tuple[DeviceSlot, ...]
+"""One device: the slots of the workers that share it."""
 Block = tuple[Bundle, ...]
-"""Devices of one node."""
+"""Devices that must be on one node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """Devices that the same roles share: one Ray placement group."""
+class DevicePool:
+    """The devices that the same roles share. It becomes one Ray placement group."""
 
     roles: tuple[Role, ...]
     blocks: tuple[Block, ...]
@@ -121,21 +122,21 @@ class Pool:
         return [bundle for block in self.blocks for bundle in block]
 
 
-class Place(NamedTuple):
-    """Where somebody sits in a plan."""
+class Placement(NamedTuple):
+    """A slot and its position in the plan."""
 
     pool: int
     bundle: int
-    """In its pool, counted over its blocks."""
-    seat: Seat
+    """The index of the bundle in its pool, counted over all blocks."""
+    slot: DeviceSlot
 
 
 class ProcessGroupSpec(NamedTuple):
-    """Roles that live in the same processes, one on each of their devices."""
+    """Roles that share processes: one process on each of their devices."""
 
     roles: tuple[Role, ...]
-    places: list[Place]
-    """By rank; a seat's share is that of all its roles."""
+    placements: list[Placement]
+    """The placements by rank. The share of each slot is the sum over the roles."""
 
     @property
     def name(self) -> str:
@@ -145,47 +146,47 @@ class ProcessGroupSpec(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     request: PlacementRequest
-    pools: tuple[Pool, ...]
+    pools: tuple[DevicePool, ...]
 
     @property
     def devices(self) -> int:
         return sum(len(pool.bundles) for pool in self.pools)
 
-    def places(self, role: Role) -> list[Place]:
-        """Of a role's workers, by rank; of engines, by engine and part."""
+    def placements(self, role: Role) -> list[Placement]:
+        """The placements of a role's workers, by rank; for engines by engine, then by part."""
         found = [
-            Place(pool_index, bundle_index, seat)
+            Placement(pool_index, bundle_index, slot)
             for pool_index, pool in enumerate(self.pools)
             for bundle_index, bundle in enumerate(pool.bundles)
-            for seat in bundle
-            if seat.role is role
+            for slot in bundle
+            if slot.role is role
         ]
-        return sorted(found, key=lambda place: (place.seat.rank, place.seat.part))
+        return sorted(found, key=lambda place: (place.slot.rank, place.slot.part))
 
-    def crews(self) -> list[ProcessGroupSpec]:
-        """The models' processes. Roles that share their devices, all of them, share processes too: one device context,
-        and nothing to be sent from one to the other. Engines have their own."""
+    def process_groups(self) -> list[ProcessGroupSpec]:
+        """The processes of the models. Roles with exactly the same devices share processes too: they need one device
+        context, and nothing is sent from one to the other. Engines always have their own processes."""
         found = []
         for pool in self.pools:
-            sizes = {role: len(self.places(role)) for role in pool.roles if role is not Role.ENGINE}
+            sizes = {role: len(self.placements(role)) for role in pool.roles if role is not Role.ENGINE}
             for size in dict.fromkeys(sizes.values()):
                 roles = tuple(role for role, own in sizes.items() if own == size)
-                share = round(sum(self.places(role)[0].seat.share for role in roles), 2)
-                places = self.places(roles[0])
-                found.append(ProcessGroupSpec(roles, [p._replace(seat=p.seat._replace(share=share)) for p in places]))
+                share = round(sum(self.placements(role)[0].slot.share for role in roles), 2)
+                places = self.placements(roles[0])
+                found.append(ProcessGroupSpec(roles, [p._replace(slot=p.slot._replace(share=share)) for p in places]))
         return found
 
     def table(self) -> str:
-        """For people: one line per role, pool by pool."""
+        """The plan as a table to read: one line per role, pool by pool."""
         rows = [("devices", "role", "workers", "share")]
         for pool in self.pools:
             devices = f"{len(pool.blocks)} × {len(pool.blocks[0])}"
             for role in pool.roles:
-                seats = [place.seat for place in self.places(role)]
-                workers = str(len(seats))
+                slots = [place.slot for place in self.placements(role)]
+                workers = str(len(slots))
                 if role is Role.ENGINE and self.request.parts > 1:
                     workers = f"{self.request.engines} × {self.request.parts}"
-                rows.append((devices, role, workers, f"{seats[0].share:g}"))
+                rows.append((devices, role, workers, f"{slots[0].share:g}"))
                 devices = ""
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -195,10 +196,10 @@ class PlacementPlan:
 def requested(
     config: RLConfig, *, devices_per_node: int, engines_by_default: bool, cpus_per_device: int = 1
 ) -> PlacementRequest:
-    """What a configuration asks of a cluster whose nodes have `devices_per_node` (on CPU: 1, a worker).
+    """The request of a configuration to a cluster whose nodes have `devices_per_node` (on CPU: 1 worker).
 
-    `engines_by_default`: with the number of engines unset there are as many as fill the actor's devices, else none.
-    Raises ConfigError.
+    `engines_by_default`: where --vllm.num_engines is not given, there are as many engines as fill the actor's devices;
+    otherwise there are none. Raises ConfigError.
     """
     needed = {
         Role.ACTOR: True,
@@ -224,7 +225,8 @@ def requested(
         async_share_device=train.async_share_device,
         cpus_per_device=cpus_per_device,
     )
-    # Left to the machine, a guest is as large as its host.
+    # A group whose size was not given, on devices that belong to another group, is as large as that group. This must
+    # follow the first request, because only its `sharing` says which group is a guest on whose devices.
     unset = {role for role, section in zip(needed, sections, strict=True) if section.num_gpus_per_node is None}
     guests = {role for roles in request.sharing for role in roles[1:]} & unset
     groups = {role: Size(0, 0) if role in guests else size for role, size in request.groups.items()}
@@ -235,35 +237,35 @@ def requested(
 
 
 def plan(request: PlacementRequest) -> PlacementPlan:
-    """Give every worker its device. Raises ConfigError where sharing cannot work."""
+    """Give every worker its device. Raises ConfigError where the groups cannot share as they are asked to."""
     return PlacementPlan(request, tuple(_pool(request, roles) for roles in request.sharing))
 
 
-def _pool(request: PlacementRequest, roles: Sequence[Role]) -> Pool:
+def _pool(request: PlacementRequest, roles: Sequence[Role]) -> DevicePool:
     host = roles[0]
-    share = 100 // len(roles) / 100
+    share = 100 // len(roles) / 100  # rounded down to a hundredth, so that the shares never add up to more than 1
     parts = request.parts
-    if host is Role.ENGINE:  # an engine stays on one node; two may go anywhere
+    if host is Role.ENGINE:  # each engine is a block of its own: its parts stay on one node, engines may be apart
         size = Size(request.engines, parts)
     else:
         size = request.groups[host]
-    seats: list[list[Seat]] = [[] for _ in range(size.total)]
+    slots: list[list[DeviceSlot]] = [[] for _ in range(size.total)]
     for role in roles:
         if role is Role.ENGINE:
             if host is not Role.ENGINE:
                 _check_engines_fit_the_actor(request, size)
-            for device, bundle in enumerate(seats):
-                bundle.append(Seat(role, device // parts, share, device % parts))
+            for device, bundle in enumerate(slots):
+                bundle.append(DeviceSlot(role, device // parts, share, device % parts))
         else:
             for rank in range(_workers(request, role, host)):
-                seats[rank].append(Seat(role, rank, share))
-    bundles = [tuple(bundle) for bundle in seats]
+                slots[rank].append(DeviceSlot(role, rank, share))
+    bundles = [tuple(bundle) for bundle in slots]
     starts = range(0, size.total, size.per_node)
-    return Pool(tuple(roles), tuple(tuple(bundles[start : start + size.per_node]) for start in starts))
+    return DevicePool(tuple(roles), tuple(tuple(bundles[start : start + size.per_node]) for start in starts))
 
 
 def _workers(request: PlacementRequest, role: Role, host: Role) -> int:
-    """Of a group on its host's devices: its own number if it has one, on the first devices."""
+    """The number of workers of a group on its host's devices. If it is smaller than the host, it has the first ones."""
     available, wanted = request.groups[host].total, request.groups[role].total
     if wanted > available or (0 < wanted < available and not request.colocate_all):
         flag = "--train.colocate_all" if request.colocate_all else f"--train.colocate_{host}_{role}"
@@ -302,7 +304,7 @@ def _engines_on(devices: int, request: PlacementRequest) -> int:
 
 
 class Node(NamedTuple):
-    """What a machine of the cluster has to give."""
+    """The resources of one machine of the cluster."""
 
     devices: int
     cpus: int
@@ -310,16 +312,16 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A node for every block of a plan, or what is short."""
+    """The result of `fit`: a node for every block of a plan, or the reason why it does not fit."""
 
     nodes: tuple[tuple[int, ...], ...] = ()
     """[pool][block] → index of the node; empty if the plan does not fit."""
     problem: str = ""
-    """One line; empty if the plan fits."""
+    """Why the plan does not fit, and which flags would make it fit, in one line; empty if it fits."""
 
 
 def fit(plan: PlacementPlan, nodes: Sequence[Node]) -> Fit:
-    """Where the blocks of a plan go, or what is short and which flags would make it fit."""
+    """Find a node for every block of a plan, or say what is missing and which flags would make the plan fit."""
     found = _assign(plan, nodes)
     if found is not None:
         return Fit(nodes=found)
@@ -329,9 +331,11 @@ def fit(plan: PlacementPlan, nodes: Sequence[Node]) -> Fit:
 
 
 def _assign(plan: PlacementPlan, nodes: Sequence[Node]) -> tuple[tuple[int, ...], ...] | None:
-    """Best fit, largest block first: exact where each size divides the next larger one, as those of machines do.
+    """Best fit, largest block first. None: no node has room for some block.
 
-    A block goes to the node with the least room that holds it, so that neighbours stay together and whole nodes free.
+    A block goes to the node with the least room that still holds it, so that whole nodes stay free for large blocks.
+    Bin packing is hard in general, but this greedy order is exact where each block size divides the next larger one
+    (1, 2, 4, 8 devices), as the sizes of machines and groups do.
     """
     free = [node.devices for node in nodes]
     per_device = plan.request.cpus_per_device
@@ -375,7 +379,12 @@ def _listed(devices: Sequence[int]) -> str:
 
 
 def _remedies(request: PlacementRequest, nodes: Sequence[Node], *, at_most: int = 2) -> Iterator[str]:
-    """Flags that make a request fit, one set of each kind, the mildest first."""
+    """Flags that make a request fit: at most one set of each kind, the mildest kind first.
+
+    The kinds are: share devices, use fewer engines, use more nodes with fewer devices each, use fewer devices. The
+    last three are also tried together with sharing. A candidate is a whole request that goes through `plan` and
+    `_assign` like the user's own, so that the advice is never wrong: the flags it names do fit this cluster.
+    """
     sharing = list(_ways_to_share(request))
     bases = [("", request), *sharing]
     kinds = (
@@ -386,7 +395,7 @@ def _remedies(request: PlacementRequest, nodes: Sequence[Node], *, at_most: int 
     )
     given: list[str] = []
     for kind in kinds:
-        # More flags than some that suffice are no second way.
+        # Flags that begin with a set that was already given are that set and something unnecessary.
         others = (flags for flags, other in kind if not flags.startswith(tuple(given)) and _fits(other, nodes))
         if len(given) < at_most and (flags := next(others, None)) is not None:
             given.append(flags)
@@ -401,7 +410,7 @@ def _fits(request: PlacementRequest, nodes: Sequence[Node]) -> bool:
 
 
 Way = tuple[str, PlacementRequest]
-"""Flags to add, and what the run would ask for with them."""
+"""Flags to add, and the request that the run would make with them."""
 
 
 def _ways_to_share(request: PlacementRequest) -> Iterator[Way]:
@@ -417,7 +426,7 @@ def _ways_to_share(request: PlacementRequest) -> Iterator[Way]:
 
 
 def _filled(flags: str, request: PlacementRequest) -> Way:
-    """With as many engines as the devices they share hold."""
+    """The same request with as many engines as fill the actor's devices, where engines share them."""
     if not request.engines or not request.engines_share:
         return flags, request
     engines = max(1, request.groups[Role.ACTOR].total // request.parts)
@@ -444,7 +453,7 @@ def _spread_out(flags: str, request: PlacementRequest, nodes: Sequence[Node]) ->
 
 
 def _smaller(bases: Sequence[Way]) -> Iterator[Way]:
-    """Half of the workers per node in every group that has more, again and again, and engines to match."""
+    """Halve the largest number of workers per node until it is 1, in every group that has more, with fewer engines."""
     per_node = max(size.per_node for _, request in bases for size in request.groups.values()) // 2
     while per_node:
         for flags, request in bases:

@@ -1,4 +1,4 @@
-"""In a rank's process: what it offers to those who call it. The samples it has now, its models, and their verbs."""
+"""The service of a rank: the samples of the current round, the models of this process, and the calls they answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from openrlhf.weight_sync.probe import Probe
 
 
 class Sequences(NamedTuple):
-    """What a reward model is to read, on its way to a rank."""
+    """The sequences that a reward model is to judge, in the form in which Ray carries them to a rank."""
 
     token_ids: list[np.ndarray]
     shared: list[int]
@@ -38,7 +38,7 @@ class Sequences(NamedTuple):
 
 
 class Sleeper(Protocol):
-    """Something that leaves the device and comes back."""
+    """Something whose state can leave the device and come back."""
 
     def sleep(self) -> None: ...
 
@@ -46,33 +46,33 @@ class Sleeper(Protocol):
 
 
 class Sent(NamedTuple):
-    """Weights that were sent."""
+    """The result of sending weights to engines."""
 
     buckets: int
     version: int
-    """Rounds that they were trained in."""
+    """The number of rounds that the weights were trained for."""
     probed: list[float]
-    """The policy's log-probs of a probe; none without one."""
+    """The policy's log-probs of a probe; empty if no probe was asked for."""
 
 
 class WeightSender(Protocol):
     """The trainer's side of transfers."""
 
     def connect(self, client: Any) -> None:
-        """To the engines that a client speaks to."""
+        """Connect to the engines behind this client."""
         ...
 
     def send(self) -> int:
-        """All weights; returns the number of buckets."""
+        """Send all weights. Returns the number of buckets."""
         ...
 
     def probe(self, probe: Probe) -> list[float]:
-        """The policy's log-probs of its tokens."""
+        """The policy's log-probs of the probe's tokens."""
         ...
 
 
 class RankService:
-    """A rank of models that live in the same process. Methods are called on all ranks of a group at once."""
+    """A rank of models that share a process. Each method is called on all ranks of a group at the same time."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class RankService:
         self._judges = judges
         self._sleepers = sleepers
 
-    def hold(self, share: PackedSamples) -> None:
+    def load_samples(self, share: PackedSamples) -> None:
         self._batch = TrainingBatch(samples=share.samples())
 
-    def give(self, name: str) -> Column:
+    def export_column(self, name: str) -> Column:
         return Column.of(self._batch, name)
 
-    def take(self, name: str, *parts: Column) -> None:
+    def import_column(self, name: str, *parts: Column) -> None:
         setattr(self._batch, name, Column.for_batch(self._batch, parts))
 
     def judge(self, model: int, sequences: Sequences) -> list[float]:
@@ -123,16 +123,16 @@ class RankService:
             sleeper.wake()
 
     def release(self) -> None:
-        """Give back what this process's allocator has kept for later."""
+        """Return the memory that this process's allocator caches to the device."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 class PolicyService(RankService):
-    """A rank of the policy, and of what lives in the same process."""
+    """A rank of the policy, and of the models that share its process."""
 
-    def __init__(self, learners: RankLearners, weights: WeightSender, **beside: Any) -> None:
-        super().__init__(**beside)
+    def __init__(self, learners: RankLearners, weights: WeightSender, **service_options: Any) -> None:
+        super().__init__(**service_options)
         self._learners = learners
         self._weights = weights
 
@@ -162,8 +162,8 @@ class PolicyService(RankService):
 class CriticService(RankService):
     """A rank of a critic that has processes of its own."""
 
-    def __init__(self, learners: CriticLearners, **beside: Any) -> None:
-        super().__init__(**beside)
+    def __init__(self, learners: CriticLearners, **service_options: Any) -> None:
+        super().__init__(**service_options)
         self._learners = learners
 
     def score(self) -> None:
@@ -179,8 +179,8 @@ class CriticService(RankService):
 class ReferenceService(RankService):
     """A rank of a reference model that has processes of its own."""
 
-    def __init__(self, scorer: Scorer, **beside: Any) -> None:
-        super().__init__(**beside)
+    def __init__(self, scorer: Scorer, **service_options: Any) -> None:
+        super().__init__(**service_options)
         self._scorer = scorer
 
     def score(self) -> None:

@@ -1,4 +1,4 @@
-"""A rank's samples on their way there: a few long columns instead of thousands of short tensors."""
+"""Samples and columns as Ray carries them: a few long arrays instead of thousands of short tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from openrlhf.types import SEGMENT_COLUMNS, SampleKey, Segment, TrainingBatch, TrainingSample
 
 TRAINED_COLUMNS = tuple(name for name in SEGMENT_COLUMNS if name != "turn_ends")
-"""Credit per turn was given before samples travel: ranks need not know where turns end."""
+"""The columns that ranks need. Credit per turn is given before samples are sent, so `turn_ends` is not among them."""
 
 
 class _Header(NamedTuple):
-    """What of a sample is no column."""
+    """The fields of a sample that are not token columns."""
 
     key: SampleKey
     tokens: int
@@ -29,7 +29,7 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """`TrainingSample`s, end to end."""
+    """`TrainingSample`s laid end to end."""
 
     headers: list[_Header]
     columns: dict[str, np.ndarray]
@@ -59,7 +59,7 @@ class PackedSamples:
         )
 
     def samples(self) -> list[TrainingSample]:
-        """In memory of their own: what Ray hands out may not be written to."""
+        """The samples again. The arrays are copied once, because Ray's arrays are read-only."""
         columns = {name: torch.from_numpy(column.copy()) for name, column in self.columns.items()}
         rewards_A = torch.from_numpy(self.rewards_A.copy())
         compared_A = None if self.compared_A is None else torch.from_numpy(self.compared_A.copy())
@@ -92,11 +92,11 @@ def _end_to_end(columns: Sequence[Tensor]) -> np.ndarray:
 
 
 class Column(NamedTuple):
-    """One number for every action token of some samples, on its way to those who need some of them."""
+    """One number for every action token of some samples, in the form in which ranks exchange it."""
 
     keys: list[SampleKey]
     values: list[np.ndarray]
-    """[A] of each sample."""
+    """For each sample its numbers, [A]."""
 
     @staticmethod
     def of(batch: TrainingBatch, name: str) -> Column:
@@ -107,6 +107,6 @@ class Column(NamedTuple):
 
     @staticmethod
     def for_batch(batch: TrainingBatch, parts: Sequence[Column]) -> Tensor:
-        """[A] of a batch whose samples the parts know."""
+        """The column of a batch, [A], put together from parts that hold all of its samples."""
         known = {key: values for part in parts for key, values in zip(part.keys, part.values, strict=True)}
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(known[s.key] for s in batch.samples)]))

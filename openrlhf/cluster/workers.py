@@ -1,4 +1,4 @@
-"""Worker groups: the ranks of a crew as Ray actors, each where the plan puts it, called all at once."""
+"""Worker groups: the ranks of some models as Ray actors, each on the device that the plan gives it, called together."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from openrlhf.cluster.beacons import Beacon, Beacons, lit_here
-from openrlhf.cluster.devices import local_device
 from openrlhf.cluster.launch import Placed
 from openrlhf.cluster.placement import ProcessGroupSpec, Role
+from openrlhf.cluster.stack_probes import ProbeAddress, StackProbes, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.utils import waits
 
 LOOK_SECONDS = 1.0
-"""How often somebody who waits looks up."""
+"""How often a wait for answers checks whether it was given up."""
 
-BEREAVED = 5.0
-"""Seconds in which, after one rank has failed, another may turn out to be gone: a collective fails sooner than Ray says
-whose fault it was."""
+DEATH_NOTICE_SECONDS = 5.0
+"""After one rank has failed, how long Ray may take to report another's death. When a rank dies, the collectives of
+the others fail sooner than Ray reports the death, and the death is the cause that the user must see."""
 
 
 class WorkerError(RuntimeError):
@@ -32,21 +31,20 @@ class WorkerError(RuntimeError):
     def __init__(self, message: str, *, reason: BaseException | None = None, details: str = "") -> None:
         super().__init__(message)
         self.reason = reason
-        """What was raised there; None: it died, or did not answer."""
+        """The exception that was raised there; None: the process died, or did not answer."""
         self.details = details
-        """And its traceback."""
+        """The traceback of `reason`."""
 
 
 class Calls:
-    """Waits for the answers of actors that have names."""
+    """Waits for the answers of named actors."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
     def wait(self, calls: Sequence[Any], what: str, seconds: float) -> list[Any]:
-        """All answers, one of each actor. Whoever fails first ends the wait: the others may be waiting for it too.
-
-        Raises WorkerError.
+        """All answers, one of each actor. The first failure ends the wait, because the other actors may never answer:
+        they may be waiting for the one that has failed. Raises WorkerError.
         """
         import ray
 
@@ -69,14 +67,14 @@ class Calls:
                         if gone is None:
                             raise
                         raise gone from error
-                    waits.beat()
+                    waits.mark_progress()
         return ray.get(list(calls))
 
     def _gone_among(self, pending: Sequence[Any], calls: Sequence[Any]) -> WorkerError | None:
-        """Who is gone, of those that have not answered."""
+        """The error of the first actor that turns out to be dead, of those that have not answered; None: all live."""
         import ray
 
-        end = time.monotonic() + BEREAVED
+        end = time.monotonic() + DEATH_NOTICE_SECONDS
         while pending and time.monotonic() < end:
             done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
             for call in done:
@@ -100,24 +98,24 @@ class Calls:
 
 
 def gone(name: str, error: Exception) -> WorkerError:
-    """With what Ray says of it, less its guesses."""
+    """The error of an actor that has died, with Ray's message but without Ray's list of possible causes."""
     why = str(error).strip().splitlines()[-1].split("Some common causes")[0].strip()
     return WorkerError(f"{name} is gone: {why}")
 
 
-class Shell:
-    """The inside of a worker's process: a rank's place among the others, and the service it makes there."""
+class WorkerActor:
+    """The actor in a worker's process: it knows its rank among the others, and owns the service that is built there."""
 
     def __init__(self) -> None:
         self._service: Any = None
         self._meter: UsageMeter | None = None
 
-    def beacon(self) -> Beacon:
-        """To look at this process by. Asked once, before anything can hang."""
-        return lit_here()
+    def install_stack_probe(self) -> ProbeAddress:
+        """Install this process's stack probe. It is the first call, made before anything can hang."""
+        return install_here()
 
     def address(self, *, on_one_node: bool) -> tuple[str, int]:
-        """Where ranks can meet: this node, and a port that nobody uses there."""
+        """The address at which the ranks form their process group: this node, and a free port on it."""
         import ray
 
         with socket.socket() as probe:
@@ -125,9 +123,9 @@ class Shell:
             return "127.0.0.1" if on_one_node else ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def start(self, rank: int, count: int, meeting: tuple[str, int], folder: str, build: Callable[[], Any]) -> None:
-        """Tell libraries who this process is, as torchrun does, and make the service. `meeting`: of rank 0.
+        """Set the environment variables that torchrun would set, and build the service.
 
-        `folder`: where the run was started, for the relative paths of its flags.
+        `meeting`: the address of rank 0. `folder`: where the run was started; relative paths in flags begin there.
         """
         import ray
 
@@ -145,25 +143,25 @@ class Shell:
         self._meter = UsageMeter()
 
     def usage(self) -> tuple[str, Usage]:
-        """This node, and what its device did since the last call."""
+        """The address of this node, and the use of its device since the last call."""
         import ray
 
         assert self._meter is not None, "a worker that has started has one"
         return ray.util.get_node_ip_address(), self._meter.take()
 
     def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any], *fetched: Any) -> Any:
-        """`fetched` follow the others: object references that Ray has brought here."""
+        """Call a method of the service. `fetched`: further arguments, which Ray has fetched from object references."""
         return getattr(self._service, method)(*arguments, *fetched, **options)
 
-    def produce(self, method: str, arguments: tuple[Any, ...]) -> tuple[None, Any]:
-        """The answer stays here for whoever needs it; the first value says that it is there."""
+    def call_remote_ref(self, method: str, arguments: tuple[Any, ...]) -> tuple[None, Any]:
+        """Call a method and keep its answer in Ray's object store. The first value says that the call has ended."""
         return None, self.call(method, arguments, {})
 
 
 class WorkerGroup:
-    """The ranks of a crew. Its processes end with `close`."""
+    """The ranks of some models: one process on each of their devices. The processes end with `close`."""
 
-    def __init__(self, placed: Placed, crew: ProcessGroupSpec, build: Callable[[], Any]) -> None:
+    def __init__(self, placed: Placed, spec: ProcessGroupSpec, build: Callable[[], Any]) -> None:
         """`build` is called once in every rank's process, where it may meet the others (`backends.process_group`).
 
         Nothing is waited for: see `ready`.
@@ -171,13 +169,14 @@ class WorkerGroup:
         import ray
 
         self._order = threading.Lock()
-        """Several threads call; all ranks take their calls in one order, or collectives would wait for each other."""
-        shell = ray.remote(Shell)
-        self._actors = [shell.options(**placed.options(place)).remote() for place in crew.places]
-        names = [f"{crew.name} rank {rank} on {placed.address(place)}" for rank, place in enumerate(crew.places)]
+        """Held while a call is sent to all ranks. Several threads call; if two ranks got them in different orders,
+        their collectives would wait for each other for ever."""
+        actor_class = ray.remote(WorkerActor)
+        self._actors = [actor_class.options(**placed.options(place)).remote() for place in spec.placements]
+        names = [f"{spec.name} rank {rank} on {placed.address(place)}" for rank, place in enumerate(spec.placements)]
         self._calls = Calls(names)
-        self._beacons = Beacons(names, [actor.beacon.remote() for actor in self._actors])
-        nodes = {placed.node_id(place) for place in crew.places}
+        self._stack_probes = StackProbes(names, [actor.install_stack_probe.remote() for actor in self._actors])
+        nodes = {placed.node_id(place) for place in spec.placements}
         meeting, folder = self._actors[0].address.remote(on_one_node=len(nodes) == 1), os.getcwd()
         self._starts = [
             actor.start.remote(rank, len(self._actors), meeting, folder, build)
@@ -199,9 +198,9 @@ class WorkerGroup:
         shares: Sequence[Sequence[Any]] | None = None,
         **options: Any,
     ) -> list[Any]:
-        """What every rank's service answers, by rank. `shares`: more arguments, each rank its own.
+        """The answers of all ranks' services, by rank. `shares`: further arguments, different for each rank.
 
-        Those that are object references are fetched by their rank alone. Raises WorkerError as soon as one rank does.
+        An object reference in `shares` is fetched by its rank alone. Raises WorkerError as soon as one rank fails.
         """
         own = [()] * len(self._actors) if shares is None else shares
         with self._order:
@@ -212,13 +211,13 @@ class WorkerGroup:
         return self._calls.wait(calls, f"for {method}", deadline)
 
     def usage(self, *, deadline: float) -> list[tuple[str, Usage]]:
-        """Of every rank's device since the last call, with its node."""
+        """The use of every rank's device since the last call, with the address of its node."""
         return self._calls.wait([actor.usage.remote() for actor in self._actors], "for usage", deadline)
 
-    def produce(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
-        """References to the answers, by rank, which stay where they are until somebody fetches them."""
+    def call_remote_ref(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
+        """Ray references to the answers, by rank; each stays on its rank's node until another process fetches it."""
         with self._order:
-            pairs = [actor.produce.options(num_returns=2).remote(method, arguments) for actor in self._actors]
+            pairs = [actor.call_remote_ref.options(num_returns=2).remote(method, arguments) for actor in self._actors]
         self._calls.wait([done for done, _ in pairs], f"for {method}", deadline)
         return [reference for _, reference in pairs]
 
@@ -233,17 +232,36 @@ class WorkerGroup:
 def worker_groups(
     placed: Placed, build: Callable[[tuple[Role, ...]], Any], *, deadline: float
 ) -> Iterator[dict[Role, WorkerGroup]]:
-    """The group of every role while open, started all at once; those of one crew have the same.
+    """While open: the worker group of every role. All groups start at once; roles that share processes share a group.
 
-    `build(roles)` makes the service of a rank, in its process. Whatever happens, no process is left. Raises
-    WorkerError.
+    `build(roles)` makes the service of a rank, in its process. At the end all processes are ended, also after an
+    error. Raises WorkerError.
     """
     with contextlib.ExitStack() as held:
         groups: dict[Role, WorkerGroup] = {}
-        for crew in placed.plan.crews():
-            group = WorkerGroup(placed, crew, functools.partial(build, crew.roles))
+        for spec in placed.plan.process_groups():
+            group = WorkerGroup(placed, spec, functools.partial(build, spec.roles))
             held.callback(group.close)
-            groups |= dict.fromkeys(crew.roles, group)
+            groups |= dict.fromkeys(spec.roles, group)
         for group in dict.fromkeys(groups.values()):
             group.ready(deadline=deadline)
         yield groups
+
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def local_device(given: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Index, among the visible devices, of the first that Ray gave this worker (`given`: its accelerator ids).
+
+    Usually Ray makes no other device visible to a worker, and the index is 0. With
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (or the HIP or ROCR one) Ray leaves the variable alone: a worker sees
+    the devices that its node was started with, and its own is one of them. So the index is looked up in the variable.
+    """
+    if not given:
+        return 0
+    for name in VISIBLE:
+        visible = [device.strip() for device in environment.get(name, "").split(",")]
+        if given[0] in visible:
+            return visible.index(given[0])
+    return int(given[0])

@@ -63,7 +63,7 @@ def accumulate(
                     loss += share
                     if not math.isfinite(share):
                         odd.append(micro)
-                    waits.beat()
+                    waits.mark_progress()
                     continue
                 except torch.OutOfMemoryError as error:
                     overflow = Overflow(*cut.size(micro), ranks.index)

@@ -67,7 +67,7 @@ class Scorer:
             packed = batch.pack(micro)
             try:
                 result[packed.rows] = self._forward(self._module, packed.tokens.to(self._device)).float().cpu()
-                waits.beat()
+                waits.mark_progress()
                 continue
             except torch.OutOfMemoryError as error:
                 overflow = Overflow(packed.tokens.num_tokens, len(micro), self._ranks.index)

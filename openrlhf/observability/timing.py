@@ -70,7 +70,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `name`, also when it raises."""
         self._charge()
-        waits.beat()
+        waits.mark_progress()
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
         self._on_phase(name)

@@ -2,7 +2,7 @@
 
     60 s, 120 s, 240 s, …   a line says what is waited for
     at a wait's deadline    whoever waits gives up, with an error that names it; the stacks of everybody are kept
-    nothing ever happens    the same for all waits: no sign of life here or in any neighbour for `stall_seconds`
+    nothing ever happens    the same for all waits: no sign of life here or in any peer for `stall_seconds`
 
 A wait that cannot be made to fail, because its thread is inside a call that does not come back, ends the process.
 """
@@ -63,7 +63,7 @@ class Watchdog:
         self._folder: Path | None = None
         self._numbers = itertools.count(1)
         self._next_lines: dict[Wait, float] = {}
-        self._pulse: tuple[Hashable, ...] = ()
+        self._progress: tuple[Hashable, ...] = ()
         self._moved = time.monotonic()
         self._stalls = False
         """Whether the absence of any sign of life counts now."""
@@ -105,8 +105,8 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.write(f"\n== coroutines\n{_coroutines()}")
-            for neighbour in list(waits.neighbours):
-                for name, text in _stacks(neighbour).items():
+            for peer in list(waits.peers):
+                for name, text in _stacks(peer).items():
                     file.write(f"\n== {name}\n{text.rstrip()}\n")
                     file.flush()
         return path
@@ -129,7 +129,7 @@ class Watchdog:
                 logger.exception("the watchdog failed")
 
     def _look(self) -> None:
-        self._feel_pulse()
+        self._notice_progress()
         open_waits = waits.open_waits()
         self._next_lines = {wait: self._next_lines.get(wait, self._first_line) for wait in open_waits}
         for wait in open_waits:
@@ -147,16 +147,16 @@ class Watchdog:
                 f"nothing has happened for {seconds} s (--train.stall_timeout {seconds}): {'; '.join(during)}",
             )
 
-    def _feel_pulse(self) -> None:
-        pulse = waits.pulse()
-        if pulse != self._pulse:
-            self._pulse, self._moved = pulse, time.monotonic()
+    def _notice_progress(self) -> None:
+        token = waits.progress_token()
+        if token != self._progress:
+            self._progress, self._moved = token, time.monotonic()
 
     def _idle_seconds(self) -> float:
         """Since anything happened anywhere. Neighbours are asked only when it matters: it takes a while."""
         idle = time.monotonic() - self._moved
         if idle >= self._stall_seconds:
-            elsewhere = min(map(_idle_seconds, list(waits.neighbours)), default=idle)
+            elsewhere = min(map(_idle_seconds, list(waits.peers)), default=idle)
             self._moved = max(self._moved, time.monotonic() - elsewhere)
             idle = min(idle, elsewhere)
         return idle
@@ -218,15 +218,15 @@ def _await_chain(task: asyncio.Task[object]) -> list[traceback.FrameSummary]:
     return frames
 
 
-def _idle_seconds(neighbour: waits.Neighbour) -> float:
+def _idle_seconds(peer: waits.PeerProcesses) -> float:
     try:
-        return neighbour.idle_seconds()
+        return peer.idle_seconds()
     except Exception:  # one that cannot be asked is no sign of life
         return float("inf")
 
 
-def _stacks(neighbour: waits.Neighbour) -> dict[str, str]:
+def _stacks(peer: waits.PeerProcesses) -> dict[str, str]:
     try:
-        return neighbour.stacks()
+        return peer.stacks()
     except Exception as error:  # one that cannot be asked hides nobody else's
-        return {type(neighbour).__name__: f"not to be had: {error!r}"}
+        return {type(peer).__name__: f"not to be had: {error!r}"}

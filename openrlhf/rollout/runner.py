@@ -74,7 +74,7 @@ class EpisodeRunner:
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
         with waits.activity(f"prompt {prompt.ordinal} sample {sample}"):
             trajectory = await self._play_episode(prompt, sample, sampling_params)
-        waits.beat()
+        waits.mark_progress()
         return trajectory
 
     async def _play_episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
@@ -120,7 +120,7 @@ class EpisodeRunner:
                 )
             with waits.activity(f"prompt {group.prompt.ordinal}"), waits.doing("being judged"):
                 rewards = await self._reward.score(RewardRequest.of(question))
-            waits.beat()
+            waits.mark_progress()
         except RewardError as error:
             self._note_unjudged(error)
             judged = {t.key: t.as_failed(str(error)) for t in open_}

@@ -123,7 +123,7 @@ class _Rank:
         return self._distribution.loading(model_dtype(self._config.ds.param_dtype, self._device))
 
 
-def engine_on_a_seat(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
+def build_engine(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
     """One of so many engines, and the client of its weight transfers. One that sleeps does so from the start."""
     from openrlhf.rollout.vllm.engine import VllmEngine
     from openrlhf.weight_sync.vllm_transfer import EngineClient

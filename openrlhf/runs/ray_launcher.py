@@ -27,7 +27,7 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
 from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.preflight import reading_model
-from openrlhf.runs.ranks import engine_on_a_seat, rank_service
+from openrlhf.runs.ranks import build_engine, rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
 from openrlhf.runs.rl_models import ACTOR, CRITIC, sample_maker, step_settings
 from openrlhf.runs.settings import model_dtype
@@ -98,7 +98,7 @@ class RayLauncher:
             load_reward_reader(path, self.config),
             self.reward_ranks.forward(number),
             policy_tokenizer=self.tokenizer,
-            max_batch_tokens=self.config.scoring_tokens_per_gpu * len(self.placed.plan.places(Role.REWARD)),
+            max_batch_tokens=self.config.scoring_tokens_per_gpu * len(self.placed.plan.placements(Role.REWARD)),
             executor=self.reward_ranks.threads,
         )
 
@@ -153,7 +153,7 @@ class RayLauncher:
     @contextlib.contextmanager
     def engines(self) -> Iterator[RayEngines]:
         """They may still be starting."""
-        make = functools.partial(engine_on_a_seat, self.config, engines=self.placed.plan.request.engines)
+        make = functools.partial(build_engine, self.config, engines=self.placed.plan.request.engines)
         engines = RayEngines(
             self.placed,
             make,

@@ -324,7 +324,7 @@ def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[Mi
     """
     share_of = objective.begin(module, batch)
     for micro in batch.micro_batches:
-        waits.beat()
+        waits.mark_progress()
         if micro:
             yield share_of(micro)
         else:

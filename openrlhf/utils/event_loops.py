@@ -49,7 +49,7 @@ class LoopThread:
                     future.cancel()
                     wait.check()
                     raise TimeoutError(f"waited {deadline:g} s {what}")
-        waits.beat()
+        waits.mark_progress()
         return future.result()
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
-"""A process that others on its machine can look at, also while its interpreter is held: how it is, and what it does.
+"""The stack probe: other processes on the machine can see a process's stacks and its last sign of life.
 
-Its beacon is a file without a name: its time is that of the last sign of life (`waits.pulse`), and a signal makes the
-process write its stacks into it. `/proc` lets other processes of the same user open it. Standard library only.
+It works also while the process holds its interpreter lock and answers no call. The probe is a file without a name. Its
+modification time is that of the last sign of life (`waits.progress_token`), and a signal makes the process write its
+stacks into it (faulthandler needs no interpreter for that). Other processes of the same user open it through `/proc`.
+Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -19,38 +21,39 @@ from typing import IO, NamedTuple
 from openrlhf.utils import waits
 
 ASK = signal.SIGUSR2
-BEAT_SECONDS = 5.0
+TOUCH_SECONDS = 5.0
+"""How often the file's time is brought up to date."""
 ANSWER_SECONDS = 1.0
-"""How long a process has to write its stacks: no interpreter is needed for it, but it must be running."""
+"""How long a process has to write its stacks. It needs no interpreter for that, but it must not be stopped."""
 
 
 class Address(NamedTuple):
-    """Where a process's beacon is, on its machine."""
+    """Where a process's probe is on its machine."""
 
     pid: int
     descriptor: int
 
 
-def lit() -> Address:
-    """Give this process a beacon, for as long as it lives."""
+def install() -> Address:
+    """Give this process a stack probe, for as long as it lives."""
     file = tempfile.TemporaryFile()  # noqa: SIM115
     faulthandler.register(ASK, file, all_threads=True)
-    threading.Thread(target=_beat, args=(file,), name="beacon", daemon=True).start()
+    threading.Thread(target=_touch, args=(file,), name="stack-probe", daemon=True).start()
     return Address(os.getpid(), file.fileno())
 
 
-def _beat(file: IO[bytes]) -> None:
+def _touch(file: IO[bytes]) -> None:
     before = None
     while True:
-        now = waits.pulse()
+        now = waits.progress_token()
         if now != before:
             before = now
             os.utime(file.fileno())
-        time.sleep(BEAT_SECONDS)
+        time.sleep(TOUCH_SECONDS)
 
 
 def idle_seconds(address: Address) -> float:
-    """Since its last sign of life; infinite when it is gone."""
+    """Seconds since the process's last sign of life; infinite when it is gone."""
     try:
         return time.time() - os.stat(_path(address)).st_mtime
     except OSError:
@@ -58,7 +61,7 @@ def idle_seconds(address: Address) -> float:
 
 
 def stacks(address: Address) -> str:
-    """What its threads are doing, or why that is not known."""
+    """The stacks of the process's threads, or why they are not known."""
     try:
         with open(_path(address), "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -70,7 +73,7 @@ def stacks(address: Address) -> str:
 
 
 def _written(file: IO[bytes]) -> str:
-    """Until nothing more comes."""
+    """Read what the process writes, until nothing more comes."""
     end, text = time.monotonic() + ANSWER_SECONDS, b""
     while time.monotonic() < end:
         time.sleep(0.05)
@@ -82,7 +85,7 @@ def _written(file: IO[bytes]) -> str:
 
 
 def _state(pid: int) -> str:
-    """As the system sees it: "T (stopped)"."""
+    """The state of a process as the system sees it: "T (stopped)"."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("State:"):

@@ -1,11 +1,11 @@
-"""What this process waits for: every wait has a name, and somebody who looks at it (`observability.watchdog`).
+"""The waits of this process: each has a name, and a watchdog looks at them (`observability.watchdog`).
 
-    waiting     a wait that stops the run until it ends; a line about it appears every now and then
-    activity    somebody whom such a wait may be for (a prompt), and what he is `doing` (asking the engine)
-    beat        a sign of life: something got done, so nobody waits in vain
-    neighbours  other processes, which can be asked for their stacks and their signs of life
+    waiting        a wait that stops the run until it ends; the watchdog logs it every now and then
+    activity       a unit of work that a wait may be for (a prompt), and its stage: what it is `doing` now
+    mark_progress  a sign of life: something was finished, so the waits are not in vain
+    peers          other processes of the run, which can be asked for their stacks and their signs of life
 
-Imports the standard library only. Deadlines are kept by those who wait, also where nobody watches.
+Imports the standard library only. The waiting code keeps its deadline itself, also when no watchdog runs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Wait:
     """One wait, from its beginning to its end."""
 
     what: Callable[[], str]
-    """After "waiting 60 s": "for update: actor rank 0 on 10.0.0.1", "to start: …". Asked when somebody looks."""
+    """The text after "waiting 60 s": "for update: actor rank 0 on 10.0.0.1", "to start: …". Called when it is shown."""
     deadline: float | None
-    """Seconds that whoever waits allows; None: as long as anything happens at all."""
+    """Seconds that the waiting code allows; None: no limit, as long as the run makes any progress."""
     task: asyncio.Task[object] | None
-    """Who waits, where that is a coroutine."""
+    """The waiting task; None where a thread waits."""
     thread: int
     since: float = field(default_factory=time.monotonic)
     failure: WaitError | None = None
@@ -47,14 +47,14 @@ class Wait:
         return time.monotonic() - self.since
 
     def fail(self, error: WaitError) -> None:
-        """End it with this error, from any thread: a coroutine at once, a thread when it calls `check`."""
+        """End the wait with this error, from any thread: a coroutine at once, a thread when it calls `check`."""
         self.failure = error
         if self.task is not None:
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 self.task.get_loop().call_soon_threadsafe(self._cancel)
 
     def check(self) -> None:
-        """For threads that wait in short stretches. Raises WaitError."""
+        """Threads that wait in short stretches call this between them. Raises WaitError."""
         if self.failure is not None:
             raise self.failure
 
@@ -65,13 +65,13 @@ class Wait:
 
 _numbers = itertools.count()
 loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-"""Event loops that go on by themselves, whose coroutines are of interest when nothing happens."""
+"""Event loops that run in threads of their own. A dump of all stacks shows their coroutines too."""
 _waits: dict[int, Wait] = {}
 
 
 @contextlib.contextmanager
 def waiting(what: str | Callable[[], str], *, deadline: float | None = None) -> Iterator[Wait]:
-    """While open this thread, or this coroutine, waits. Raises WaitError when the wait is given up from outside."""
+    """Register a wait of this thread or coroutine while open. Raises WaitError when the watchdog gives the wait up."""
     number = next(_numbers)
     wait = Wait(what if callable(what) else lambda: what, deadline, _current_task(), threading.get_ident())
     _waits[number] = wait
@@ -80,12 +80,12 @@ def waiting(what: str | Callable[[], str], *, deadline: float | None = None) -> 
     except asyncio.CancelledError:
         if wait.failure is None or wait.task is None:
             raise
-        wait.task.uncancel()  # it was this wait that was cancelled, not the task
+        wait.task.uncancel()  # the watchdog cancelled this wait alone, the task goes on
         raise wait.failure from None
     finally:
         wait.is_open = False
-        # Somebody may still look at it, in another thread. What it was for is let go here: some of it, as references of
-        # Ray's, may not be let go anywhere else, nor any later.
+        # The watchdog's thread may still hold this wait. Its text can refer to Ray's object references, which must be
+        # released here and now, in the thread that made them, and not when the watchdog lets the wait go.
         wait.what = _nothing
         del _waits[number]
 
@@ -109,14 +109,14 @@ def _current_task() -> asyncio.Task[object] | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------ who, and what he does
+# ------------------------------------------------------------------------------------------------ units of work
 
 _part = ""
 
 
 @contextlib.contextmanager
 def during(part: str) -> Iterator[None]:
-    """While open, waits are part of this: "round 12". There is one loop in a process, and it does one thing."""
+    """While open, waits belong to this part of the run: "round 12". It is global: a process runs one training loop."""
     global _part
     before, _part = _part, part
     try:
@@ -131,18 +131,18 @@ def current_part() -> str:
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """Somebody at work."""
+    """A unit of work that is under way, for example one prompt."""
 
-    who: str
+    name: str
     stages: list[str] = field(default_factory=list)
-    """What he does, the innermost last."""
+    """What it is doing, the innermost stage last."""
     turns: int = 0
-    """Answers he has asked the policy for."""
+    """The number of answers that it has asked the policy for."""
 
     def __str__(self) -> str:
         turn = f" turn {self.turns}" if self.turns > 1 else ""
         stage = f" {self.stages[-1]}" if self.stages else ""
-        return f"{self.who}{turn}{stage}"
+        return f"{self.name}{turn}{stage}"
 
 
 _activities: dict[int, Activity] = {}
@@ -150,9 +150,9 @@ _own_activity: ContextVar[Activity | None] = ContextVar("activity", default=None
 
 
 @contextlib.contextmanager
-def activity(who: str) -> Iterator[Activity]:
-    """While open, whatever this coroutine does is done by him; also by those who answer it in a copy of its context."""
-    number, active = next(_numbers), Activity(who)
+def activity(name: str) -> Iterator[Activity]:
+    """While open, this coroutine works on the activity `name`, and so do tasks that run in a copy of its context."""
+    number, active = next(_numbers), Activity(name)
     _activities[number] = active
     token = _own_activity.set(active)
     try:
@@ -164,7 +164,7 @@ def activity(who: str) -> Iterator[Activity]:
 
 @contextlib.contextmanager
 def doing(stage: str, *, turn: bool = False) -> Iterator[None]:
-    """While open, this coroutine's activity does that: "at the engine". `turn`: the next one of a conversation."""
+    """While open, this coroutine's activity is in this stage: "at the engine". `turn`: count a turn."""
     active = _own_activity.get()
     if active is None:
         yield
@@ -178,61 +178,61 @@ def doing(stage: str, *, turn: bool = False) -> Iterator[None]:
 
 
 def oldest_activity() -> str:
-    """Who has been at work for longest, and at what; "" when nobody is."""
+    """The activity that began first and is still open, with its stage; "" when there is none."""
     oldest = next(iter(list(_activities.values())), None)
     return "" if oldest is None else str(oldest)
 
 
 # ----------------------------------------------------------------------------------------------- signs of life
 
-_beats = 0
+_marks = 0
 _sources: list[weakref.WeakMethod[Callable[[], Hashable]]] = []
 
 
-def beat() -> None:
-    """Something got done: an episode, a micro-batch, a bucket of weights, a file, an answer from another process."""
-    global _beats
-    _beats += 1
+def mark_progress() -> None:
+    """Say that something was finished: an episode, a micro-batch, a bucket of weights, a file, a remote answer."""
+    global _marks
+    _marks += 1
 
 
-def add_pulse(source: Callable[[], Hashable]) -> None:
-    """A method whose answer changes as its object gets something done, for those who would beat too often."""
+def add_progress_source(source: Callable[[], Hashable]) -> None:
+    """Add a method whose value changes with its object's work. It replaces marks that would come too often (tokens)."""
     _sources.append(weakref.WeakMethod(source))
 
 
-def pulse() -> tuple[Hashable, ...]:
-    """Changes whenever something gets done in this process."""
+def progress_token() -> tuple[Hashable, ...]:
+    """A value that changes whenever something is finished in this process."""
     methods = [method for method in (source() for source in list(_sources)) if method is not None]
-    return (_beats, *(method() for method in methods))
+    return (_marks, *(method() for method in methods))
 
 
 # --------------------------------------------------------------------------------------------- other processes
 
 
-class Neighbour(Protocol):
-    """Processes that belong to this one."""
+class PeerProcesses(Protocol):
+    """Processes that this one has started and that it can look at."""
 
     def stacks(self) -> dict[str, str]:
-        """By the name of each, what its threads are doing; or why that is not known."""
+        """For each process, by name: the stacks of its threads, or why they are not known."""
         ...
 
     def idle_seconds(self) -> float:
-        """Since their last sign of life; infinite where they give none."""
+        """Seconds since the last sign of life of any of them; infinite where they give none."""
         ...
 
 
-neighbours: weakref.WeakSet[Neighbour] = weakref.WeakSet()
-"""Whoever starts processes adds himself."""
+peers: weakref.WeakSet[PeerProcesses] = weakref.WeakSet()
+"""Code that starts processes adds itself here."""
 
 _dump: Callable[[str], Path] | None = None
 
 
 def set_dump(dump: Callable[[str], Path] | None) -> None:
-    """How the stacks of everybody get into a file. `dump` is told why."""
+    """Set the function that writes the stacks of all processes into a file. It is given the reason."""
     global _dump
     _dump = dump
 
 
 def with_stacks(problem: str) -> str:
-    """The problem of a wait that is over, and the file with the stacks of everybody at this moment, if one is kept."""
+    """The problem of a wait that has failed, with the name of a file of all stacks, if one is written."""
     return problem if _dump is None else f"{problem}; stacks are in {_dump(problem)}"

@@ -39,7 +39,7 @@ def cluster(inputs, tmp_path_factory):
 @pytest.fixture
 def engines(cluster):
     """With replacements as before the first."""
-    from openrlhf.cluster.replacing import ReplacementBudget
+    from openrlhf.cluster.health import ReplacementBudget
 
     cluster.engines.budget = ReplacementBudget()
     return cluster.engines

@@ -23,7 +23,7 @@ from faulty_runs import (
     strike,
 )
 
-from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
+from openrlhf.cluster.health import HealthWatch, ReplacementBudget
 from openrlhf.rollout.base import EngineError, LostRequestError
 from openrlhf.runs.rl_assembly import train
 from openrlhf.types import SamplingParams

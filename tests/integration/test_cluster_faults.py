@@ -5,7 +5,7 @@ import os
 import pytest
 from faulty_runs import PROMPTS, SAMPLES, Inputs, assert_every_prompt_once, column, core_of, kill, ranks_below, strike
 
-from openrlhf.cluster.replacing import ReplacementBudget
+from openrlhf.cluster.health import ReplacementBudget
 from openrlhf.runs.rl_assembly import train
 
 pytestmark = pytest.mark.slow

@@ -96,7 +96,7 @@ def test_workers_sit_where_the_plan_says_and_leave_room_afterwards(cluster):
     )
     (node,) = cluster.total
     with placed(plan(request), cluster) as whole:
-        places = [place for role in request.groups for place in whole.plan.places(role)]
+        places = [place for role in request.groups for place in whole.plan.placements(role)]
         sitters = [Sitter.options(**whole.options(place)).remote() for place in places]
         found = ray.get([sitter.where.remote() for sitter in sitters], timeout=60)
         assert [node_id for node_id, _ in found] == [whole.node_id(place) for place in places]

@@ -35,7 +35,7 @@ def test_actor_and_engines_sit_on_different_nodes(cluster):
     with placed(plan(request), cluster) as whole:
         where = {}
         for role in (Role.ACTOR, Role.ENGINE):
-            places = whole.plan.places(role)
+            places = whole.plan.placements(role)
             sitters = [Sitter.options(**whole.options(place)).remote() for place in places]
             where[role] = set(ray.get([sitter.node.remote() for sitter in sitters], timeout=60))
             assert where[role] == {whole.node_id(place) for place in places}

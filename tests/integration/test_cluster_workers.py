@@ -90,7 +90,7 @@ def test_ranks_meet_and_each_gets_its_share(cluster):
     with group_of(2, Service, cluster) as group:
         assert group.call("who", deadline=30) == [[0, 1], [0, 1]]
         assert group.call("double", shares=[[3], [4]], deadline=30) == [6, 8]
-        assert ray.get(group.produce("who", deadline=30)) == [[0, 1], [0, 1]]
+        assert ray.get(group.call_remote_ref("who", deadline=30)) == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_rank_that_stops_in_a_collective_is_named_and_the_stacks_of_all_are_ke
     """
     with Watchdog() as dog, dog.stalls_count(tmp_path), group_of(2, Service, cluster) as group:
         pids = group.call("pid", deadline=60)
-        assert group._beacons.idle_seconds() < 60
+        assert group._stack_probes.idle_seconds() < 60
         os.kill(pids[1], signal.SIGSTOP)
         try:
             with pytest.raises(
@@ -154,8 +154,8 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "crews"), RUNS.values(), ids=RUNS)
-def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flags, crews):
+@pytest.mark.parametrize(("flags", "names"), RUNS.values(), ids=RUNS)
+def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flags, names):
     """Losses, gradient norms, KL and returns of two rounds agree to 1e-4, whoever shares devices; so does the state."""
     values = {**FLAGS, **flags, "pretrain": model}
     words = [w for name, value in values.items() for w in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]  # fmt: skip
@@ -167,7 +167,7 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
     request = requested(config, devices_per_node=1, engines_by_default=False, cpus_per_device=0)
     build = functools.partial(rank_service, config, total_steps=total)
     with placed(plan(request), cluster) as whole, worker_groups(whole, build, deadline=120) as groups:
-        assert [crew.name for crew in whole.plan.crews()] == crews
+        assert [spec.name for spec in whole.plan.process_groups()] == names
         workers = RayWorkers.of(groups, sample_maker(config), step_settings(config))
         for values in expected:
             found = play(workers, make_groups())

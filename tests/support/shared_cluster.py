@@ -14,7 +14,7 @@ from openrlhf.cluster.launch import Cluster, placed
 from openrlhf.cluster.placement import PlacementRequest, plan
 from openrlhf.config.commands import RLConfig
 from openrlhf.runs.launchers import RunParts
-from openrlhf.runs.ranks import engine_on_a_seat
+from openrlhf.runs.ranks import build_engine
 from openrlhf.runs.ray_launcher import RayLauncher, plan_on
 
 
@@ -57,7 +57,7 @@ def shared_cluster(config: RLConfig, folder: Path, *, engines: int = 2) -> Itera
     """`config`: of any of the runs; the model's shape and the lengths are those of all. `folder`: of its own."""
     with preloaded_cluster(folder) as cluster:
         request = PlacementRequest(groups={}, engines=engines, cpus_per_device=0)
-        make = functools.partial(engine_on_a_seat, config, engines=engines)
+        make = functools.partial(build_engine, config, engines=engines)
         with (
             placed(plan(request), cluster) as found,
             contextlib.closing(RayEngines(found, make, max_model_len=config.data.max_len)) as started,

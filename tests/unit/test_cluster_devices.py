@@ -4,7 +4,6 @@ import socket
 
 import pytest
 
-from openrlhf.cluster.devices import local_device
 from openrlhf.cluster.launch import (
     WORKER,
     Cluster,
@@ -16,6 +15,7 @@ from openrlhf.cluster.launch import (
     require_reachable,
 )
 from openrlhf.cluster.placement import Node
+from openrlhf.cluster.workers import local_device
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from openrlhf.cluster.beacons import Beacons
 from openrlhf.cluster.launch import LONGEST_FOLDER, ClusterError, ray_cluster
+from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.utils import interrupts
 from openrlhf.utils.parent_death import RUN_FOLDER
 
@@ -109,6 +109,6 @@ def test_sigterm_while_it_starts_is_the_runs_and_not_rays(starts, monkeypatch):
 def test_nobody_looks_for_processes_through_a_connection_that_has_ended():
     """Ray would start another one for whoever asks it then, or end his process without a word."""
     assert not ray.is_initialized()
-    late = Beacons(["rank 0"], ["a reference from before"])
+    late = StackProbes(["rank 0"], ["a reference from before"])
     assert late.stacks() == {}
     assert late.idle_seconds() == float("inf")

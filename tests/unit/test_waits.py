@@ -74,7 +74,7 @@ def test_a_coroutine_whose_wait_failed_can_go_on(tmp_path):
         with pytest.raises(WaitError, match=r"for an answer: engine 3; stacks are in .*stacks-1\.txt"), in_vain():
             await asyncio.sleep(5)
         for _ in range(25):
-            waits.beat()
+            waits.mark_progress()
             await asyncio.sleep(0.02)
         return "went on"
 
@@ -184,44 +184,44 @@ def test_nothing_happening_fails_the_wait_that_nothing_happens_in(tmp_path):
     )
 
 
-@pytest.mark.parametrize("sign", ["beat", "pulse", "neighbour"])
+@pytest.mark.parametrize("sign", ["mark", "source", "peer"])
 def test_any_sign_of_life_keeps_a_run_alive(tmp_path, sign):
     """Three stall times pass, and something gets done at every tenth of one: here, in an engine that counts, elsewhere."""
 
     class Engine:
         tokens = 0
 
-        def pulse(self):
+        def progress(self):
             return self.tokens
 
     class Ranks:
-        beaten = time.monotonic()
+        marked = time.monotonic()
 
         def idle_seconds(self):
-            return time.monotonic() - self.beaten
+            return time.monotonic() - self.marked
 
         def stacks(self):
             return {}
 
     engine, ranks = Engine(), Ranks()
-    waits.add_pulse(engine.pulse)
+    waits.add_progress_source(engine.progress)
     dog, ends = watched(stall_seconds=0.2)
-    waits.neighbours.add(ranks)
+    waits.peers.add(ranks)
     try:
         with dog, dog.stalls_count(tmp_path), waiting("for a long update") as wait:
             for _ in range(30):
                 time.sleep(0.02)
-                if sign == "beat":
-                    waits.beat()
-                elif sign == "pulse":
+                if sign == "mark":
+                    waits.mark_progress()
+                elif sign == "source":
                     engine.tokens += 1
                 else:
-                    ranks.beaten = time.monotonic()
+                    ranks.marked = time.monotonic()
                 wait.check()
             with pytest.raises(WaitError):  # and without it dies
                 wait_in_a_thread(wait)
     finally:
-        waits.neighbours.discard(ranks)
+        waits.peers.discard(ranks)
     assert ends == []
 
 
@@ -263,7 +263,7 @@ def test_another_process_is_looked_at_from_outside_even_while_it_holds_its_inter
     """A loop inside one call of C code: nobody in that process could answer. And one that is stopped says so."""
     code = (
         "from openrlhf.utils import stack_probe\n"
-        "print(*stack_probe.lit(), flush=True)\n"
+        "print(*stack_probe.install(), flush=True)\n"
         "def in_a_long_call():\n"
         "    max(range(10**12))\n"
         "in_a_long_call()\n"

@@ -104,7 +104,7 @@ class EmbeddedEngine:
         """By row: running, with keys and values of older weights: they are read again before they go on."""
         self._free_to_step = asyncio.Event()
         self._free_to_step.set()
-        waits.add_pulse(self._steps_taken)
+        waits.add_progress_source(self._steps_taken)
         self._task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.packed = getattr(model.config.get_text_config(), "_attn_implementation", None) == ATTENTION

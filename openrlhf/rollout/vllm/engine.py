@@ -127,7 +127,7 @@ class VllmEngine:
             self._thread.close()
             shutil.rmtree(self._sockets, ignore_errors=True)
             raise VllmError(f"vLLM did not start with {settings.model}: {error}") from error
-        waits.add_pulse(self._work_done)
+        waits.add_progress_source(self._work_done)
 
     @property
     def llm(self) -> AsyncLLM:

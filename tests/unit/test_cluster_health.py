@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 from hand_clock import HandClock
 
-from openrlhf.cluster.replacing import HealthWatch, ReplacementBudget
+from openrlhf.cluster.health import HealthWatch, ReplacementBudget
 from openrlhf.rollout.router import Balancer
 
 

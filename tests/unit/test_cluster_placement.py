@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.cluster.placement import Node, PlacementRequest, Role, Seat, Size, fit, plan, requested
+from openrlhf.cluster.placement import DeviceSlot, Node, PlacementRequest, Role, Size, fit, plan, requested
 from openrlhf.config import ConfigError, parse
 
 ACTOR, CRITIC, REF, REWARD, ENGINE = Role
@@ -48,7 +48,11 @@ def test_7b_on_8_gpus_is_one_pool():
     """GRPO, all shared: 8 devices; actor, reference (0 × 0: as many as the actor) and an engine on each, a third each."""
     whole = planned(HYBRID_7B)
     assert shape(whole) == [("actor+ref+vllm", 1, 8)]
-    assert whole.pools[0].blocks[0][5] == (Seat(ACTOR, 5, 0.33), Seat(REF, 5, 0.33), Seat(ENGINE, 5, 0.33))
+    assert whole.pools[0].blocks[0][5] == (
+        DeviceSlot(ACTOR, 5, 0.33),
+        DeviceSlot(REF, 5, 0.33),
+        DeviceSlot(ENGINE, 5, 0.33),
+    )
     assert fit(whole, GPUS).nodes == ((0,),)
 
 
@@ -57,10 +61,10 @@ def test_70b_on_48_gpus_is_three_pools():
     whole = planned(PPO_70B)
     assert shape(whole) == [("actor+ref", 2, 8), ("critic+reward", 2, 8), ("vllm", 4, 4)]
     assert whole.devices == 48
-    assert [place.seat for place in whole.places(ENGINE)][3:6] == [
-        Seat(ENGINE, 0, 1.0, 3),
-        Seat(ENGINE, 1, 1.0, 0),
-        Seat(ENGINE, 1, 1.0, 1),
+    assert [place.slot for place in whole.placements(ENGINE)][3:6] == [
+        DeviceSlot(ENGINE, 0, 1.0, 3),
+        DeviceSlot(ENGINE, 1, 1.0, 0),
+        DeviceSlot(ENGINE, 1, 1.0, 1),
     ]
     assert fit(whole, GPUS * 6).nodes == ((0, 1), (2, 3), (4, 4, 5, 5))
     assert "8 short" in fit(whole, GPUS * 5).problem
@@ -105,10 +109,10 @@ def test_a_smaller_group_lives_on_the_first_devices():
     whole = planned(
         "--colocate_all_models --actor_num_nodes 2 --actor_num_gpus_per_node 4 --critic_num_gpus_per_node 4"
     )
-    assert [(place.bundle, place.seat.rank) for place in whole.places(CRITIC)] == [(i, i) for i in range(4)]
+    assert [(place.bundle, place.slot.rank) for place in whole.placements(CRITIC)] == [(i, i) for i in range(4)]
     first, second = whole.pools[0].blocks
-    assert all(CRITIC in {seat.role for seat in bundle} for bundle in first)
-    assert not any(CRITIC in {seat.role for seat in bundle} for bundle in second)
+    assert all(CRITIC in {slot.role for slot in bundle} for bundle in first)
+    assert not any(CRITIC in {slot.role for slot in bundle} for bundle in second)
 
 
 def test_roles_on_the_same_devices_live_in_the_same_processes():
@@ -118,11 +122,11 @@ def test_roles_on_the_same_devices_live_in_the_same_processes():
             "--critic_num_gpus_per_node 8", ""
         ).replace("--reward_num_gpus_per_node 8", "")
     )
-    assert [(crew.name, len(crew.places), crew.places[0].seat.share) for crew in whole.crews()] == [
+    assert [(spec.name, len(spec.placements), spec.placements[0].slot.share) for spec in whole.process_groups()] == [
         ("actor+ref", 8, 0.4),
         ("critic+reward", 2, 0.4),
     ]  # fmt: skip
-    assert [crew.name for crew in planned(SEPARATE).crews()] == ["actor", "ref", "critic", "reward"]
+    assert [spec.name for spec in planned(SEPARATE).process_groups()] == ["actor", "ref", "critic", "reward"]
 
 
 def test_sizes_left_to_the_machine():
@@ -131,7 +135,7 @@ def test_sizes_left_to_the_machine():
     assert alone.groups == {ACTOR: Size(2, 4), CRITIC: Size(1, 4), REF: Size(1, 4)}
     assert alone.engines == 8
     shared = planned("--actor_num_nodes 2 --colocate_all_models --vllm_tensor_parallel_size 2", devices=4)
-    assert {role: len(shared.places(role)) for role in Role} == {ACTOR: 8, CRITIC: 8, REF: 8, REWARD: 0, ENGINE: 8}
+    assert {role: len(shared.placements(role)) for role in Role} == {ACTOR: 8, CRITIC: 8, REF: 8, REWARD: 0, ENGINE: 8}
     assert shared.request.engines == 4
     assert asked("", devices=1, engines=False).engines == 0
 
@@ -238,9 +242,9 @@ def test_every_worker_has_one_seat_and_no_node_is_overfull(groups, engines, part
     request = PlacementRequest(groups=groups, engines=engines, parts=parts)
     whole = plan(request)
     for role, size in groups.items():
-        assert [place.seat.rank for place in whole.places(role)] == list(range(size.total))
-    assert [(p.seat.rank, p.seat.part) for p in whole.places(ENGINE)] == [(e, p) for e in range(engines) for p in range(parts)]  # fmt: skip
-    assert all(sum(seat.share for seat in bundle) <= 1 for pool in whole.pools for bundle in pool.bundles)
+        assert [place.slot.rank for place in whole.placements(role)] == list(range(size.total))
+    assert [(p.slot.rank, p.slot.part) for p in whole.placements(ENGINE)] == [(e, p) for e in range(engines) for p in range(parts)]  # fmt: skip
+    assert all(sum(slot.share for slot in bundle) <= 1 for pool in whole.pools for bundle in pool.bundles)
     found = fit(whole, nodes)
     assert bool(found.nodes) != bool(found.problem)
     if found.nodes:

@@ -1,4 +1,4 @@
-"""When an engine is given up, and how often another one takes its place. Knows nothing of Ray."""
+"""The health of engines: when an engine is given up, and how often it may be replaced. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 MOST_REPLACEMENTS = 3
 WITHIN_SECONDS = 3600.0
-"""An engine that has to be replaced more often than that, within so long, will not work the next time either."""
+"""An engine that has been replaced 3 times within an hour is not replaced again: the next one would fail as well."""
 
 
 class ReplacementBudget:
-    """How often an engine may be replaced: so many times within any stretch of so many seconds."""
+    """How often an engine may be replaced: `most` times within any period of `within` seconds."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ReplacementBudget:
         self._times: defaultdict[int, deque[float]] = defaultdict(deque)
 
     def spend(self, engine: int) -> bool:
-        """One more replacement of this engine; False: it has had them all."""
+        """Count one more replacement of this engine; False: its budget is used up."""
         now, times = self._clock(), self._times[engine]
         while times and times[0] <= now - self.within:
             times.popleft()
@@ -47,10 +47,11 @@ class _Question:
 
 
 class HealthWatch:
-    """Asks whoever is at work, now and then, whether he is well; gives up on who has not answered in time.
+    """Checks the health of the working engines now and then, and gives up one that has not answered in time.
 
-    `at_work` are those to be asked, each with what asks him. Who is no longer among them is forgotten: his time begins
-    anew. Runs in a thread of its own between `start` and `stop`; `look` is one look.
+    `at_work` returns the engines to be checked, each with the function that asks it. An engine that is missing there is
+    forgotten: when it comes back, its time begins anew. The watch runs in a thread of its own between `start` and
+    `stop`; `look` is one round of checks.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class HealthWatch:
         give_up: Callable[[Hashable, BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`give_up`: with what was raised instead of an answer, or a TimeoutError."""
+        """`give_up` is called with the engine and the error that came instead of an answer, or a TimeoutError."""
         self._at_work = at_work
         self._timeout = timeout
         self._give_up = give_up
@@ -74,25 +75,25 @@ class HealthWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """No look is under way afterwards."""
+        """End the thread. No check is under way afterwards."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def look(self) -> None:
         now, at_work = self._clock(), self._at_work()
-        self._asked = {who: question for who, question in self._asked.items() if who in at_work}
-        for who, ask in at_work.items():
-            question = self._asked.get(who)
+        self._asked = {engine: question for engine, question in self._asked.items() if engine in at_work}
+        for engine, ask in at_work.items():
+            question = self._asked.get(engine)
             if question is None:
-                self._asked[who] = _Question(ask(), now)
+                self._asked[engine] = _Question(ask(), now)
             elif question.answer.done():
-                del self._asked[who]
+                del self._asked[engine]
                 if (error := question.answer.exception()) is not None:
-                    self._give_up(who, error)
+                    self._give_up(engine, error)
             elif now - question.since > self._timeout:
-                del self._asked[who]
-                self._give_up(who, TimeoutError(f"it has not answered for {self._timeout:g} s"))
+                del self._asked[engine]
+                self._give_up(engine, TimeoutError(f"it has not answered for {self._timeout:g} s"))
 
     def _run(self) -> None:
         while not self._stopped.wait(min(5.0, self._timeout / 4)):
