@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from openrlhf.config.document import render as flag_table
+from openrlhf.observability.catalog import render as metrics_page
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- files -->", "<!-- /files -->"
@@ -35,7 +36,11 @@ def architecture() -> str:
 
 def documents() -> dict[Path, str]:
     """Every generated document and what it should say."""
-    return {ROOT / "docs" / "ARCHITECTURE.md": architecture(), ROOT / "docs" / "flags.md": flag_table()}
+    return {
+        ROOT / "docs" / "ARCHITECTURE.md": architecture(),
+        ROOT / "docs" / "flags.md": flag_table(),
+        ROOT / "docs" / "metrics.md": metrics_page(),
+    }
 
 
 if __name__ == "__main__":
