@@ -40,7 +40,7 @@ CONNECT_SECONDS = 10.0
 REACH_SECONDS = 5.0
 """For the look at each server before the first step."""
 IDLE_SECONDS = 4.0
-"""Connections are closed before the servers do (uvicorn: after 5), which would fail the request that is just sent."""
+"""Idle connections are closed before servers do it (uvicorn after 5 s), which would fail a request sent just then."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 LONGEST_RETRY_AFTER = 30.0
 SHOWN_CHARACTERS = 200

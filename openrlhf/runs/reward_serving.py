@@ -5,30 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
-from types import FrameType
 from typing import NamedTuple
 
 import torch
-import uvicorn
 
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
 from openrlhf.rewards.model import RewardModel
-from openrlhf.rewards.server import RewardServer, ServerLimits
+from openrlhf.rewards.server import BACKLOG, RewardServer, ServerLimits
 from openrlhf.runs.reward_sources import load_reward_model
 from openrlhf.utils.foreign_lines import start_logging
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 25
-"""For answering what is under way when a signal comes. Kubernetes kills after 30."""
+"""The time for answering what is under way when a signal comes. Kubernetes kills after 30."""
 SETTLE_SECONDS = 1.0
-"""For a forward that nobody waits for any more."""
-BACKLOG = 1024
-"""Connections that the system holds until they are accepted."""
+"""The time for a forward whose answer is not wanted any more."""
 
 
 def serve(config: ServeRMConfig) -> int:
@@ -50,25 +47,7 @@ def serve(config: ServeRMConfig) -> int:
 class _End(NamedTuple):
     status: int
     busy: bool
-    """Whether the model's thread is at something that nobody waits for."""
-
-
-class _WebServer(uvicorn.Server):
-    """Winds up on the first signal, ends on the second."""
-
-    def __init__(self, config: uvicorn.Config, rewards: RewardServer) -> None:
-        super().__init__(config)
-        self._rewards = rewards
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own notes the signal and raises it once more in the end; stopping a server is no accident.
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        logger.info("stopping; queries under way: %d", self._rewards.under_way)
-        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._rewards.give_up)
-        await super().shutdown(sockets)
+    """Whether the model's thread still does something whose result is not wanted any more."""
 
 
 async def _serve(config: ServeRMConfig, listener: socket.socket) -> _End:
@@ -83,31 +62,35 @@ async def _serve(config: ServeRMConfig, listener: socket.socket) -> _End:
         ),
         api_key=config.api_key,
     )
-    web = _WebServer(
-        rewards.web_config(
-            access_log=False,
-            log_config=None,
-            # For connections that are stuck: what is under way is given up before.
-            timeout_graceful_shutdown=DRAIN_SECONDS + 3,
-        ),
-        rewards,
-    )
+    stopped = asyncio.Event()
+
+    def stop() -> None:
+        """The first signal ends the server in good order, the second at once."""
+        if stopped.is_set():
+            rewards.give_up()
+        stopped.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    await rewards.listen(listener)
     logger.info("listening on %s; loading %s", _address(listener), config.reward.model_name_or_path)
-    loading = asyncio.create_task(_load(config, rewards, web))
-    await web.serve(sockets=[listener])
+    loading = asyncio.create_task(_load(config, rewards, stopped))
+    await stopped.wait()
+    logger.info("stopping; queries under way: %d", rewards.under_way)
+    await rewards.stop(DRAIN_SECONDS)
     if loading.done():
         loading.result()
-    status = 1 if rewards.given_up or rewards.under_way else 0
-    return _End(status, busy=not await rewards.close(SETTLE_SECONDS))
+    return _End(1 if rewards.given_up else 0, busy=not await rewards.close(SETTLE_SECONDS))
 
 
-async def _load(config: ServeRMConfig, rewards: RewardServer, web: uvicorn.Server) -> None:
+async def _load(config: ServeRMConfig, rewards: RewardServer, stopped: asyncio.Event) -> None:
     """Ends the server if the model cannot be loaded."""
     loop = asyncio.get_running_loop()
     try:
         rewards.serve_model(await loop.run_in_executor(rewards.model_thread, _load_model, config))
     except BaseException:
-        web.should_exit = True
+        stopped.set()
         raise
     logger.info("ready")
 

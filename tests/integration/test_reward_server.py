@@ -8,13 +8,11 @@ import threading
 
 import aiohttp
 import torch
-import uvicorn
 
 from openrlhf.rewards.base import RewardError, RewardRequest
 from openrlhf.rewards.http import HttpReward
 from openrlhf.rewards.model import UnreadableError
 from openrlhf.rewards.server import RewardServer, ServerLimits
-from openrlhf.rewards.server_metrics import Histogram
 
 
 class LetterModel:
@@ -94,15 +92,13 @@ def serving(test=None, *, loaded=True, api_key=None, **limits):
         if loaded:
             server.serve_model(model)
         listener = socket.create_server(("127.0.0.1", 0))
-        web = uvicorn.Server(server.web_config())
-        task = asyncio.create_task(web.serve(sockets=[listener]))
+        await server.listen(listener)
         try:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
                 yield Served(server, model, session, f"http://127.0.0.1:{listener.getsockname()[1]}")
         finally:
             model.free.set()
-            web.should_exit = True
-            await task
+            await server.stop(1.0)
             assert await server.close(5.0)
 
     async def main():
@@ -337,6 +333,27 @@ class TestFailures:
 
         serving(test)
 
+    def test_a_request_whose_body_is_still_coming_when_the_server_stops_is_answered(self):
+        """An idle connection is closed at once."""
+
+        async def test(served):
+            host, port = served.url.removeprefix("http://").split(":")
+            idle, idle_writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Length: 17\r\n\r\n{")
+            await asyncio.sleep(0.05)
+            stopping = asyncio.create_task(served.server.stop(10.0))
+            assert await idle.read() == b""
+            writer.write(b'"query": ["ab"]}')
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b'"rewards":[195.0]' in answer
+            await stopping
+            for one in (writer, idle_writer):
+                one.close()
+
+        serving(test)
+
     def test_closing_tells_whether_the_model_still_computes(self):
         async def run():
             server = RewardServer(
@@ -394,7 +411,7 @@ class TestSlowCallers:
         self.talking(talk)
 
     def test_the_second_request_of_a_connection(self):
-        """uvicorn's timer between requests ends with the first byte of the next."""
+        """The limit between two requests does not begin again with each byte of the second."""
 
         async def talk(reader, writer, served):
             writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -423,7 +440,19 @@ class TestSlowCallers:
         async def talk(reader, writer, served):
             writer.write(b"GET /health HTTP/1.1\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(6000)) + b"\r\n")
             with contextlib.suppress(ConnectionError):
-                assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+                assert (await reader.read()).split()[1] == b"400"
+
+        self.talking(talk)
+
+    def test_headers_of_more_than_32_kib(self):
+        """Ten headers of 3 KiB are read, eleven are refused and end the connection."""
+
+        async def talk(reader, writer, served):
+            for count, status in ((10, b"200"), (11, b"400")):
+                headers = b"".join(b"x%d: %s\r\n" % (i, b"y" * 3072) for i in range(count))
+                writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n")
+                assert (await reader.readuntil(b"}")).split()[1] == status
+            assert await reader.read() == b""
 
         self.talking(talk)
 
@@ -450,29 +479,23 @@ class TestMetrics:
             status, text = await served.get("/metrics")
             served.model.free.set()
             await held
-            lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+            samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+            lines = {name: float(value) for name, value in samples}
             name = "openrlhf_reward_"
             assert status == 200
-            assert lines[f"{name}ready"] == "1"
-            assert lines[f"{name}queries_under_way"] == "1"
-            assert lines[f'{name}requests_total{{status="200"}}'] == "2"
-            assert lines[f'{name}requests_total{{status="413"}}'] == "1"
-            assert lines[f'{name}requests_total{{status="422"}}'] == "1"
-            assert lines[f"{name}queries_total"] == "3"
-            assert lines[f"{name}tokens_total"] == "8", "those of the forward under way among them"
-            assert lines[f'{name}batch_queries_bucket{{le="1"}}'] == "2"
-            assert lines[f'{name}batch_queries_bucket{{le="2"}}'] == "3"
-            assert lines[f'{name}batch_queries_bucket{{le="+Inf"}}'] == lines[f"{name}batch_queries_count"] == "3"
-            assert lines[f"{name}batch_queries_sum"] == "4"
-            assert lines[f"{name}request_seconds_count"] == "4"
+            assert lines[f"{name}ready"] == 1
+            assert lines[f"{name}queries_under_way"] == 1
+            assert lines[f'{name}requests_total{{status="200"}}'] == 2
+            assert lines[f'{name}requests_total{{status="413"}}'] == 1
+            assert lines[f'{name}requests_total{{status="422"}}'] == 1
+            assert lines[f"{name}queries_total"] == 3
+            assert lines[f"{name}tokens_total"] == 8, "those of the forward under way among them"
+            assert lines[f'{name}batch_queries_bucket{{le="1.0"}}'] == 2
+            assert lines[f'{name}batch_queries_bucket{{le="2.0"}}'] == 3
+            assert lines[f'{name}batch_queries_bucket{{le="+Inf"}}'] == lines[f"{name}batch_queries_count"] == 3
+            assert lines[f"{name}batch_queries_sum"] == 4
+            assert lines[f"{name}request_seconds_count"] == 4
             families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
             assert len(families) == len(set(families)) == 7
 
         serving(test)
-
-    def test_a_histogram_adds_up(self):
-        """0.5 and 1 are at most 1, 2 is at most 2, 7 is beyond: 2, 3, 4; the sum 10.5."""
-        histogram = Histogram((1, 2))
-        for value in (0.5, 1, 2, 7):
-            histogram.observe(value)
-        assert list(histogram.lines("h")) == ['h_bucket{le="1"} 2', 'h_bucket{le="2"} 3', 'h_bucket{le="+Inf"} 4', "h_sum 10.5", "h_count 4"]  # fmt: skip

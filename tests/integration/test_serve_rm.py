@@ -223,7 +223,7 @@ def test_what_cannot_be_answered_is_refused(server):
 
 def test_sigterm_lets_all_that_was_asked_be_answered(theirs):
     """One query per forward, so that the signal comes while many wait; what the queue has no room for gets its 503."""
-    texts = some_texts(CONNECTIONS * 3)
+    texts = some_texts(CONNECTIONS * 6)
     expected = scores_of(theirs, texts)
     server = Server(theirs, "--max_len", str(MAX_LEN), "--batch_size", "1", "--max_queue", str(len(texts)))
 
@@ -231,11 +231,15 @@ def test_sigterm_lets_all_that_was_asked_be_answered(theirs):
         async with session.post(f"{server.url}/get_reward", json={"query": queries}) as response:
             return response.status, await response.json(), response.headers.get("Retry-After")
 
+    async def accepted(session):
+        seen = await metrics_of(session, server.url)
+        return seen["openrlhf_reward_queries_under_way"] + seen["openrlhf_reward_queries_total"]
+
     async def run():
         async with client() as session:
             callers = [asyncio.create_task(caller(session, texts[i::CONNECTIONS])) for i in range(CONNECTIONS)]
             async with asyncio.timeout(20):
-                while (await metrics_of(session, server.url))["openrlhf_reward_queries_under_way"] < len(texts) / 2:
+                while await accepted(session) < len(texts):
                     await asyncio.sleep(0.005)
             refused = await asyncio.gather(*(caller(session, texts) for _ in range(2)))
             os.kill(server.process.pid, signal.SIGTERM)
