@@ -118,13 +118,20 @@ class EngineSlot:
             ray.kill(actor)
 
 
+def engine_slots(placed: Placed, build: Callable[[], tuple[Any, Any]]) -> list[EngineSlot]:
+    """A slot for every engine of a plan, in the order of their numbers. Their processes are starting."""
+    places: dict[int, list[Placement]] = {}
+    for place in sorted(placed.plan.placements(Role.ENGINE), key=lambda place: place.slot.part):
+        places.setdefault(place.slot.rank, []).append(place)
+    return [EngineSlot(placed, places[rank], build) for rank in sorted(places)]
+
+
 class RayEngines:
     """The engines of a plan. Implements `rollout.base.Engine`, and what a push of weights needs."""
 
     def __init__(
         self,
-        placed: Placed,
-        build: Callable[[], tuple[Any, Any]],
+        slots: Sequence[EngineSlot],
         *,
         max_model_len: int,
         health_timeout: float = 0.0,
@@ -134,10 +141,7 @@ class RayEngines:
         `health_timeout`: an engine with requests that gives no sign of life for so many seconds is lost; 0: it has all
         the time.
         """
-        places: dict[int, list[Placement]] = {}
-        for place in sorted(placed.plan.placements(Role.ENGINE), key=lambda place: place.slot.part):
-            places.setdefault(place.slot.rank, []).append(place)
-        self._slots = [EngineSlot(placed, places[rank], build) for rank in sorted(places)]
+        self._slots = slots
         self._balancer = Balancer(len(self._slots))
         self._max_model_len = max_model_len
         self._version = 0

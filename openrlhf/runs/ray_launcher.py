@@ -13,7 +13,7 @@ import torch
 
 from openrlhf.agents.host import kill_every_host
 from openrlhf.cluster.adapters import EngineSleep, GroupSleep, NodeUsage, RemoteCheckpointedModel, RewardRanks
-from openrlhf.cluster.engines import CLOSE_SECONDS, RayEngines
+from openrlhf.cluster.engines import CLOSE_SECONDS, RayEngines, engine_slots
 from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
 from openrlhf.cluster.launch import placed as placed_on
 from openrlhf.cluster.learners import DEADLINE, RayWorkers
@@ -155,8 +155,7 @@ class RayLauncher:
         """They may still be starting."""
         make = functools.partial(build_engine, self.config, engines=self.placed.plan.request.engines)
         engines = RayEngines(
-            self.placed,
-            make,
+            engine_slots(self.placed, make),
             max_model_len=self.config.data.max_len,
             health_timeout=self.config.vllm.health_timeout,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from preloaded_workers import preloaded_cluster
 
-from openrlhf.cluster.engines import RayEngines
+from openrlhf.cluster.engines import RayEngines, engine_slots
 from openrlhf.cluster.launch import Cluster, placed
 from openrlhf.cluster.placement import PlacementRequest, plan
 from openrlhf.config.commands import RLConfig
@@ -60,7 +60,7 @@ def shared_cluster(config: RLConfig, folder: Path, *, engines: int = 2) -> Itera
         make = functools.partial(build_engine, config, engines=engines)
         with (
             placed(plan(request), cluster) as found,
-            contextlib.closing(RayEngines(found, make, max_model_len=config.data.max_len)) as started,
+            contextlib.closing(RayEngines(engine_slots(found, make), max_model_len=config.data.max_len)) as started,
         ):
             started.ready(deadline=900)
             yield SharedCluster(cluster, started)
