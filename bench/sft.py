@@ -32,7 +32,7 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.data.schedule import divide
-from openrlhf.models.fusion import compile_layers, fuse_norms
+from openrlhf.models.body import compile_layers, fuse_norms
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens
@@ -175,7 +175,7 @@ def started(way: str, work: Work, device: torch.device) -> Iterator[tuple[Backen
         policy = Policy(model, packed=support.packed, transform=support.transform)
         if way == "deepspeed":
             from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings
-            from openrlhf.backends.process_group import join
+            from openrlhf.backends.ranks import join
 
             ranks = join(also_alone=True)
             yield DeepSpeedBackend(policy, SETTINGS, ZeroSettings(stage=2)), packed_nll

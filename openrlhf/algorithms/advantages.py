@@ -13,11 +13,16 @@ The others credit a token with what comes after it, R_t = Σ_{i ≥ t} γ^(i−t
 episode, where r_i is the turn's reward if token i ends a turn, else 0; with a critic, `gae` takes the place of R_t.
 
 Environment tokens between turns are in no column: they neither discount nor carry a value. Columns hold several
-samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode may stand as samples of
-their own, each told what comes after it; or, next to each other and in order, as one sample.
+samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode stand next to each other
+and in order, as one sample.
 
 Adding an estimator is one entry in `ESTIMATORS`: the command line reads its choices there, which is why this file
 imports no torch.
+
+Before anything is compared, the rewards of an episode are shaped, in this order: raw → overlong penalty →
+stop-properly penalty → clip. Rewards come as a 1-D tensor with one entry per turn of one episode, or per action token
+with a turn's reward on its last one; either way the last entry is the last turn's. A response is what
+the policy writes in one turn: that is what the limit of tokens is for.
 """
 
 from __future__ import annotations
@@ -198,11 +203,9 @@ def _to_come(values_K: Tensor) -> Tensor:
     return values_K.flip(0).cumsum(0).flip(0)
 
 
-def discounted_returns(
-    rewards_A: Tensor, offsets: Sequence[int], *, gamma: float = 1.0, later_N: Tensor | None = None
-) -> Tensor:
-    """R_t = r_t + γ R_{t+1} within each sample; `later_N` (default 0) stands for R behind its last token."""
-    return discounted_sums(rewards_A, offsets, decay=gamma, later_N=later_N)
+def discounted_returns(rewards_A: Tensor, offsets: Sequence[int], *, gamma: float = 1.0) -> Tensor:
+    """R_t = r_t + γ R_{t+1} within each sample, 0 behind its last token."""
+    return discounted_sums(rewards_A, offsets, decay=gamma)
 
 
 class GAE(NamedTuple):
@@ -220,16 +223,14 @@ def gae(
     *,
     gamma: float,
     lambd: float,
-    next_values_N: Tensor | None = None,
-    next_advantages_N: Tensor | None = None,
 ) -> GAE:
     """A_t = δ_t + γλ A_{t+1},  δ_t = r_t + γ V_{t+1} − V_t  within each sample  (arXiv:1506.02438).
 
-    V_{t+1} is the value at the next action token, across a turn's end too. Behind a sample's last token V and A are
-    `next_values_N` and `next_advantages_N`, default 0: there the episode is over.
+    V_{t+1} is the value at the next action token, across a turn's end too. Behind a sample's last token V and A
+    are 0: there the episode is over.
     """
-    errors_A = rewards_A + gamma * shift_left(values_A, offsets, last_N=next_values_N) - values_A
-    advantages_A = discounted_sums(errors_A, offsets, decay=gamma * lambd, later_N=next_advantages_N)
+    errors_A = rewards_A + gamma * shift_left(values_A, offsets) - values_A
+    advantages_A = discounted_sums(errors_A, offsets, decay=gamma * lambd)
     return GAE(advantages_A, advantages_A + values_A)
 
 
@@ -272,3 +273,30 @@ def whiten(values: Tensor, moments: Moments, *, divide_by_std: bool = True) -> T
     if not divide_by_std:
         return centred
     return centred / max(moments.variance, 1e-8) ** 0.5
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: float, factor: float) -> float:
+    """0 up to limit − buffer tokens, then falling linearly to −factor at the limit, and −factor beyond it.
+
+        over = min(length − (limit − buffer), buffer);  −factor · over / buffer  if over > 0
+
+    The soft overlong punishment of DAPO (arXiv:2503.14476).
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"the overlong buffer must be above 0 and at most {limit}, the longest response; got {buffer}")
+    over = min(length - (limit - buffer), buffer)
+    return -factor * over / buffer if over > 0 else 0.0
+
+
+def stop_properly(turn_rewards: Tensor, *, coef: float) -> Tensor:
+    """What a truncated episode keeps of its rewards (ProRL's stop-properly penalty). Not for those that ended.
+
+    coef in [0, 1]: every reward times coef. coef < 0: the total becomes coef, on the last turn, whatever was earned.
+    """
+    if coef > 1:
+        raise ValueError(f"a truncated episode cannot keep more than it earned: coef must be <= 1, got {coef}")
+    if coef >= 0:
+        return turn_rewards * coef
+    replaced = turn_rewards.new_zeros(turn_rewards.shape)
+    replaced[-1] = coef
+    return replaced

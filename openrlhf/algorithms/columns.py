@@ -20,15 +20,14 @@ def sequence_means(values_A: Tensor, sequences_A: Tensor) -> Tensor:
     return (totals_N / counts_N)[sequences_A]
 
 
-def shift_left(values_A: Tensor, offsets: Sequence[int], *, last_N: Tensor | None = None) -> Tensor:
-    """y_t = x_{t+1} within each sample; `last_N`, or 0, comes in behind its last token."""
+def shift_left(values_A: Tensor, offsets: Sequence[int]) -> Tensor:
+    """y_t = x_{t+1} within each sample, and 0 for its last token."""
     layout = _Layout.of(offsets, like=values_A)
-    coming_in_A = values_A.new_zeros(values_A.shape) if last_N is None else last_N.to(values_A)[layout.sequences_A]
-    return values_A.roll(-1).where(layout.following_A > 0, coming_in_A)
+    return values_A.roll(-1).where(layout.following_A > 0, 0.0)
 
 
-def discounted_sums(values_A: Tensor, offsets: Sequence[int], *, decay: float, later_N: Tensor | None = None) -> Tensor:
-    """y_t = x_t + decay · y_{t+1} within each sample; `later_N`, or 0, stands for y behind its last token.
+def discounted_sums(values_A: Tensor, offsets: Sequence[int], *, decay: float) -> Tensor:
+    """y_t = x_t + decay · y_{t+1} within each sample, with y = 0 behind its last token.
 
     Takes log2(longest sample) passes over the column instead of one step per token: after the pass with stride s,
     y_t = Σ_{k < 2s} decay^k x_{t+k}, as far as the sample reaches. A pass beyond a sample's length adds nothing to
@@ -41,15 +40,10 @@ def discounted_sums(values_A: Tensor, offsets: Sequence[int], *, decay: float, l
         ahead_A = decay**stride * sums_A[stride:]
         sums_A[:-stride] += ahead_A.where(layout.following_A[:-stride] >= stride, 0.0)
         stride *= 2
-    if later_N is not None:
-        # In float64: a float32 base would be off by n ulps in its n-th power.
-        powers_A = decay ** (layout.following_A + 1).double()
-        sums_A += powers_A.to(values_A) * later_N.to(values_A)[layout.sequences_A]
     return sums_A
 
 
 class _Layout(NamedTuple):
-    sequences_A: Tensor
     following_A: Tensor
     """int64 [A]: how many tokens of the same sample follow each token."""
     longest: int
@@ -63,4 +57,4 @@ class _Layout(NamedTuple):
         sequences_A = torch.repeat_interleave(torch.arange(len(lengths_N)), lengths_N)
         following_A = bounds[1:][sequences_A] - 1 - torch.arange(len(sequences_A))
         longest = int(lengths_N.max()) if len(lengths_N) else 0
-        return _Layout(sequences_A.to(like.device), following_A.to(like.device), longest)
+        return _Layout(following_A.to(like.device), longest)

@@ -1,15 +1,15 @@
-"""Policy losses: one number per action token. How they are summed is `reduction`'s business.
+"""Losses of policy and critic, one number per action token (`reduction` sums them), and of routers.
 
-At π = π_old every loss here has the gradient −A_t ∇log π(t) of the plain policy gradient (for gspo too, see there);
-they differ in what becomes of it as the ratio ρ_t = π(t) / π_old(t) moves away from 1.
+At π = π_old every policy loss here has the gradient −A_t ∇log π(t) of the plain policy gradient (for gspo too, see
+there); they differ in what becomes of it as the ratio ρ_t = π(t) / π_old(t) moves away from 1.
 
-Adding a loss is one entry in `POLICY_LOSSES`: the command line reads its choices there, which is why this file imports
-no torch.
+Adding a policy loss is one entry in `POLICY_LOSSES`: the command line reads its choices there, which is why this file
+imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -153,3 +153,47 @@ def get_policy_loss(name: str) -> PolicyLoss:
     if name not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {name!r}; known: {', '.join(POLICY_LOSSES)}")
     return POLICY_LOSSES[name]
+
+
+class ValueLoss(NamedTuple):
+    """The critic's loss and what people want to know about it."""
+
+    loss_A: Tensor
+    clipped_A: Tensor
+    """bool [A]: where the clip took the gradient away."""
+
+
+def value_loss(values_A: Tensor, old_values_A: Tensor, returns_A: Tensor, *, value_clip: float) -> ValueLoss:
+    """l_t = ½ max((v_clip − R)², (v − R)²),  v_clip = v_old + clamp(v − v_old, −ε, ε).
+
+    The value function's counterpart of PPO's clip (arXiv:2005.12729): once v has moved by more than ε towards R, it
+    is not pulled further within this round; away from R the pull back is never cut.
+    """
+    held_A = old_values_A + (values_A - old_values_A).clamp(-value_clip, value_clip)
+    free_error_A, held_error_A = (values_A - returns_A) ** 2, (held_A - returns_A) ** 2
+    return ValueLoss(0.5 * free_error_A.maximum(held_error_A), (held_error_A > free_error_A).detach())
+
+
+def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int) -> Tensor:
+    """E · Σ_e f_e P_e, where of all rows (tokens of all layers) f_e is the share that goes to expert e, and P_e the
+    mean probability that the router gives it. f is a count: the gradient is that of P.
+
+    Equally busy experts give top_k, as f_e = top_k / E and P_e = 1 / E; all rows to the same ones give up to E.
+
+    Switch Transformers, equations 4–6 (https://arxiv.org/abs/2101.03961), for several experts a token as in Mixtral;
+    the same as transformers' `load_balancing_loss_func`. A product of means: that of two halves is not the mean of
+    theirs.
+
+    Args:
+        router_logits: [T, E] of each layer's router (or parts of it).
+        top_k: experts of a token.
+    """
+    experts = router_logits[0].shape[-1]
+    chosen_E = probability_E = router_logits[0].float().new_zeros(experts)
+    rows = 0
+    for logits_TE in router_logits:
+        p_TE = logits_TE.float().softmax(-1)
+        chosen_E = chosen_E + p_TE.topk(top_k, dim=-1).indices.flatten().bincount(minlength=experts)
+        probability_E = probability_E + p_TE.sum(0)
+        rows += len(p_TE)
+    return experts * (chosen_E / rows * (probability_E / rows)).sum()

@@ -65,19 +65,16 @@ def kto_loss(
     reference_point: Tensor,
     *,
     beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """l = λ_D (1 − σ(β (r − z₀))) for a desirable answer, λ_U (1 − σ(β (z₀ − r))) for an undesirable one.
+    """l = 1 − σ(β (r − z₀)) for a desirable answer, 1 − σ(β (z₀ − r)) for an undesirable one.
 
-    KTO (arXiv:2402.01306) in the form λ_y − v(x, y) of its equation 8, r = log π(y|x) − log π_ref(y|x), z₀ of
-    `kto_reference_point`. With p = σ(β(r − z₀)): dl/dr = −λ_D β p (1 − p), or +λ_U β p (1 − p). Neither direction has
-    a gradient far from z₀: answers that are already settled, and answers that contradict everything else.
+    KTO (arXiv:2402.01306) in the form λ_y − v(x, y) of its equation 8 with λ_y = 1,
+    r = log π(y|x) − log π_ref(y|x), z₀ of `kto_reference_point`. With p = σ(β(r − z₀)):
+    dl/dr = −β p (1 − p), or +β p (1 − p). Neither direction has a gradient far from z₀: answers that are
+    already settled, and answers that contradict everything else.
     """
     value_N = beta * (log_ratios_N - reference_point)
-    gain_N = desirable_weight * (-value_N).sigmoid()
-    pain_N = undesirable_weight * value_N.sigmoid()
-    return gain_N.where(desirable_N, pain_N)
+    return (-value_N).sigmoid().where(desirable_N, value_N.sigmoid())
 
 
 def mean_nll(logprobs_N: Tensor, lengths_N: Tensor) -> Tensor:

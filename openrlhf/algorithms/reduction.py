@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from enum import StrEnum
+from math import comb
 
 
 class Aggregation(StrEnum):
@@ -52,3 +53,13 @@ def sample_weights(
                 raise ValueError("constant aggregation needs the length to divide by")
             weights = dict.fromkeys(lengths, 1.0 / (samples * constant_length))
     return [weights[name] if count else 0.0 for name, count in zip(names, action_counts, strict=True)]
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of "at least one of k samples is right" from n samples of which `correct` are.
+
+    pass@k = 1 − C(n − c, k) / C(n, k)   (arXiv:2107.03374)
+    """
+    if not 1 <= k <= n or not 0 <= correct <= n:
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, got n={n}, correct={correct}, k={k}")
+    return 1.0 - comb(n - correct, k) / comb(n, k)

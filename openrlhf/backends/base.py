@@ -1,14 +1,15 @@
-"""What a learner asks of a training backend."""
+"""The training backend's interface: what learners, checkpoints and weight pushes ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.finite import LeftOut
+from openrlhf.backends.state import LeftOut, not_finite
 
 GATHERED_BYTES = 256 * 2**20
 """Of parameters that ranks share out, so much is whole at a time."""
@@ -30,7 +31,7 @@ class Weights(Protocol):
         """Names of live weights with an infinite number or one that is none, on any rank. Collective."""
         ...
 
-    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """What `whole_weights` would give, on the meta device: names, dtypes, shapes. Nothing is gathered."""
         ...
 
@@ -101,11 +102,11 @@ class Backend(Weights, Protocol):
         """
         ...
 
-    def numbers(self) -> dict[str, Any]:
+    def scalar_state(self) -> dict[str, Any]:
         """What of the state is no tensor, as JSON holds it: {"steps": 12}; of fp16 the loss scale too."""
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensor_state(self) -> Iterator[tuple[str, Tensor]]:
         """The trained parameters in fp32, and what optimizers and averages keep for each, one at a time.
 
         Whole tensors, named `<kind>/<parameter>`: `parameters`; `exp_avg`, `exp_avg_sq` and `step` (no dimension) of
@@ -124,3 +125,45 @@ class Backend(Weights, Protocol):
         optimizers is a ValueError (`state.require_names`).
         """
         ...
+
+
+class ModuleWeights:
+    """Of a module that this process has whole."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def whole_weights(self, *, max_bytes: int = GATHERED_BYTES) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._module.named_parameters():
+            yield name, parameter.detach()
+        yield from saved_buffers(self._module)
+
+    def weights_not_finite(self) -> list[str]:
+        return not_finite(dict(self._module.named_parameters()))
+
+    def weight_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, meta_tensor(tensor.shape, tensor.dtype)) for name, tensor in self.whole_weights())
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape of a parameter, also where DeepSpeed has sharded it and this rank holds a flat piece (ZeRO-3)."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether this process holds only pieces of the module's weights, as ZeRO-3 loads them, or none (meta device)."""
+    return any(hasattr(p, "ds_id") or p.device.type == "meta" for p in module.parameters())
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that its files have: what is trained is not all that a model needs."""
+    saved = module.state_dict()
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def meta_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+if TYPE_CHECKING:
+    _: type[Weights] = ModuleWeights

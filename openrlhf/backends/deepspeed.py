@@ -16,23 +16,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from openrlhf.backends import loss_scale
-from openrlhf.backends.base import GATHERED_BYTES
-from openrlhf.backends.finite import LeftOut, NotFiniteError, StateGuard, not_finite, some
-from openrlhf.backends.loss_scale import LossScale
+from openrlhf.backends.base import GATHERED_BYTES, meta_tensor, saved_buffers, whole_shape
 from openrlhf.backends.offload import Parking
 from openrlhf.backends.optimizer import (
+    GOOD_STEPS_BEFORE_GROWTH,
+    INITIAL_LOSS_SCALE,
     STATE_KINDS,
+    LossScale,
     OptimizerSettings,
     ScheduledOptimizers,
     divided,
     make_adamw,
     muon_arguments,
-    whole_shape,
 )
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
-from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
-from openrlhf.backends.weights import outline, saved_buffers
+from openrlhf.backends.state import (
+    AVERAGE,
+    PARAMETERS,
+    LeftOut,
+    NotFiniteError,
+    StateGuard,
+    not_finite,
+    require_names,
+    some,
+    whole,
+)
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
@@ -92,8 +100,8 @@ def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float 
         "bf16": {"enabled": dtype == torch.bfloat16},
         "fp16": {
             "enabled": dtype == torch.float16,
-            "initial_scale_power": round(math.log2(loss_scale.INITIAL)),
-            "loss_scale_window": loss_scale.GROWS_AFTER,
+            "initial_scale_power": round(math.log2(INITIAL_LOSS_SCALE)),
+            "loss_scale_window": GOOD_STEPS_BEFORE_GROWTH,
             "hysteresis": 1,
         },
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -356,11 +364,11 @@ class DeepSpeedBackend:
             waits.mark_progress()
         yield from saved_buffers(self._module)
 
-    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_shapes(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():
-            yield name, outline(self._whole_shape(name, parameter), parameter.dtype)
+            yield name, meta_tensor(self._whole_shape(name, parameter), parameter.dtype)
         for name, buffer in saved_buffers(self._module):
-            yield name, outline(buffer.shape, buffer.dtype)
+            yield name, meta_tensor(buffer.shape, buffer.dtype)
 
     def _averaged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `whole_weights`, with the average of what is trained."""
@@ -372,14 +380,14 @@ class DeepSpeedBackend:
                     yield name, self._join(name, parameter.detach())
         yield from saved_buffers(self._module)
 
-    def numbers(self) -> dict[str, Any]:
+    def scalar_state(self) -> dict[str, Any]:
         if self._scaler is None:
             return {"steps": self._rates.steps}
         good_steps = self._scaler.cur_iter - self._scaler.last_overflow_iter - 1
-        scale = LossScale(self._scaler.cur_scale, good_steps % loss_scale.GROWS_AFTER)
-        return {"steps": self._rates.steps} | scale.numbers()
+        scale = LossScale(self._scaler.cur_scale, good_steps % GOOD_STEPS_BEFORE_GROWTH)
+        return {"steps": self._rates.steps} | scale.scalar_state()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensor_state(self) -> Iterator[tuple[str, Tensor]]:
         updates = next((float(state[STEP]) for state in self._masters_state() if STEP in state), self._rates.steps)
         for name, parameter in self._trained.items():
             yield f"{PARAMETERS}/{name}", self._whole(name, parameter, PARAMETERS)

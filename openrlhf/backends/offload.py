@@ -43,7 +43,7 @@ class Parking:
 
 
 @contextlib.contextmanager
-def visiting(module: nn.Module, device: torch.device, *, offload: bool) -> Iterator[None]:
+def on_device(module: nn.Module, device: torch.device, *, offload: bool) -> Iterator[None]:
     """A frozen module on its device. With `offload` it is there only while this is open, and otherwise on the CPU."""
     if not offload:
         yield

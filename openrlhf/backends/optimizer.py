@@ -1,8 +1,9 @@
-"""Optimizer settings, which optimizer updates which parameter, and optimizers that step together."""
+"""Optimizers and their schedule: which optimizer updates which parameter, learning rates, the loss scale of fp16."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.schedules import rate_factor
+from openrlhf.backends.base import whole_shape
+from openrlhf.backends.state import NotFiniteError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,6 @@ class OptimizerSettings:
 def no_decay(name: str, parameter: nn.Parameter) -> bool:
     """Biases, and everything that is a vector: the weights of every norm, whatever it is called."""
     return len(whole_shape(parameter)) < 2 or name.endswith("bias")
-
-
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """Its shape, also where ranks share it out and this one holds a flat piece (ZeRO-3)."""
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def vocabulary_tables(module: nn.Module) -> set[nn.Parameter]:
@@ -224,3 +221,86 @@ class ScheduledOptimizers:
     def _set_rates(self) -> None:
         for group in self._groups():
             group["lr"] = group["initial_lr"] * self._factor(self._steps)
+
+
+DECAY_SHARE = 0.1
+"""Share of the run that `warmup_stable_decay` spends decaying; more gains nothing (MiniCPM, arXiv 2404.06395)."""
+
+
+def share_of(steps: int, ratio: float) -> int:
+    """ceil(steps · ratio)."""
+    # 100 · 0.07 is 7.000000000000001 in floating point, which is no eighth step.
+    return math.ceil(round(steps * ratio, 6))
+
+
+def rate_factor(name: str, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float) -> Callable[[int], float]:
+    """The schedule `name` as a function: learning rate ÷ peak, given the number of optimizer steps already done.
+
+    A factor of the step alone, so that one schedule serves parameters with different peaks, and resuming needs only
+    the number of steps. `name` is one of `config.optimizer.SCHEDULES`; `min_lr_ratio` is for `*_with_min_lr`.
+
+    The w steps of a warm-up have 1/w, 2/w … 1. Transformers begins most of its schedules at 0/w, with a step that
+    changes nothing.
+    """
+    from transformers import get_scheduler  # brings transformers' trainer along, and peft where it is installed
+
+    warmup = share_of(total_steps, warmup_ratio)
+    specific: dict[str, float] = {}
+    if name.endswith("with_min_lr"):
+        specific["min_lr_rate"] = min_lr_ratio
+    elif name == "polynomial":
+        specific["lr_end"] = 0.0  # transformers' 1e-7 is no factor: a tenth of a usual RL rate, nothing of Muon's
+    elif name == "warmup_stable_decay":
+        specific["num_decay_steps"] = min(share_of(total_steps, DECAY_SHARE), total_steps - warmup)
+    # At a peak of 1 the rate is the factor.
+    unit = torch.optim.SGD([torch.zeros(())], lr=1.0)
+    scheduler = get_scheduler(
+        name,
+        unit,
+        num_warmup_steps=warmup,
+        num_training_steps=max(total_steps, warmup + 1),  # polynomial divides by the steps after warm-up
+        scheduler_specific_kwargs=specific,
+    )
+    after = scheduler.lr_lambdas[0]
+    if name == "constant":
+        return after
+    return lambda done: (done + 1) / warmup if done < warmup else after(done)
+
+
+INITIAL_LOSS_SCALE = 2.0**16
+GOOD_STEPS_BEFORE_GROWTH = 2_000
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor that losses are multiplied with, so that gradients of fp16 do not round to 0; a step divides by it.
+
+    It is doubled after `GOOD_STEPS_BEFORE_GROWTH` good steps in a row. It is halved when a gradient overflows, and that
+    step is left out (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740).
+    """
+
+    value: float = INITIAL_LOSS_SCALE
+    good_steps: int = 0
+
+    def after_good_step(self) -> None:
+        self.good_steps += 1
+        if self.good_steps == GOOD_STEPS_BEFORE_GROWTH:
+            self.value, self.good_steps = self.value * 2.0, 0
+
+    def after_overflow(self) -> None:
+        """Raises NotFiniteError where scaling is not what makes gradients overflow."""
+        if self.value <= 1.0:
+            raise NotFiniteError(
+                "gradients are infinite or not a number, and no longer scaled up: this model does not train in fp16; "
+                "use --ds.param_dtype bf16 or fp32, or a lower learning rate"
+            )
+        self.value, self.good_steps = self.value / 2.0, 0
+
+    def scalar_state(self) -> dict[str, Any]:
+        """As `Backend.scalar_state` keeps it."""
+        return {"loss_scale": self.value, "good_steps": self.good_steps}
+
+    def load(self, numbers: Mapping[str, Any]) -> None:
+        """Of a run in another dtype nothing is kept: begin anew."""
+        self.value = float(numbers.get("loss_scale", INITIAL_LOSS_SCALE))
+        self.good_steps = int(numbers.get("good_steps", 0))

@@ -1,4 +1,4 @@
-"""One process, plain torch: CPU or one GPU."""
+"""Training in one process with plain torch, on the CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,56 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.averaging import WeightAverage
-from openrlhf.backends.finite import LeftOut, NotFiniteError, StateGuard, not_finite, some
-from openrlhf.backends.loss_scale import LossScale
+from openrlhf.backends.base import ModuleWeights
 from openrlhf.backends.offload import Parking
-from openrlhf.backends.optimizer import OptimizerSettings, ScheduledOptimizers, make_optimizers
-from openrlhf.backends.state import AVERAGE, PARAMETERS, require_names, whole
-from openrlhf.backends.weights import ModuleWeights
+from openrlhf.backends.optimizer import LossScale, OptimizerSettings, ScheduledOptimizers, make_optimizers
+from openrlhf.backends.state import (
+    AVERAGE,
+    PARAMETERS,
+    LeftOut,
+    NotFiniteError,
+    StateGuard,
+    not_finite,
+    require_names,
+    some,
+    whole,
+)
+
+
+class WeightAverage:
+    """ema ← β·ema + (1 − β)·θ after every optimizer step, starting from θ₀; in fp32, one copy on θ's device.
+
+    Averaging along the path of SGD: Polyak and Juditsky 1992 (https://doi.org/10.1137/0330046).
+    """
+
+    def __init__(self, masters: Mapping[str, nn.Parameter], *, beta: float) -> None:
+        """`masters`: the fp32 tensors that the optimizer updates."""
+        self._masters = dict(masters)
+        self._beta = beta
+        self._average = {name: master.detach().clone() for name, master in masters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(list(self._average.values()), list(self._masters.values()), 1.0 - self._beta)
+
+    @contextlib.contextmanager
+    def swapped_into(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """While open, `parameters` hold the average, in their dtype; then the very tensors they held before.
+
+        Nothing is copied but what changes dtype. No optimizer step may happen meanwhile.
+        """
+        live = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = self._average[name].to(parameter.dtype)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = live[name]
+
+    def of(self, name: str) -> Tensor:
+        """The average of one parameter: to be read, or to be written when a run continues."""
+        return self._average[name]
 
 
 class TorchBackend(ModuleWeights):
@@ -164,10 +207,10 @@ class TorchBackend(ModuleWeights):
     def weights_to_save(self) -> contextlib.AbstractContextManager[None]:
         return self._average.swapped_into(self._trained) if self._average else contextlib.nullcontext()
 
-    def numbers(self) -> dict[str, Any]:
-        return {"steps": self._optimizers.steps} | (self._scale.numbers() if self._scale else {})
+    def scalar_state(self) -> dict[str, Any]:
+        return {"steps": self._optimizers.steps} | (self._scale.scalar_state() if self._scale else {})
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensor_state(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self._masters.items():
             yield f"{PARAMETERS}/{name}", master.detach()
             for kind, tensor in self._optimizers.kept_for(master).items():

@@ -9,20 +9,124 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import re
 import shutil
+import socket
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.checkpoint.claims import Claim, ClaimedError
-from openrlhf.checkpoint.disk import Disk
+from filelock import FileLock, SoftFileLock, Timeout
+
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
+
+
+class Disk:
+    """What a method has done survives a crash of the machine when it returns; `rename` is all or nothing."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write_text(self, path: Path, text: str) -> None:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def sync_tree(self, folder: Path) -> None:
+        """Everything in it, whoever wrote it."""
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                _sync(Path(parent, name))
+            _sync(Path(parent))
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Within one folder. A file that is called `new` is replaced."""
+        os.replace(old, new)
+        _sync(new.parent)
+
+    def link_tree(self, source: Path, target: Path, *, without: str | None = None) -> None:
+        """The files of `source` under a second name, but not its folder `without`."""
+        ignored = shutil.ignore_patterns(without) if without else None
+        shutil.copytree(source, target, copy_function=_link, ignore=ignored)
+        self.sync_tree(target)
+
+    def remove(self, path: Path) -> None:
+        """A folder with all that is in it, or a file."""
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ClaimedError(RuntimeError):
+    """Another run has it. The text says which, as far as it is known."""
+
+
+class Claim:
+    """Of a folder, by this process. It is taken with `take`, and given back with `release` or by the process's end."""
+
+    def __init__(self, file: Path, *, flag: str) -> None:
+        """`file`: the lock's. `flag`: the folder in users' words, for messages."""
+        self._file = file
+        self._flag = flag
+        self._lock = FileLock(file)
+
+    def take(self) -> None:
+        """Raises ClaimedError, and OSError where no file can be written."""
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ClaimedError(self._holder()) from None
+        except NotImplementedError:  # filelock before 3.25; later ones keep a file that says who has it
+            logger.warning("%s: this file system has no locks; start no second run on it", self._flag)
+            return
+        if not isinstance(self._lock, SoftFileLock):
+            with contextlib.suppress(OSError):  # whoever is refused is told less
+                _write_no_link(self._file, f"{os.getpid()}\n{socket.gethostname()}\n")
+
+    def _holder(self) -> str:
+        try:
+            pid, host = self._file.read_text(encoding="utf-8").split()[:2]
+        except (OSError, ValueError):
+            return f"another run, which holds {self._file}"
+        return f"the run with process id {int(pid)} on {host}" if pid.isdecimal() else f"another run ({self._file})"
+
+    def release(self, *, remove: bool = False) -> None:
+        """`remove`: the lock's file is not to be left. Nobody waits for it, so nobody holds what is removed."""
+        if remove and self._lock.is_locked:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+        self._lock.release()
+
+
+def _write_no_link(file: Path, text: str) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(text)
+
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -9,16 +9,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
-from openrlhf.backends.base import Backend
-from openrlhf.backends.finite import NotFiniteError
+from openrlhf.backends.base import Backend, whole_shape
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.backends.state import NotFiniteError
 from openrlhf.checkpoint.folder import TRAINING_STATE, CheckpointError, CheckpointFolder
-from openrlhf.checkpoint.random_state import random_state, restore_random_state
-from openrlhf.checkpoint.training_state import read_state, read_training_state, write_state, write_training_state
+from openrlhf.checkpoint.training_state import (
+    random_state,
+    read_state,
+    read_training_state,
+    restore_random_state,
+    write_state,
+    write_training_state,
+)
 
 logger = logging.getLogger(__name__)
+
+
+class Checkpointer(Protocol):
+    """Keeps the state of a run: what is trained, which it knows, and the loop's own, which it is given."""
+
+    def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
+        """`best`: no evaluation was better; kept until one is."""
+        ...
+
+    def keep_best(self, step: int) -> None:
+        """The one that was saved last, after `step`, has turned out to be the best: it is kept until another is."""
+        ...
+
+    def load(self, take_up: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """What is trained becomes as it was at the latest checkpoint, and `take_up` gets the loop's own state of then.
+
+        Returns that state. None: there is no checkpoint, the run starts anew.
+        """
+        ...
+
+
+class NoCheckpoints:
+    """Keeps nothing."""
+
+    def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
+        pass
+
+    def keep_best(self, step: int) -> None:
+        pass
+
+    def load(self, take_up: Callable[[dict[str, Any]], None]) -> None:
+        return None
+
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -53,8 +92,8 @@ class LocalCheckpointedModel:
     def expected_bytes(self, *, resumable: bool) -> int:
         """The model in its dtype, and its trained parameters in fp32 with two moments."""
         parameters = list(self.backend.module.parameters())
-        total = sum(_size(p) * p.element_size() for p in parameters)
-        return total + (sum(_size(p) * 12 for p in parameters if p.requires_grad) if resumable else 0)
+        total = sum(whole_shape(p).numel() * p.element_size() for p in parameters)
+        return total + (sum(whole_shape(p).numel() * 12 for p in parameters if p.requires_grad) if resumable else 0)
 
     def write(self, folder: Path, state: State, *, resumable: bool) -> None:
         try:
@@ -62,10 +101,12 @@ class LocalCheckpointedModel:
         except NotFiniteError as error:
             raise CheckpointError(f"nothing is saved: {error}") from error
         with self.backend.weights_to_save() as weights:
-            together(self.ranks, lambda: self.export(folder, state, weights) if self.ranks.is_main else None)
+            run_on_all_ranks(self.ranks, lambda: self.export(folder, state, weights) if self.ranks.is_main else None)
         if resumable:
-            target, numbers, tensors = folder / TRAINING_STATE, self.backend.numbers(), self.backend.tensors()
-            together(self.ranks, lambda: write_training_state(target, numbers, tensors, writes=self.ranks.is_main))
+            target, numbers, tensors = folder / TRAINING_STATE, self.backend.scalar_state(), self.backend.tensor_state()
+            run_on_all_ranks(
+                self.ranks, lambda: write_training_state(target, numbers, tensors, writes=self.ranks.is_main)
+            )
 
     def load(self, folder: Path) -> None:
         try:
@@ -146,11 +187,11 @@ def _read_state(checkpoint: Path) -> State:
 
 def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> ResumePoint | None:
     """The one to continue from: the newest that is whole; None if there is none. Raises CheckpointError."""
-    mine = together(ranks, lambda: folder.newest_complete() if ranks.is_main else None)
+    mine = run_on_all_ranks(ranks, lambda: folder.newest_complete() if ranks.is_main else None)
     path = next((path for path in ranks.gather(mine) if path is not None), None)
     if path is None:
         return None
-    state = together(ranks, lambda: _read_state(path))
+    state = run_on_all_ranks(ranks, lambda: _read_state(path))
     if not state["resumable"]:
         raise CheckpointError(
             f"{path} has no training state (--ckpt.disable_ds): start a new run from its model folder, with another "
@@ -240,10 +281,10 @@ class CheckpointManager:
         return found.state["loop"]
 
     def _on_main(self, work: Callable[[], object]) -> None:
-        together(self._ranks, lambda: work() if self._ranks.is_main else None)
+        run_on_all_ranks(self._ranks, lambda: work() if self._ranks.is_main else None)
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
+def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
     """All ranks do it. What goes wrong on one is a CheckpointError on all: none waits for another in vain."""
     result, failure = None, None
     try:
@@ -258,12 +299,9 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _size(parameter: nn.Parameter) -> int:
-    """Elements of a parameter, also of one that DeepSpeed has cut up over ranks and left empty here."""
-    return getattr(parameter, "ds_numel", parameter.numel())
-
-
 if TYPE_CHECKING:
-    from openrlhf.checkpoint.base import Checkpointer
-
-    _: tuple[type[CheckpointedModel], type[Checkpointer]] = (LocalCheckpointedModel, CheckpointManager)
+    _: tuple[type[CheckpointedModel], type[Checkpointer], type[Checkpointer]] = (
+        LocalCheckpointedModel,
+        CheckpointManager,
+        NoCheckpoints,
+    )

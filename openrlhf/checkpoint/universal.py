@@ -19,8 +19,8 @@ from torch import Tensor
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.state import PARAMETERS
-from openrlhf.checkpoint.base import Checkpointer
 from openrlhf.checkpoint.folder import CheckpointError
+from openrlhf.checkpoint.manager import Checkpointer
 
 LATEST = "latest_universal"
 FILES = {PARAMETERS: "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}

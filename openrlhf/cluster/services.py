@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from openrlhf.checkpoint.manager import CheckpointedModel
-from openrlhf.checkpoint.random_state import random_state, restore_random_state
+from openrlhf.checkpoint.training_state import random_state, restore_random_state
 from openrlhf.cluster.transport import Column, PackedSamples
 from openrlhf.learners.rank import CriticLearners, RankLearners
 from openrlhf.learners.scorer import Scorer

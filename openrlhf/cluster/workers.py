@@ -162,7 +162,7 @@ class WorkerGroup:
     """The ranks of some models: one process on each of their devices. The processes end with `close`."""
 
     def __init__(self, placed: Placed, spec: ProcessGroupSpec, build: Callable[[], Any]) -> None:
-        """`build` is called once in every rank's process, where it may meet the others (`backends.process_group`).
+        """`build` is called once in every rank's process, where it may meet the others (`backends.ranks`).
 
         Nothing is waited for: see `ready`.
         """

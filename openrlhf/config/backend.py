@@ -58,11 +58,6 @@ class LoraSection:
     ] = ("all-linear",)
     dropout: Annotated[float, Flag("LoRA dropout", flat="lora_dropout", only_with=".rank")] = 0.0
 
-    @property
-    def targets(self) -> str | list[str]:
-        """As PEFT wants it: the word `all-linear`, or a list of module names."""
-        return "all-linear" if self.target_modules == ("all-linear",) else list(self.target_modules)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSection(InferenceBackendSection):

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from openrlhf.algorithms.moe_aux import load_balancing_loss
-from openrlhf.algorithms.values import value_loss
+from openrlhf.algorithms.losses import load_balancing_loss, value_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulation import accumulate
 from openrlhf.learners.policy import BalanceSettings
 from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.learners.steps import MicroBatch, Step
-from openrlhf.models.routing import RouterLog
+from openrlhf.models.body import RouterLog
 from openrlhf.observability.metrics import Metrics
 
 

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
 from openrlhf.algorithms.kl import KLEstimator
-from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss
-from openrlhf.algorithms.moe_aux import load_balancing_loss
+from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss, load_balancing_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulation import accumulate
 from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.learners.steps import MicroBatch, Step
-from openrlhf.models.routing import RouterLog
+from openrlhf.models.body import RouterLog
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import PackedBatch
 

@@ -10,8 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import Estimator, TurnRewards, Turns, turn_advantages
-from openrlhf.algorithms.penalties import overlong_penalty, stop_properly
+from openrlhf.algorithms.advantages import (
+    Estimator,
+    TurnRewards,
+    Turns,
+    overlong_penalty,
+    stop_properly,
+    turn_advantages,
+)
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, Outcome, TrainingSample, Trajectory
 

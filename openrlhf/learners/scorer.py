@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.offload import visiting
+from openrlhf.backends.offload import on_device
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.microbatch import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow, give_memory_back
 from openrlhf.learners.steps import filler
@@ -50,7 +50,7 @@ class Scorer:
         result = torch.zeros(batch.num_actions)
         self._module.eval()
         left = list(range(len(batch)) if indices is None else indices)
-        with visiting(self._module, self._device, offload=self._offload):
+        with on_device(self._module, self._device, offload=self._offload):
             while True:
                 left, overflow = self._score(batch, left, result)
                 overflows = [one for one in self._ranks.gather(overflow) if one is not None]

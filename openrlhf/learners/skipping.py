@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from openrlhf.backends.finite import LeftOut, NotFiniteError
 from openrlhf.backends.ranks import Ranks
+from openrlhf.backends.state import LeftOut, NotFiniteError
 from openrlhf.observability.metrics import Metrics
 
 MAX_SKIPPED = 5

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.adapters import AdapterError, LoraSettings, add_adapter
-from openrlhf.models.fusion import compile_layers, fuse_norms
+from openrlhf.models.body import compile_layers, fuse_norms
 from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrlhf.models.body import decoder_body, hidden_states
+from openrlhf.models.body import RouterLog, decoder_body, hidden_states
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
-from openrlhf.models.routing import RouterLog
 from openrlhf.types import PackedTokens
 
 

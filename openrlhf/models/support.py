@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.base import is_sharded
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.body import decoder_body, hidden_states
 from openrlhf.models.logprobs import LogitTransform
@@ -54,7 +55,7 @@ def examine(model: Any, *, native_attention: str) -> Support:
     give its log-probs.
     """
     transform = logit_transform(model.config.get_text_config())
-    if not _is_sharded(model):
+    if not is_sharded(model):
         model.set_attn_implementation(native_attention)
         _probe_head(model, transform)
     reason = examine_body(model, native_attention=native_attention)
@@ -68,7 +69,7 @@ def examine_body(model: Any, *, native_attention: str) -> str:
     """
     config = model.config.get_text_config()
     reason = _inexpressible(config)
-    if not _is_sharded(model):
+    if not is_sharded(model):
         reason = reason or _probe_packing(model, native_attention=native_attention)
     elif not reason and config.model_type not in _SEEN_PACKED:
         reason = "its weights are sharded while loading, so the packed forward could not be compared with its own"
@@ -89,10 +90,6 @@ def logit_transform(config: Any) -> LogitTransform:
         scale *= getattr(config, name, None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(hasattr(p, "ds_id") or p.device.type == "meta" for p in model.parameters())
 
 
 def _inexpressible(config: Any) -> str:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from openrlhf.models.body import decoder_body, hidden_states
-from openrlhf.models.routing import RouterLog
+from openrlhf.models.body import RouterLog, decoder_body, hidden_states
 from openrlhf.types import PackedTokens
 
 
@@ -78,11 +77,6 @@ class ValueModel(nn.Module):
         if self.normalisation is None:
             return values_P
         return (values_P - self.normalisation.mean) / self.normalisation.std
-
-
-def before_actions(tokens: PackedTokens) -> Tensor:
-    """int64 [A]: where a critic looks: the state in which each action was taken ends one token before it."""
-    return tokens.action_positions - 1
 
 
 def sequence_ends(tokens: PackedTokens) -> Tensor:

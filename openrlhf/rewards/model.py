@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from openrlhf.backends.offload import visiting
+from openrlhf.backends.offload import on_device
 from openrlhf.models.value import ValueModel, sequence_ends
 from openrlhf.rewards.base import Reward, RewardError, RewardGoneError, RewardRequest
 from openrlhf.rewards.batching import Batcher, Forward, Item
@@ -106,7 +106,7 @@ class RewardModel(RewardReader):
         tokens = PackedTokens.from_sequences(sequences, [torch.zeros_like(s, dtype=torch.bool) for s in sequences])
         tokens = dataclasses.replace(tokens, shared_prefixes=(0, *(item.shared for item in batch[1:])))
         tokens = tokens.to(self._device)
-        with visiting(self._model, self._device, offload=self._offload):
+        with on_device(self._model, self._device, offload=self._offload):
             return self._model(tokens, positions=sequence_ends(tokens)).tolist()
 
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.optimizer import OptimizerSettings
-from openrlhf.backends.process_group import Launch, join, launched
-from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.backends.ranks import ALONE, Launch, Ranks, join, read_launch
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.config.errors import ConfigError
 
@@ -63,7 +62,7 @@ class Distribution:
     @classmethod
     def of(cls, backend: str, ds: BackendSection) -> Distribution:
         """Meet the other processes, if there are any."""
-        if not uses_deepspeed(backend, ds, launched(os.environ)):
+        if not uses_deepspeed(backend, ds, read_launch(os.environ)):
             return cls(join(), None)
         from openrlhf.backends.deepspeed import computes_in
 
@@ -96,7 +95,7 @@ class Distribution:
 
     def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
         """A module that is only run forward. `offload`: it waits in CPU memory. A whole one is fetched by whoever runs
-        it (`backends.offload.visiting`), one that is shared out comes by itself."""
+        it (`backends.offload.on_device`), one that is shared out comes by itself."""
         module.requires_grad_(False)
         if not self.shares_out_weights:
             return module.to("cpu") if offload else module

@@ -41,27 +41,28 @@ class Launcher(Protocol):
         """Whatever judges samples, not started yet; None: an agent does."""
         ...
 
-    def bound(self, *, total_steps: int) -> AbstractContextManager[RunParts]:
+    def build(self, *, total_steps: int) -> AbstractContextManager[RunParts]:
         """Ready for a run of so many optimizer steps; nothing of it is left afterwards."""
         ...
 
 
-Launch = Callable[[RLConfig, Any], AbstractContextManager[Launcher]]
+LauncherFactory = Callable[[RLConfig, Any], AbstractContextManager[Launcher]]
 """A launcher for a configuration and the policy's tokenizer."""
 
 
-def launched(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launcher]:
-    """Of a `settled` configuration. What cannot work is found here, before anything is loaded."""
+def make_launcher(config: RLConfig, tokenizer: Any) -> AbstractContextManager[Launcher]:
+    """The launcher of a configuration that `resolve_launcher` returned. What cannot work fails here, before any model
+    is loaded."""
     if config.train.launcher == "ray":
-        from openrlhf.runs.ray_launcher import ray_launched
+        from openrlhf.runs.ray_launcher import ray_launcher
 
-        return ray_launched(config, tokenizer)
-    from openrlhf.runs.local_launcher import local_launched
+        return ray_launcher(config, tokenizer)
+    from openrlhf.runs.local_launcher import local_launcher
 
-    return local_launched(config, tokenizer)
+    return local_launcher(config, tokenizer)
 
 
-def settled(config: RLConfig) -> RLConfig:
+def resolve_launcher(config: RLConfig) -> RLConfig:
     """With a launcher, and of a local run with a number of engines, where these were left to the machine."""
     if needs_ray(config, os.environ, devices=torch.cuda.device_count()):
         return _told(config, dataclasses.replace(config, train=dataclasses.replace(config.train, launcher="ray")))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from openrlhf.backends.weights import ModuleWeights
+from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.rl import VLLMSection
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def local_launched(config: RLConfig, tokenizer: Any) -> Iterator[LocalLauncher]:
+def local_launcher(config: RLConfig, tokenizer: Any) -> Iterator[LocalLauncher]:
     device = process_device()
     require_engine(config, device)
     yield LocalLauncher(config, tokenizer, device)
@@ -53,7 +53,7 @@ class LocalLauncher:
         return build_reward(self.config, reward_model_here(self.config, self.tokenizer, self.device))
 
     @contextlib.contextmanager
-    def bound(self, *, total_steps: int) -> Iterator[RunParts]:
+    def build(self, *, total_steps: int) -> Iterator[RunParts]:
         models = load_models(self.config, self.device)
         with opened_engine(self.config, models, self.tokenizer, self.device) as opened:
             training = RLTraining(self.config, models, total_steps=total_steps, device=self.device)

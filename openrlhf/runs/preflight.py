@@ -12,9 +12,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.checkpoint.claims import Claim, ClaimedError
-from openrlhf.checkpoint.folder import CheckpointError
-from openrlhf.checkpoint.manager import ResumePoint, together
+from openrlhf.checkpoint.folder import CheckpointError, Claim, ClaimedError
+from openrlhf.checkpoint.manager import ResumePoint, run_on_all_ranks
 from openrlhf.config.commands import Config, RLConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.schema import to_dict
@@ -46,7 +45,7 @@ def checked_model_dir(output_dir: str) -> Path:
 def claimed_model_dir(folder: Path, ranks: Ranks = ALONE) -> Iterator[None]:
     """While open no other run may write its model there. Raises CheckpointError where one is about to.
 
-    The lock is beside the folder, which the export may replace. The ranks of a run have it together.
+    The lock is beside the folder, which the export may replace. The ranks of a run have it run_on_all_ranks.
     """
     flag = f"--ckpt.output_dir {folder}"
     claim = Claim(folder.with_name(f".{folder.name}.lock"), flag=flag)
@@ -59,7 +58,7 @@ def claimed_model_dir(folder: Path, ranks: Ranks = ALONE) -> Iterator[None]:
                 f"{flag}: {holder} writes its model there; wait for it, or name another folder"
             ) from None
 
-    together(ranks, lambda: take() if ranks.is_main else None)
+    run_on_all_ranks(ranks, lambda: take() if ranks.is_main else None)
     try:
         yield
     finally:

@@ -14,8 +14,8 @@ import torch
 
 from openrlhf.agents.episodes import AgentFileError
 from openrlhf.agents.host import kill_every_host
-from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.backends.state import NotFiniteError
 from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.cluster.launch import ClusterError
 from openrlhf.cluster.workers import WorkerError

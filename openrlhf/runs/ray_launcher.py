@@ -46,7 +46,7 @@ Those that are killed leave shared memory behind."""
 
 
 @contextlib.contextmanager
-def ray_launched(config: RLConfig, tokenizer: Any) -> Iterator[RayLauncher]:
+def ray_launcher(config: RLConfig, tokenizer: Any) -> Iterator[RayLauncher]:
     """A cluster, and devices on it that are this run's. Raises ClusterError, ConfigError."""
     with ray_cluster() as cluster, placed_on(plan_on(cluster, config), cluster) as placed:
         logger.info("placement\n%s", placed.table())
@@ -103,7 +103,7 @@ class RayLauncher:
         )
 
     @contextlib.contextmanager
-    def bound(self, *, total_steps: int) -> Iterator[RunParts]:
+    def build(self, *, total_steps: int) -> Iterator[RunParts]:
         config = self.config
         build = functools.partial(rank_service, config, total_steps=total_steps)
         with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
-from openrlhf.checkpoint.manager import ResumePoint, find_checkpoint, together
+from openrlhf.checkpoint.manager import ResumePoint, find_checkpoint, run_on_all_ranks
 from openrlhf.checkpoint.universal import UniversalCheckpoint, find_universal
 from openrlhf.cluster.engines import EngineLostError
 from openrlhf.cluster.launch import ClusterError
@@ -68,13 +68,13 @@ def opened_checkpoints(
         Retention(max_num=section.max_num, max_gib=section.max_mem),
         link_model=model if section.save_hf else None,
     )
-    together(ranks, lambda: folder.open() if ranks.is_main else None)
+    run_on_all_ranks(ranks, lambda: folder.open() if ranks.is_main else None)
     try:
         found, universal = None, None
         if section.resumes:
             found = find_checkpoint(folder, ranks=ranks)
             if found is None and use_universal:
-                universal = together(ranks, lambda: find_universal(folder.path))
+                universal = run_on_all_ranks(ranks, lambda: find_universal(folder.path))
             elif found is None and folder.has_deepspeeds:
                 raise CheckpointError(
                     f"--ckpt.path {section.folder} holds checkpoints in DeepSpeed's format: make a universal one of "

@@ -27,7 +27,7 @@ from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.runs.launchers import Launch, launched, settled
+from openrlhf.runs.launchers import LauncherFactory, make_launcher, resolve_launcher
 from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
@@ -70,10 +70,10 @@ def run_rl(config: RLConfig) -> int:
     return ending.status
 
 
-def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
+def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
     prepare_process(config.train)
-    config = settled(config)
+    config = resolve_launcher(config)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     with (
@@ -82,7 +82,7 @@ def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
         opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints,
     ):
         return with_restarts(
-            lambda now: _train(config, launched, now, watching, model_dir=model_dir),
+            lambda now: _train(config, make_launcher, now, watching, model_dir=model_dir),
             checkpoints,
             config.ckpt,
             most=config.train.max_restarts,
@@ -90,7 +90,7 @@ def train(config: RLConfig, *, launched: Launch = launched) -> RunResult:
 
 
 def _train(
-    config: RLConfig, launched: Launch, checkpoints: Checkpoints, watching: Watchdog, *, model_dir: Path
+    config: RLConfig, make_launcher: LauncherFactory, checkpoints: Checkpoints, watching: Watchdog, *, model_dir: Path
 ) -> RunResult:
     tokenizer = policy_tokenizer(config)
     prompts = PromptStream(
@@ -104,14 +104,14 @@ def _train(
         best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
 
     with _loop(config) as loop, contextlib.ExitStack() as held:
-        launcher = held.enter_context(launched(config, tokenizer))
+        launcher = held.enter_context(make_launcher(config, tokenizer))
         source = launcher.reward()
         reward = source and held.enter_context(_started(source, loop, "the reward"))
         rounds = math.ceil(len(prompts) / config.rollout.batch_size)
         warn_of_few_steps(config.train, rounds, remedy="--train.num_episodes")
         rounds = min(rounds, config.train.total_steps or rounds)
         played = min(len(prompts), rounds * config.rollout.batch_size)
-        bound = held.enter_context(launcher.bound(total_steps=config.optimizer_steps(played)))
+        bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played)))
         episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop, "episodes"))
         runner = EpisodeRunner(
             episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None

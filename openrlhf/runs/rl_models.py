@@ -28,9 +28,9 @@ from openrlhf.learners.samples import RewardShaping, SampleMaker
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.adapters import LoraSettings, WithoutAdapter
+from openrlhf.models.body import NoRoutersError, experts_per_token
 from openrlhf.models.loading import load_policy, load_value_model
 from openrlhf.models.policy import Policy
-from openrlhf.models.routing import NoRoutersError, experts_per_token
 from openrlhf.models.value import ValueModel
 from openrlhf.runs.distribution import ONE_PROCESS, Distribution
 from openrlhf.runs.preflight import reading_model, warn_of_positions

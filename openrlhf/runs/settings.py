@@ -11,7 +11,7 @@ from openrlhf.config.backend import LoraSection
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.optimizer import OptimizerSection
 from openrlhf.models.adapters import LoraSettings
-from openrlhf.models.routing import NoRoutersError, experts_per_token
+from openrlhf.models.body import NoRoutersError, experts_per_token
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:

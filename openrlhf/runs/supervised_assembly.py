@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from openrlhf.algorithms.preferences import get_reward_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
-from openrlhf.checkpoint.base import Checkpointer
 from openrlhf.checkpoint.export import export_policy, export_value_model
-from openrlhf.checkpoint.manager import CheckpointManager, LocalCheckpointedModel
+from openrlhf.checkpoint.manager import Checkpointer, CheckpointManager, LocalCheckpointedModel
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
 from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig
 from openrlhf.config.warnings import settled_differently

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from openrlhf.algorithms.moe_aux import load_balancing_loss
-from openrlhf.models.routing import RouterLog
+from openrlhf.algorithms.losses import load_balancing_loss
+from openrlhf.models.body import RouterLog
 from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss, Objective
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf.backends.offload import visiting
+from openrlhf.backends.offload import on_device
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.types import PackedTokens
 
@@ -31,7 +31,7 @@ class Reference:
 
     @torch.no_grad()
     def answer_logprobs(self, tokens: PackedTokens) -> Tensor:
-        with visiting(self._module, self._device, offload=self._offload):
+        with on_device(self._module, self._device, offload=self._offload):
             return answer_logprobs(self._module, tokens.to(self._device))
 
 

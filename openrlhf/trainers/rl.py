@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
+from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
 from openrlhf.learners.base import Workers
 from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import Logger

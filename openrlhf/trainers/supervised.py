@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
+from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
 from openrlhf.data.schedule import divide
 from openrlhf.learners.accumulation import Accumulated, accumulate
 from openrlhf.learners.microbatch import MicroBatching, MicroBatchSizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from openrlhf.backends.finite import not_finite, some
+from openrlhf.backends.state import not_finite, some
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.weight_sync.base import WeightSyncError

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from openrlhf.backends.base import Weights
-from openrlhf.backends.finite import some
+from openrlhf.backends.state import some
 from openrlhf.models.file_weights import file_weights
 from openrlhf.models.policy import Policy
 from openrlhf.weight_sync.base import WeightSyncError
@@ -28,8 +28,8 @@ class PolicyWeights(WeightSource):
         self.metadata()
 
     def metadata(self) -> list[ParamMeta]:
-        outlines = file_weights(self._policy, self._weights.outlines())
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in outlines]
+        shapes = file_weights(self._policy, self._weights.weight_shapes())
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in shapes]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return file_weights(self._policy, self._weights.whole_weights())

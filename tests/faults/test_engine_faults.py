@@ -36,7 +36,7 @@ ROUND = PROMPTS * SAMPLES
 @pytest.fixture(scope="module")
 def undisturbed(inputs, cluster, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(inputs.config(run_dir), launched=cluster.launched)
+    train(inputs.config(run_dir), make_launcher=cluster.make_launcher)
     assert_every_prompt_once(run_dir)
     assert column(run_dir, "rollout/engines_replaced") == [0] * ROUNDS
     return samples(run_dir)
@@ -58,7 +58,7 @@ def test_a_killed_engine_changes_nothing(
 ):
     blow = lambda: kill(*(process(engines, engine) for process, engine in victims))  # noqa: E731
     with strike(engines, blow, at=at):
-        train(inputs.config(tmp_path / "run"), launched=cluster.launched)
+        train(inputs.config(tmp_path / "run"), make_launcher=cluster.make_launcher)
     assert_every_prompt_once(tmp_path / "run")
     assert samples(tmp_path / "run") == undisturbed
     assert sum(column(tmp_path / "run", "rollout/engines_replaced")) + engines.take_replaced() == len(victims)
@@ -74,7 +74,7 @@ def test_one_that_stops_answering_is_replaced(inputs, cluster, engines, undistur
     watch = HealthWatch(engines._at_work, timeout=8.0, give_up=engines._unwell)
     watch.start()
     with strike(engines, lambda: kill(core_of(engines, 1), with_signal=signal.SIGSTOP), at=3):
-        train(inputs.config(tmp_path / "run"), launched=cluster.launched)
+        train(inputs.config(tmp_path / "run"), make_launcher=cluster.make_launcher)
     watch.stop()
     assert samples(tmp_path / "run") == undisturbed
     assert "vLLM engine 1" in caplog.text
@@ -94,7 +94,7 @@ def test_one_that_dies_in_the_middle_of_a_push_does_not_hold_it_up(inputs, clust
 
     engines.hold = hold
     try:
-        train(inputs.config(tmp_path / "run"), launched=cluster.launched)
+        train(inputs.config(tmp_path / "run"), make_launcher=cluster.make_launcher)
     finally:
         del engines.hold
     assert_every_prompt_once(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_asynchronous_runs_lose_nothing(inputs, cluster, engines, tmp_path, part
     pipeline = {"train__async_enable": True, "train__partial_rollout_enable": partial or None}
     blow = functools.partial(kill, actor_of(engines, 0), core_of(engines, 1))
     with strike(engines, blow, at=ROUND + 5):
-        train(inputs.config(tmp_path / "run", **pipeline), launched=cluster.launched)
+        train(inputs.config(tmp_path / "run", **pipeline), make_launcher=cluster.make_launcher)
     assert_every_prompt_once(tmp_path / "run")
     assert max(column(tmp_path / "run", "sync/probe_gap")) < 1e-4
 
@@ -146,9 +146,9 @@ def test_an_agent_in_its_second_turn_notices_nothing(inputs, cluster, engines, t
     }
     for name in ("straight", "struck"):
         (tmp_path / name).mkdir()
-    train(inputs.config(tmp_path / "straight" / "run", **multi_turn), launched=cluster.launched)
+    train(inputs.config(tmp_path / "straight" / "run", **multi_turn), make_launcher=cluster.make_launcher)
     with strike(engines, lambda: kill(core_of(engines, 0), core_of(engines, 1)), at=ROUND + 4):
-        train(inputs.config(tmp_path / "struck" / "run", **multi_turn), launched=cluster.launched)
+        train(inputs.config(tmp_path / "struck" / "run", **multi_turn), make_launcher=cluster.make_launcher)
     assert_every_prompt_once(tmp_path / "struck" / "run")
     assert samples(tmp_path / "struck" / "run") == samples(tmp_path / "straight" / "run")
 
@@ -181,6 +181,6 @@ def test_one_that_keeps_dying_ends_the_run(inputs, cluster, engines, tmp_path):
         strike(engines, lambda: kill(core_of(engines, 0)), at=3),
         pytest.raises(EngineError, match=r"vLLM engine 0 on [\d.]+.*replaced 0 times within 60 minutes"),
     ):
-        train(inputs.config(tmp_path / "run"), launched=cluster.launched)
+        train(inputs.config(tmp_path / "run"), make_launcher=cluster.make_launcher)
     engines.budget, engines._failure = ReplacementBudget(), None
     engines._replace(0, "the next test needs it")

@@ -26,7 +26,7 @@ def run(inputs, cluster, tmp_path):
         killing = threading.Thread(target=lambda: (when(), kill(max(ranks_below(os.getpid())))))
         killing.start()
         try:
-            train(inputs.config(tmp_path / "run", **saving | overrides), launched=cluster.launched)
+            train(inputs.config(tmp_path / "run", **saving | overrides), make_launcher=cluster.make_launcher)
         finally:
             killing.join()
         return tmp_path / "run"

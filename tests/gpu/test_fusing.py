@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from openrlhf.models.fusion import compile_layers, fuse_norms
+from openrlhf.models.body import compile_layers, fuse_norms
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens

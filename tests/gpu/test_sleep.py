@@ -36,7 +36,7 @@ def train(backend):
 
 @pytest.fixture(scope="module")
 def group():
-    from openrlhf.backends.process_group import join
+    from openrlhf.backends.ranks import join
 
     ranks = join(also_alone=True)
     yield

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from small_tokenizers import tokenizer as small_tokenizer
 
-from openrlhf.backends.weights import ModuleWeights
+from openrlhf.backends.base import ModuleWeights
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.vllm.engine import VllmEngine

@@ -31,7 +31,7 @@ def flags(tmp_path):
 def test_an_engine_that_is_killed_is_replaced(small, cluster, flags, tmp_path, caplog):
     cluster.engines.budget = ReplacementBudget()
     with strike(cluster.engines, lambda: kill(core_of(cluster.engines, 0)), at=ROUND + 3):
-        train(small.config(tmp_path / "run", **flags), launched=cluster.launched)
+        train(small.config(tmp_path / "run", **flags), make_launcher=cluster.make_launcher)
     assert_every_prompt_once(tmp_path / "run")
     assert sum(column(tmp_path / "run", "rollout/engines_replaced")) + cluster.engines.take_replaced() == 1
     assert "another one starts in its place" in caplog.text
@@ -40,7 +40,7 @@ def test_an_engine_that_is_killed_is_replaced(small, cluster, flags, tmp_path, c
 
 def test_a_rank_that_is_killed_costs_a_restart(small, cluster, flags, tmp_path, caplog):
     with strike(cluster.engines, lambda: kill(max(ranks_below(os.getpid()))), at=ROUND + 3):
-        train(small.config(tmp_path / "run", **flags, actor__num_gpus_per_node=2), launched=cluster.launched)
+        train(small.config(tmp_path / "run", **flags, actor__num_gpus_per_node=2), make_launcher=cluster.make_launcher)
     assert_every_prompt_once(tmp_path / "run")
     assert f"the run goes on from {tmp_path / 'checkpoints' / 'global_step1'} (restart 1 of 3)" in caplog.text
     assert "restart 2 of 3" not in caplog.text

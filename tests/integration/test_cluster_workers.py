@@ -17,7 +17,7 @@ from small_rl import CONFIG, FLAGS, make_groups, play
 from small_tokenizers import tokenizer as small_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from openrlhf.backends.process_group import join
+from openrlhf.backends.ranks import join
 from openrlhf.cluster.launch import placed
 from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, requested

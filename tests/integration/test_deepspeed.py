@@ -383,7 +383,7 @@ def test_no_more_is_gathered_at_once_than_allowed(gathered, way):
         assert 10_000 < gathered[way]["largest"] <= 20_000
     else:
         assert gathered[way]["largest"] == 0
-    assert gathered[way]["gathered for outlines"] == 0
+    assert gathered[way]["gathered for weight_shapes"] == 0
 
 
 @pytest.mark.parametrize("way", WHOLE)

@@ -13,8 +13,8 @@ from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import get_kl_estimator
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
-from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.state import NotFiniteError
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings

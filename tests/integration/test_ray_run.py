@@ -24,7 +24,7 @@ def alone(demo, tmp_path_factory):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_it_learns_as_much_as_one_process(demo, alone, cluster, tmp_path, stage):
     words = [*RANKS, *GREEDY, "--ds.zero_stage", str(stage), "--vllm.sync_verify"]
-    run_dir = run(demo, tmp_path / "run", *words, steps=STEPS, launched=cluster.launched)
+    run_dir = run(demo, tmp_path / "run", *words, steps=STEPS, make_launcher=cluster.make_launcher)
     before, after = scores(run_dir)
     assert abs(before - alone[0]) < 0.05
     assert after > before
@@ -69,7 +69,7 @@ def test_ppo_with_four_models(demo, reward_model, cluster, tmp_path, sharing):
         *("--actor.lr_scheduler", "constant", "--vllm.sync_verify"),
     ]
     others = ("reward.remote_url", "eval.dataset", "eval.at_start", "eval.steps")
-    run_dir = run(demo, tmp_path / "run", *words, steps=2, without=others, launched=cluster.launched)
+    run_dir = run(demo, tmp_path / "run", *words, steps=2, without=others, make_launcher=cluster.make_launcher)
     assert column(run_dir, "rollout/failed") == [0, 0]
     assert max(column(run_dir, "logprobs_diff")) < 1e-4
     assert max(column(run_dir, "sync/probe_gap")) < 1e-4
@@ -114,7 +114,7 @@ def test_a_multi_turn_agent_and_a_checkpoint_that_one_process_goes_on_from(demo,
     others = ("reward.remote_url", "actor.adam.lr", "eval.dataset", "eval.at_start", "eval.steps")
     run_dir = run(
         demo, tmp_path / "run", *words, *RANKS, "--ds.zero_stage", "3", steps=2, without=others,
-        launched=cluster.launched,
+        make_launcher=cluster.make_launcher,
     )  # fmt: skip
     assert column(run_dir, "rollout/failed") == [0, 0]
     assert min(column(run_dir, "actor_grad_norm")) > 0
@@ -140,7 +140,9 @@ def test_it_learns_when_episodes_outlive_their_round(demo, cluster, tmp_path, na
     (tmp_path / "agent.py").write_text(TWO_TURNS)
     words = [*PIPELINES[name], "--algo.advantage.is_correction_enable", "--vllm.sync_verify", "--eval.steps", "2"]
     words += ["--train.agent_func_path", str(tmp_path / "agent.py")] if name == "agent" else []
-    run_dir = run(demo, tmp_path / "run", *words, *RANKS, steps=4, without=["eval.steps"], launched=cluster.launched)
+    run_dir = run(
+        demo, tmp_path / "run", *words, *RANKS, steps=4, without=["eval.steps"], make_launcher=cluster.make_launcher
+    )
     before, _, after = scores(run_dir)
     assert after > before
     assert column(run_dir, "rollout/failed") == [0] * 4

@@ -100,7 +100,7 @@ def test_a_recipe_trains(cluster, brought, script, tmp_path, monkeypatch):
     """Two rounds to the end, with every part of the algorithm at work: its metrics are there, and no others'."""
     monkeypatch.chdir(tmp_path)
     config = configure(script, brought, tmp_path)
-    result = train(config, launched=cluster.launched)
+    result = train(config, make_launcher=cluster.make_launcher)
     rounds = [line for line in read_metrics(result.run_dir / "metrics.jsonl") if line["kind"] == "train"]
     assert len(rounds) == 2
     for line in rounds:

@@ -12,8 +12,7 @@ from killed_runs import Sft, assert_same_end, flags
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from openrlhf.checkpoint.claims import Claim
-from openrlhf.checkpoint.folder import CheckpointFolder, Retention
+from openrlhf.checkpoint.folder import CheckpointFolder, Claim, Retention
 from openrlhf.observability.loggers import read_metrics, without_times
 
 

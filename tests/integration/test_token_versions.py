@@ -16,7 +16,7 @@ from openrlhf.config import parse
 from openrlhf.learners.base import WorkersBehind
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import read_metrics
-from openrlhf.runs.launchers import RunParts, launched
+from openrlhf.runs.launchers import RunParts, make_launcher
 from openrlhf.runs.rl_assembly import train
 from openrlhf.runs.rl_models import ACTOR
 from openrlhf.types import Group, PackedTokens, Segment
@@ -37,16 +37,16 @@ class Witness:
         self.groups: list[Group] = []
 
     @contextlib.contextmanager
-    def launched(self, config, tokenizer) -> Iterator[Witness]:
-        with launched(config, tokenizer) as self._launcher:
+    def make_launcher(self, config, tokenizer) -> Iterator[Witness]:
+        with make_launcher(config, tokenizer) as self._launcher:
             yield self
 
     def reward(self):
         return self._launcher.reward()
 
     @contextlib.contextmanager
-    def bound(self, *, total_steps: int) -> Iterator[RunParts]:
-        with self._launcher.bound(total_steps=total_steps) as bound:
+    def build(self, *, total_steps: int) -> Iterator[RunParts]:
+        with self._launcher.build(total_steps=total_steps) as bound:
             self._policy, self._weights = bound.kept[ACTOR].backend.module, bound.weights
             yield bound._replace(workers=_SeenWorkers(bound.workers, self), weights=self)
 
@@ -109,7 +109,7 @@ def test_a_token_has_the_logprob_of_the_weights_it_names(inputs, tmp_path, monke
         ckpt__save_steps=8,
     )
     witness = Witness()
-    train(parse("train_ppo_ray", [*flags, *PIPELINES[pipeline]]), launched=witness.launched)
+    train(parse("train_ppo_ray", [*flags, *PIPELINES[pipeline]]), make_launcher=witness.make_launcher)
 
     assert_the_best_checkpoint_has_the_weights_that_were_measured(tmp_path, witness)
     assert sorted(group.prompt.ordinal for group in witness.groups) == list(range(32))
@@ -181,7 +181,7 @@ def test_an_environment_lives_on_when_its_round_ends_without_it(inputs, tmp_path
     without = flags.index("--reward.remote_url")
     witness = Witness()
     words = [*flags[:without], *flags[without + 2 :], *PIPELINES["stragglers"]]
-    train(parse("train_ppo_ray", words), launched=witness.launched)
+    train(parse("train_ppo_ray", words), make_launcher=witness.make_launcher)
 
     assert sorted(group.prompt.ordinal for group in witness.groups) == list(range(8))
     assert [t.reward for group in witness.groups for t in group.trajectories] == [3.0] * 8

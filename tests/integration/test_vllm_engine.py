@@ -24,7 +24,7 @@ from processes import living_children, wait_until
 from small_tokenizers import tokenizer as small_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from openrlhf.backends.weights import ModuleWeights
+from openrlhf.backends.base import ModuleWeights
 from openrlhf.models.adapters import LoraSettings, add_adapter
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy

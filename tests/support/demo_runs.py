@@ -13,7 +13,7 @@ from openrlhf.config import parse
 from openrlhf.config.commands import RLConfig
 from openrlhf.demo.task import Task
 from openrlhf.observability.loggers import read_metrics
-from openrlhf.runs.launchers import Launch, launched
+from openrlhf.runs.launchers import LauncherFactory, make_launcher
 from openrlhf.runs.rl_assembly import train
 
 
@@ -47,10 +47,12 @@ def run(
     *overrides: str,
     steps: int,
     without: Collection[str] = (),
-    launched: Launch = launched,
+    make_launcher: LauncherFactory = make_launcher,
 ) -> Path:
     """Such a run, to its end; returns the run directory."""
-    return train(configure(demo, run_dir, *overrides, steps=steps, without=without), launched=launched).run_dir
+    return train(
+        configure(demo, run_dir, *overrides, steps=steps, without=without), make_launcher=make_launcher
+    ).run_dir
 
 
 def scores(run_dir: Path) -> list[float]:

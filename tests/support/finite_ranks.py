@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
-from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.backends.state import NotFiniteError
 
 HARMED = 2
 WAYS = {
@@ -83,9 +83,9 @@ def train(backend: DeepSpeedBackend, harm: str | None, *, leave_out: bool = Fals
 
 
 def state(backend: DeepSpeedBackend) -> dict[str, torch.Tensor]:
-    whole = {name: tensor.clone() for name, tensor in backend.tensors()}
+    whole = {name: tensor.clone() for name, tensor in backend.tensor_state()}
     whole |= {f"module/{name}": tensor.clone() for name, tensor in backend.whole_weights()}
-    return whole | {"steps": torch.tensor(backend.numbers()["steps"])}
+    return whole | {"steps": torch.tensor(backend.scalar_state()["steps"])}
 
 
 def everywhere(fact: bool) -> bool:

@@ -40,7 +40,11 @@ def push(backend: Backend, gradient: float) -> list[float]:
 
 
 def report(backend: Backend, steps: list[list[float]]) -> dict:
-    return {"steps": steps, "numbers": backend.numbers(), "tensors": {n: t.tolist() for n, t in backend.tensors()}}
+    return {
+        "steps": steps,
+        "numbers": backend.scalar_state(),
+        "tensors": {n: t.tolist() for n, t in backend.tensor_state()},
+    }
 
 
 def main(file: Path) -> None:
@@ -56,7 +60,7 @@ def main(file: Path) -> None:
         third = DeepSpeedBackend(module(), SETTINGS, ZeroSettings(stage=stage))
         expected = report(plain, [push(plain, gradient) for gradient in GRADIENTS])
         measured = report(ours, [push(ours, gradient) for gradient in GRADIENTS])
-        third.load(ours.numbers(), {name: tensor.clone() for name, tensor in ours.tensors()})
+        third.load(ours.scalar_state(), {name: tensor.clone() for name, tensor in ours.tensor_state()})
         result[stage] = {"torch": expected, "deepspeed": measured, "loaded": report(third, measured["steps"])}
     if dist.get_rank() == 0:
         file.write_text(json.dumps(result))

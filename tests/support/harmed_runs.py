@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed
-from openrlhf.backends.finite import LeftOut
+from openrlhf.backends.state import LeftOut
 from openrlhf.backends.torch import TorchBackend
 
 HARMED = 3

@@ -148,7 +148,7 @@ class Run:
         return found
 
     def start(self, *, dies_at: str | None = None) -> "multiprocessing.process.BaseProcess":
-        """`dies_at`: what of `checkpoint.disk` kills it when it comes to its second checkpoint."""
+        """`dies_at`: what of `checkpoint.folder` kills it when it comes to its second checkpoint."""
         _warm_up()
         self.folder.mkdir(exist_ok=True, parents=True)
         process = FORKS.Process(
@@ -188,7 +188,7 @@ class Run:
         return self.kill_when(lambda: time.monotonic() >= end)
 
     def dies_at(self, method: str) -> Killed:
-        """It kills itself in this method of `checkpoint.disk.Disk`, within its second checkpoint."""
+        """It kills itself in this method of `checkpoint.folder.Disk`, within its second checkpoint."""
         started = time.monotonic()
         process = self.start(dies_at=method)
         process.join(DEADLINE)
@@ -257,7 +257,7 @@ def _process(
 
 def _die_in(method: str) -> None:
     """`sync_tree`: the files of a checkpoint are written, and flushed; `rename`: they are, and have no name yet."""
-    from openrlhf.checkpoint.disk import Disk
+    from openrlhf.checkpoint.folder import Disk
 
     before, drafts = getattr(Disk, method), []
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
 from openrlhf.backends.optimizer import OptimizerSettings
-from openrlhf.backends.process_group import join
+from openrlhf.backends.ranks import join
 from openrlhf.runs.distribution import Distribution
 
 FLAGS = {"advantage_estimator": "reinforce", "rollout_batch_size": 4, "train_batch_size": 16, "max_tokens_per_gpu": 12}

@@ -26,8 +26,8 @@ class SharedCluster:
         self.engines = engines
 
     @contextlib.contextmanager
-    def launched(self, config: RLConfig, tokenizer) -> Iterator[RayLauncher]:
-        """As `ray_launched`, with the engines that are there."""
+    def make_launcher(self, config: RLConfig, tokenizer) -> Iterator[RayLauncher]:
+        """As `ray_launcher`, with the engines that are there."""
         with placed(plan_on(self.cluster, config), self.cluster) as found:
             yield _Launcher(config, tokenizer, found, self.engines)
 
@@ -42,9 +42,9 @@ class _Launcher(RayLauncher):
         yield self._shared
 
     @contextlib.contextmanager
-    def bound(self, *, total_steps: int) -> Iterator[RunParts]:
+    def build(self, *, total_steps: int) -> Iterator[RunParts]:
         """Engines that were lost are back afterwards: only this run's policy can give them weights."""
-        with super().bound(total_steps=total_steps) as bound:
+        with super().build(total_steps=total_steps) as bound:
             try:
                 yield bound
             finally:

@@ -35,7 +35,7 @@ def main(model: str, folder: Path) -> None:
             backend.step()
         target = folder / f"zero{stage}"
         backend.module.save_checkpoint(str(target), tag=f"global_step{STEPS}")
-        tensors = {name: tensor.clone() for name, tensor in backend.tensors()}
+        tensors = {name: tensor.clone() for name, tensor in backend.tensor_state()}
         if dist.get_rank() == 0:
             save_file(tensors, folder / f"zero{stage}.safetensors")
             convert(target)

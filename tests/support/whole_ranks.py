@@ -82,7 +82,7 @@ def main(model: str, folder: Path) -> None:
         train(ours, share=zero.tensor_parallel_size / dist.get_world_size())
 
         gathered.bytes.clear()
-        announced = [(n, t.dtype, t.shape) for n, t in file_weights(policy, ours.outlines())]
+        announced = [(n, t.dtype, t.shape) for n, t in file_weights(policy, ours.weight_shapes())]
         nothing = len(gathered.bytes)
         found = {n: t.clone() for n, t in file_weights(policy, ours.whole_weights(max_bytes=MAX_BYTES))}
         largest = max(gathered.bytes, default=0)
@@ -95,7 +95,7 @@ def main(model: str, folder: Path) -> None:
             "again": again,
             "expected": dict(file_weights(alone, plain.whole_weights())),
             "announced": announced,
-            "gathered for outlines": nothing,
+            "gathered for weight_shapes": nothing,
             "largest": largest,
             "probe": probe.policy_side(ours.module),
             "probe alone": probe.policy_side(plain.module),

@@ -1,5 +1,7 @@
 """Every number here is derived by hand in its docstring."""
 
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -15,6 +17,8 @@ from openrlhf.algorithms.advantages import (
     discounted_returns,
     gae,
     get_estimator,
+    overlong_penalty,
+    stop_properly,
     turn_advantages,
     whiten,
 )
@@ -196,9 +200,9 @@ def test_returns_discount_over_action_tokens():
 
 
 def test_returns_of_a_batch_by_hand():
-    """Two samples, γ = 1/2. (1, 0) before 4: R_1 = 0 + 4/2 = 2, R_0 = 1 + 2/2 = 2. (0, 0, 8) before nothing: 2, 4, 8."""
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 8.0])
-    returns = discounted_returns(rewards, [0, 2, 5], gamma=0.5, later_N=torch.tensor([4.0, 0.0]))
+    """Two samples, γ = 1/2. (1, 2): R_1 = 2, R_0 = 1 + 2/2 = 2. (0, 0, 8): 2, 4, 8."""
+    rewards = torch.tensor([1.0, 2.0, 0.0, 0.0, 8.0])
+    returns = discounted_returns(rewards, [0, 2, 5], gamma=0.5)
     assert returns.tolist() == [2, 2, 2, 4, 8]
 
 
@@ -214,21 +218,6 @@ def test_gae_by_hand():
     result = gae(rewards, values, [0, 3], gamma=0.5, lambd=0.5)
     assert result.advantages_A.tolist() == [0.125, 0.5, -2]
     assert result.returns_A.tolist() == [1.125, 2.5, 2]
-
-
-def test_gae_with_more_to_come_by_hand():
-    """r = 1, V = 2; behind it V = 6, A = 4; γ = 1/2, λ = 1/2: δ = 1 + 3 − 2 = 2, A = 2 + 4/4 = 3, return 5."""
-    result = gae(
-        torch.tensor([1.0]),
-        torch.tensor([2.0]),
-        [0, 1],
-        gamma=0.5,
-        lambd=0.5,
-        next_values_N=torch.tensor([6.0]),
-        next_advantages_N=torch.tensor([4.0]),
-    )
-    assert result.advantages_A.tolist() == [3]
-    assert result.returns_A.tolist() == [5]
 
 
 def test_the_ends_of_lambda():
@@ -268,30 +257,6 @@ def test_gae_of_a_batch_is_the_definition_of_each_sample_in_any_order(samples, g
     assert torch.equal(result.returns_A, result.advantages_A + values)
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(TOKENS, min_size=2, max_size=8), st.integers(1, 7), st.sampled_from([0.9, 1.0]))
-def test_an_episode_in_two_segments_is_credited_as_in_one(tokens, cut, gamma):
-    """The later segment first; what stands at its first token stands behind the earlier one's last."""
-    cut = min(cut, len(tokens) - 1)
-    rewards, values = torch.tensor(tokens).T
-    whole = gae(rewards, values, [0, len(tokens)], gamma=gamma, lambd=0.8)
-    later = gae(rewards[cut:], values[cut:], [0, len(tokens) - cut], gamma=gamma, lambd=0.8)
-    earlier = gae(
-        rewards[:cut],
-        values[:cut],
-        [0, cut],
-        gamma=gamma,
-        lambd=0.8,
-        next_values_N=values[cut : cut + 1],
-        next_advantages_N=later.advantages_A[:1],
-    )
-    joined = torch.cat([earlier.advantages_A, later.advantages_A])
-    torch.testing.assert_close(joined, whole.advantages_A, atol=1e-5, rtol=1e-5)
-    returns = discounted_returns(rewards, [0, len(tokens)], gamma=gamma)
-    first = discounted_returns(rewards[:cut], [0, cut], gamma=gamma, later_N=returns[cut : cut + 1])
-    torch.testing.assert_close(first, returns[:cut], atol=1e-5, rtol=1e-5)
-
-
 def test_whitening_by_hand():
     """1, 3, 5, 7: mean 4, population variance (9+1+1+9)/4 = 5."""
     values = torch.tensor([1.0, 3.0, 5.0, 7.0])
@@ -324,3 +289,51 @@ def test_moments_of_parts_add_up_to_moments_of_the_whole(numbers, cut):
     both = Moments(*(a + b for a, b in zip(left, right, strict=True)))
     assert both.mean == pytest.approx(Moments.of(values).mean, abs=1e-9)
     assert both.variance == pytest.approx(Moments.of(values).variance, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(0, 0), (80, 0), (81, -0.1), (90, -1), (99, -1.9), (100, -2), (101, -2), (500, -2)],
+)
+def test_overlong_penalty_by_hand(length, expected):
+    """Limit 100, buffer 20, factor 2: nothing up to 80 tokens, then 2/20 per token, −2 from the limit on."""
+    assert overlong_penalty(length, limit=100, buffer=20, factor=2.0) == pytest.approx(expected)
+
+
+def test_a_buffer_as_long_as_the_limit_charges_from_the_first_token():
+    assert overlong_penalty(1, limit=10, buffer=10, factor=1.0) == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize("buffer", [0, 11])
+def test_a_buffer_that_does_not_fit_is_refused(buffer):
+    with pytest.raises(ValueError, match="above 0 and at most 10"):
+        overlong_penalty(5, limit=10, buffer=buffer, factor=1.0)
+
+
+@pytest.mark.parametrize(
+    ("coef", "expected"),
+    [
+        (1.0, [1, 0.5, 2]),  # keeps all
+        (0.5, [0.5, 0.25, 1]),
+        (0.0, [0, 0, 0]),
+        (-0.5, [0, 0, -0.5]),  # the total becomes the coefficient
+        (-3.0, [0, 0, -3]),
+    ],
+)
+def test_what_a_truncated_episode_keeps(coef, expected):
+    rewards = torch.tensor([1.0, 0.5, 2.0])
+    assert stop_properly(rewards, coef=coef).tolist() == expected
+    assert rewards.tolist() == [1, 0.5, 2]
+
+
+def test_a_bonus_for_truncation_is_refused():
+    with pytest.raises(ValueError, match="<= 1"):
+        stop_properly(torch.tensor([1.0]), coef=1.5)
+
+
+def test_the_order_of_penalties_matters_and_is_the_documented_one():
+    """Rewards 1, 2, the second turn overlong: −1; stop-properly 0.5; clip [−1, 0.75]: (1, 2) → (1, 1) → (0.5, 0.5) →
+    unchanged. Stop-properly first would give (0.5, 0), the clip first (0.375, −0.125)."""
+    penalties = [overlong_penalty(length, limit=10, buffer=5, factor=1.0) for length in (3, 10)]
+    charged = torch.tensor([1.0, 2.0]) + torch.tensor(penalties)
+    assert stop_properly(charged, coef=0.5).clamp(-1, 0.75).tolist() == [0.5, 0.5]

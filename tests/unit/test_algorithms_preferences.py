@@ -113,18 +113,6 @@ def test_kto_by_hand():
     assert slopes == pytest.approx([-3 / 32, -3 / 32, 3 / 32, 1 / 8])
 
 
-def test_kto_weights_scale_their_own_side():
-    """λ_D = 2, λ_U = 3 at r = z₀, where both sides lose half of it and pull by βλ/4."""
-    desirable = torch.tensor([True, False])
-
-    def loss(x):
-        return kto_loss(x, desirable, x.new_zeros(()), beta=1.0, desirable_weight=2.0, undesirable_weight=3.0)
-
-    values, slopes = values_and_slopes(loss, [0.0, 0.0])
-    assert values == pytest.approx([1.0, 1.5])
-    assert slopes == pytest.approx([-0.5, 0.75])
-
-
 def test_the_reference_point_is_a_mean_held_at_zero_without_gradient():
     """(3 − 1 + 1) / 3 = 1; a negative mean is no KL: 0."""
     ratios = torch.tensor([3.0, -1.0, 1.0], requires_grad=True)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algorithms.evaluation import pass_at_k
-from openrlhf.algorithms.reduction import Aggregation, sample_weights
+from openrlhf.algorithms.reduction import Aggregation, pass_at_k, sample_weights
 
 
 def test_sample_weights_by_hand():

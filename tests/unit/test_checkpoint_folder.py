@@ -7,8 +7,16 @@ import socket
 
 import pytest
 
-from openrlhf.checkpoint.disk import Disk
-from openrlhf.checkpoint.folder import FORMAT, GIB, MANIFEST, CheckpointError, CheckpointFolder, Retention, damage_of
+from openrlhf.checkpoint.folder import (
+    FORMAT,
+    GIB,
+    MANIFEST,
+    CheckpointError,
+    CheckpointFolder,
+    Disk,
+    Retention,
+    damage_of,
+)
 
 
 class Killed(BaseException):

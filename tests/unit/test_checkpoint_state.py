@@ -9,13 +9,19 @@ import torch
 from thread_ranks import outcomes
 from torch import nn
 
-from openrlhf.backends.finite import NotFiniteError
 from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.state import NotFiniteError
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
 from openrlhf.checkpoint.manager import CheckpointManager, LocalCheckpointedModel, find_checkpoint
-from openrlhf.checkpoint.random_state import random_state, restore_random_state
-from openrlhf.checkpoint.training_state import read_state, read_training_state, write_state, write_training_state
+from openrlhf.checkpoint.training_state import (
+    random_state,
+    read_state,
+    read_training_state,
+    restore_random_state,
+    write_state,
+    write_training_state,
+)
 
 
 class TestTrainingState:
@@ -135,10 +141,10 @@ class ShardedBackend:
 
         return contextlib.nullcontext()
 
-    def numbers(self):
+    def scalar_state(self):
         return {"steps": 1}
 
-    def tensors(self):
+    def tensor_state(self):
         for name in ("parameters/a", "exp_avg/a"):
             self.ranks.gather(name)
             yield name, self.value if self.ranks.is_main else torch.zeros(0)

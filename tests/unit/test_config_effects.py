@@ -265,15 +265,15 @@ def test_what_is_left_to_the_machine_is_noted_when_it_is_known(capsys):
 
 
 def test_a_run_in_one_process_says_what_it_leaves_out(caplog, monkeypatch):
-    from openrlhf.runs.launchers import settled
+    from openrlhf.runs.launchers import resolve_launcher
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     caplog.set_level("INFO")
     words = ["--ds.adam_offload", "--vllm.num_engines", "0", "--train.max_restarts", "7"]
-    assert settled(parse("train_ppo_ray", words)).train.launcher == "local"
+    assert resolve_launcher(parse("train_ppo_ray", words)).train.launcher == "local"
     (line,) = caplog.messages
     assert line == "--train.max_restarts and --ds.adam_offload are not used: they need --train.launcher ray"
-    assert settled(parse("train_ppo_ray", [*words, "--train.launcher", "ray"])).train.launcher == "ray"
+    assert resolve_launcher(parse("train_ppo_ray", [*words, "--train.launcher", "ray"])).train.launcher == "ray"
     assert caplog.messages == [line]
 
 

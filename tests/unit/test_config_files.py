@@ -51,7 +51,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     assert config.rollout.batch_size == 128
     assert config.rollout.temperature == 0.5
     assert config.ds.param_dtype == "bf16"
-    assert config.ds.lora.targets == ["q", "k"]
+    assert config.ds.lora.target_modules == ("q", "k")
 
 
 @pytest.mark.parametrize(

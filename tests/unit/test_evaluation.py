@@ -6,7 +6,7 @@ from math import comb
 import pytest
 import torch
 
-from openrlhf.algorithms.evaluation import pass_at_k
+from openrlhf.algorithms.reduction import pass_at_k
 from openrlhf.config import ConfigError
 from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics, evaluation_names
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from openrlhf.backends.weights import ModuleWeights
+from openrlhf.backends.base import ModuleWeights
 from openrlhf.models.adapters import AdapterError, LoraSettings
 from openrlhf.models.file_weights import file_weights
 from openrlhf.models.loading import load_policy
@@ -83,9 +83,9 @@ def change(policy):
 def weights(policy):
     whole = ModuleWeights(policy)
     found = dict(file_weights(policy, whole.whole_weights()))
-    outlines = dict(file_weights(policy, whole.outlines()))
-    assert {n: (t.shape, t.dtype) for n, t in outlines.items()} == {n: (t.shape, t.dtype) for n, t in found.items()}
-    assert all(tensor.is_meta for tensor in outlines.values())
+    shapes = dict(file_weights(policy, whole.weight_shapes()))
+    assert {n: (t.shape, t.dtype) for n, t in shapes.items()} == {n: (t.shape, t.dtype) for n, t in found.items()}
+    assert all(tensor.is_meta for tensor in shapes.values())
     return found
 
 

@@ -15,7 +15,7 @@ from test_models_policy import ONE_BY_ONE, PACKED, SMALL, make_sequences
 from openrlhf.checkpoint.export import export_value_model
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.loading import ModelLoadError, load_value_model
-from openrlhf.models.value import Normalisation, ScalarHead, ValueModel, before_actions, sequence_ends
+from openrlhf.models.value import Normalisation, ScalarHead, ValueModel, sequence_ends
 from openrlhf.types import PackedTokens, Segment
 
 HIDDEN = SMALL["hidden_size"]
@@ -93,7 +93,7 @@ class TestValues:
                 atol=5e-5,
             )
             torch.testing.assert_close(
-                model(tokens, positions=before_actions(tokens)),
+                model(tokens, positions=tokens.action_positions - 1),
                 torch.cat([v[:-1][m[1:]] for v, m in zip(values, masks, strict=True)]),
                 rtol=1e-5,
                 atol=5e-5,
@@ -102,14 +102,14 @@ class TestValues:
     def test_positions_by_hand(self):
         """Two sequences of 4 and 2 tokens; actions are tokens 2 and 3 of the first, 1 of the second.
 
-        stream     a b C D | e F        actions at 2 3 5 → states end at 1 2 4
+        stream     a b C D | e F        actions at 2 3 5
         cu_seqlens 0 4 6                last tokens at 3 5
         """
         tokens = PackedTokens.from_sequences(
             [torch.arange(4), torch.arange(2)],
             [torch.tensor([False, False, True, True]), torch.tensor([False, True])],
         )
-        assert before_actions(tokens).tolist() == [1, 2, 4]
+        assert tokens.action_positions.tolist() == [2, 3, 5]
         assert sequence_ends(tokens).tolist() == [3, 5]
         assert sequence_ends(tokens).dtype == torch.int64
 
@@ -151,9 +151,9 @@ class TestValues:
         assert together.shared_prefixes == (0, 6, 6)
         with torch.no_grad():
             alone = [PackedTokens.from_segments([s]) for s in segments]
-            expected = torch.cat([qwen(t, positions=before_actions(t)) for t in alone])
+            expected = torch.cat([qwen(t, positions=t.action_positions - 1) for t in alone])
             torch.testing.assert_close(
-                qwen(together, positions=before_actions(together)), expected, rtol=1e-5, atol=1e-5
+                qwen(together, positions=together.action_positions - 1), expected, rtol=1e-5, atol=1e-5
             )
 
     def test_normalisation_by_hand(self, qwen):

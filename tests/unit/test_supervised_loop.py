@@ -9,7 +9,7 @@ import torch
 from small_supervised import CPU, Samples, make_backend, make_policy, make_trainer, random_pairs
 from thread_ranks import together
 
-from openrlhf.backends.finite import LeftOut, NotFiniteError
+from openrlhf.backends.state import LeftOut, NotFiniteError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
@@ -42,10 +42,10 @@ class FakeBackend:
         self.learning_rate /= 2
         return 3.0
 
-    def numbers(self):
+    def scalar_state(self):
         return {"rate": self.learning_rate}
 
-    def tensors(self):
+    def tensor_state(self):
         return iter(())
 
     def load(self, numbers, tensors):
@@ -86,8 +86,8 @@ class Drawer:
         trainer.checkpointer = self
 
     def save(self, step, state, *, best=False):
-        tensors = {name: tensor.clone() for name, tensor in self._backend.tensors()}
-        self.saved[step] = copy.deepcopy((state, self._backend.numbers())), tensors
+        tensors = {name: tensor.clone() for name, tensor in self._backend.tensor_state()}
+        self.saved[step] = copy.deepcopy((state, self._backend.scalar_state())), tensors
 
     def load(self, take_up):
         if self._content is None:

@@ -9,10 +9,10 @@ from small_supervised import CPU, Samples, example, make_backend, make_trainer, 
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from openrlhf.algorithms.moe_aux import load_balancing_loss
+from openrlhf.algorithms.losses import load_balancing_loss
 from openrlhf.models.attention import ATTENTION
+from openrlhf.models.body import NoRoutersError, RouterLog, experts_per_token
 from openrlhf.models.policy import Policy
-from openrlhf.models.routing import NoRoutersError, RouterLog, experts_per_token
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.moe_aux import BalancedObjective

@@ -10,8 +10,8 @@ from torch import nn
 
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.checkpoint.base import Checkpointer, NoCheckpoints
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
+from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
 from openrlhf.checkpoint.universal import UniversalStart, find_universal
 
 SETTINGS = OptimizerSettings(lr=0.1)
@@ -38,7 +38,7 @@ def trained(steps: int) -> TorchBackend:
 def write(folder: Path, backend: TorchBackend, *, prefix: str = "", head: str = "score", flat: bool = False) -> Path:
     """`flat`: as of stage 3, without shapes and steps beside the tensors."""
     names = {"model.weight": f"{prefix}weight", "model.bias": f"{prefix}bias", "head.weight": f"{head}.weight"}
-    tensors = dict(backend.tensors())
+    tensors = dict(backend.tensor_state())
     for ours, theirs in names.items():
         place = folder / "global_step2_uni" / "zero" / theirs
         place.mkdir(parents=True)
@@ -75,10 +75,10 @@ def test_a_run_begins_with_its_weights_moments_and_steps(tmp_path, prefix, flat)
     """Three steps, one left out for an overflow: two were taken, whatever wraps the model there."""
     first, second = trained(steps=2), TorchBackend(Wrapped(), SETTINGS)
     assert begin(write(tmp_path, first, prefix=prefix, flat=flat), second) == {"steps": 2}
-    expected, measured = dict(first.tensors()), dict(second.tensors())
+    expected, measured = dict(first.tensor_state()), dict(second.tensor_state())
     assert measured.keys() == expected.keys()
     assert all(torch.equal(measured[name], tensor) for name, tensor in expected.items())
-    assert second.numbers() == first.numbers() == {"steps": 2}
+    assert second.scalar_state() == first.scalar_state() == {"steps": 2}
 
 
 def test_what_is_saved_and_what_is_best_goes_to_our_own_checkpoints(tmp_path):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from openrlhf.backends.finite import (
+from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.backends.state import (
     NotFiniteError,
     StateGuard,
     not_finite,
     some,
 )
-from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 
 HARMED = 3
@@ -94,7 +94,7 @@ def train(backend: TorchBackend, *, harm=None, leave_out: bool = False, size: fl
 
 
 def same(a: TorchBackend, b: TorchBackend) -> bool:
-    left, right = dict(a.tensors()), dict(b.tensors())
+    left, right = dict(a.tensor_state()), dict(b.tensor_state())
     modules = zip(a.module.parameters(), b.module.parameters(), strict=True)
     return (
         left.keys() == right.keys()
@@ -112,7 +112,7 @@ def test_a_number_that_is_none_costs_one_step_and_nothing_else(harm, dtype, muon
     said = train(harmed, harm=harm)
     train(without, leave_out=True)
     assert same(harmed, without)
-    assert harmed.numbers() == without.numbers() == {"steps": 5}
+    assert harmed.scalar_state() == without.scalar_state() == {"steps": 5}
     assert [line[0] for line in said] == [str(HARMED)]
 
 
@@ -159,7 +159,7 @@ def test_moments_that_cannot_come_back_begin_anew():
         backend._optimizers.kept_for(backend._masters[name])["exp_avg"].fill_(math.nan)
     (said,) = backend.require_finite()
     assert said == "exp_avg of weight, bias were not finite and begin anew at 0 there"
-    assert not not_finite(dict(backend.tensors()))
+    assert not not_finite(dict(backend.tensor_state()))
 
 
 def test_weights_that_cannot_come_back_end_the_run():
@@ -187,10 +187,10 @@ def test_a_state_that_is_not_finite_is_not_continued_from():
     backend = make(torch.float32)
     train(backend)
     for kind in ("parameters", "exp_avg_sq"):
-        state = {name: tensor.clone() for name, tensor in backend.tensors()}
+        state = {name: tensor.clone() for name, tensor in backend.tensor_state()}
         state[f"{kind}/weight"][0, 0] = math.nan
         with pytest.raises(ValueError, match=f"its {kind} of weight are not finite"):
-            make(torch.float32).load(backend.numbers(), state)
+            make(torch.float32).load(backend.scalar_state(), state)
 
 
 def test_frozen_weights_are_looked_at_before_anybody_gets_them():
@@ -208,7 +208,7 @@ def test_frozen_weights_are_looked_at_before_anybody_gets_them():
 @pytest.mark.parametrize("places", [3, 4, 100])
 def test_a_parity_shorter_than_its_tensors_brings_back_what_does_not_meet(monkeypatch, places):
     """10 and 3 numbers laid over each other in pieces of 3, 4 or 10: one number always comes back."""
-    monkeypatch.setattr("openrlhf.backends.finite.PLACES", places)
+    monkeypatch.setattr("openrlhf.backends.state.PLACES", places)
     state = {"parameters": {"a": torch.randn(2, 5), "b": torch.randn(3)}}
     before = {name: tensor.clone() for name, tensor in state["parameters"].items()}
     guard = StateGuard(lambda: state)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openrlhf.backends.deepspeed import ZeroSettings, deepspeed_config
-from openrlhf.backends.process_group import Launch, first_host, launched, name_the_meeting_place, own_device
+from openrlhf.backends.ranks import Launch, first_host, name_the_meeting_place, own_device, read_launch
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.errors import ConfigError
 from openrlhf.runs.distribution import Distribution, uses_deepspeed, zero_settings
@@ -49,7 +49,7 @@ BATCH_STEP = {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"
     ],
 )
 def test_a_launcher_says_who_we_are(environment, launch):
-    assert launched(environment) == launch
+    assert read_launch(environment) == launch
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_no_list_of_nodes_is_refused(nodes):
 def test_tasks_of_srun_meet_at_their_first_node_and_a_port_of_their_job():
     """20000 + 123456 mod 20000 = 23456; the same for every task of the job, another for the next job."""
     environment = dict(SRUN)
-    name_the_meeting_place(environment, launched(environment))
+    name_the_meeting_place(environment, read_launch(environment))
     named = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert named == {
         "RANK": "5",
@@ -90,7 +90,7 @@ def test_tasks_of_srun_meet_at_their_first_node_and_a_port_of_their_job():
 
 def test_a_meeting_place_that_is_named_stays():
     for environment in (dict(TORCHRUN), SRUN | TORCHRUN):
-        name_the_meeting_place(environment, launched(environment))
+        name_the_meeting_place(environment, read_launch(environment))
         assert {name: environment[name] for name in TORCHRUN} == TORCHRUN
 
 

@@ -1,15 +1,19 @@
-"""Plain torch training: fp32 masters, gradients that add up, clipping, the schedule at work, state."""
+"""Plain torch training: fp32 masters, gradients that add up, clipping, the schedule at work, state, averages."""
+
+from __future__ import annotations
 
 import json
 import math
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
-from openrlhf.backends.loss_scale import LossScale
-from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.backends.optimizer import LossScale, MuonSettings, OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
+from openrlhf.checkpoint.export import export_policy
+from openrlhf.models.policy import Policy
 
 
 def linear(dtype=torch.float32) -> nn.Linear:
@@ -19,7 +23,9 @@ def linear(dtype=torch.float32) -> nn.Linear:
 
 def copied_state(backend: TorchBackend) -> tuple[dict, dict]:
     """As a file keeps it: nothing is shared with the backend, and numbers are JSON."""
-    return json.loads(json.dumps(backend.numbers())), {name: tensor.clone() for name, tensor in backend.tensors()}
+    return json.loads(json.dumps(backend.scalar_state())), {
+        name: tensor.clone() for name, tensor in backend.tensor_state()
+    }
 
 
 def descend(backend: TorchBackend) -> TorchBackend:
@@ -153,12 +159,12 @@ def test_a_gradient_that_overflows_costs_a_step_and_half_the_scale():
     before, (_, tensors) = module.bias.detach().clone(), copied_state(backend)
     for left in (2.0**15, 2.0**14):
         assert not math.isfinite(push(backend, 2.0))
-        assert backend.numbers() == {"steps": 0, "loss_scale": left, "good_steps": 0}
+        assert backend.scalar_state() == {"steps": 0, "loss_scale": left, "good_steps": 0}
         assert torch.equal(module.bias, before)
-        assert all(torch.equal(tensor, tensors[name]) for name, tensor in backend.tensors())
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in backend.tensor_state())
         assert backend.learning_rate == 0.1
     assert push(backend, 2.0) == pytest.approx(2.0 * math.sqrt(3))
-    assert backend.numbers() == {"steps": 1, "loss_scale": 2.0**14, "good_steps": 1}
+    assert backend.scalar_state() == {"steps": 1, "loss_scale": 2.0**14, "good_steps": 1}
     assert backend.learning_rate == pytest.approx(0.075)
     assert not torch.equal(module.bias, before)
 
@@ -171,7 +177,7 @@ def test_clipping_sees_gradients_as_they_are():
         backend = TorchBackend(module, OptimizerSettings(lr=0.1, max_norm=1.0))
         for gradient in (0.6 / math.sqrt(3), 0.3 / math.sqrt(3)):
             assert push(backend, gradient) == pytest.approx(gradient * math.sqrt(3), rel=1e-3)
-        weights.append(dict(backend.tensors())["parameters/bias"])
+        weights.append(dict(backend.tensor_state())["parameters/bias"])
     assert torch.allclose(*weights, atol=1e-4)
 
 
@@ -182,9 +188,9 @@ def test_the_scale_doubles_after_many_good_steps_in_a_row():
     scale.after_overflow()
     for _ in range(1_999):
         scale.after_good_step()
-    assert scale.numbers() == {"loss_scale": 2.0**15, "good_steps": 1_999}
+    assert scale.scalar_state() == {"loss_scale": 2.0**15, "good_steps": 1_999}
     scale.after_good_step()
-    assert scale.numbers() == {"loss_scale": 2.0**16, "good_steps": 0}
+    assert scale.scalar_state() == {"loss_scale": 2.0**16, "good_steps": 0}
 
 
 def test_the_scale_goes_on_where_it_was():
@@ -193,22 +199,22 @@ def test_the_scale_goes_on_where_it_was():
     push(first, 0.1)
     second = TorchBackend(linear(torch.float16), OptimizerSettings(lr=0.1))
     second.load(*copied_state(first))
-    assert second.numbers() == first.numbers() == {"steps": 1, "loss_scale": 2.0**15, "good_steps": 1}
+    assert second.scalar_state() == first.scalar_state() == {"steps": 1, "loss_scale": 2.0**15, "good_steps": 1}
 
 
 def test_a_state_in_another_dtype_begins_with_a_scale_of_its_own():
     half, full = (TorchBackend(linear(dtype), OptimizerSettings(lr=0.1)) for dtype in (torch.float16, torch.float32))
     push(half, 2.0)
     full.load(*copied_state(half))
-    assert full.numbers() == {"steps": 0}
+    assert full.scalar_state() == {"steps": 0}
     half.load(*copied_state(full))
-    assert half.numbers() == {"steps": 0, "loss_scale": 2.0**16, "good_steps": 0}
+    assert half.scalar_state() == {"steps": 0, "loss_scale": 2.0**16, "good_steps": 0}
 
 
 def test_frozen_weights_in_fp16_have_their_gradients_scaled_too():
     """An adapter in fp32 behind which fp16 layers are frozen: what flows through them could vanish."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).to(torch.float16).requires_grad_(False))
-    assert "loss_scale" in TorchBackend(module, OptimizerSettings(lr=0.1)).numbers()
+    assert "loss_scale" in TorchBackend(module, OptimizerSettings(lr=0.1)).scalar_state()
 
 
 def test_gradients_that_are_never_finite_end_the_run():
@@ -227,16 +233,16 @@ ADAMW, MUON = OptimizerSettings(lr=0.1), OptimizerSettings(lr=0.1, muon=MuonSett
 def test_a_state_names_each_tensor_by_its_kind_and_parameter():
     """Muon has the matrix, AdamW the bias; all in fp32, whatever the module computes in."""
     backend = descend(TorchBackend(linear(torch.bfloat16), MUON, ema_beta=0.9))
-    tensors = dict(backend.tensors())
+    tensors = dict(backend.tensor_state())
     kinds = {"weight": {"momentum_buffer"}, "bias": {"step", "exp_avg", "exp_avg_sq"}}
     assert set(tensors) == {f"{k}/{name}" for name in kinds for k in kinds[name] | {"parameters", "average"}}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert backend.numbers() == {"steps": 1}
+    assert backend.scalar_state() == {"steps": 1}
 
 
 def test_before_its_first_step_a_state_is_its_parameters():
     backend = TorchBackend(linear(), ADAMW)
-    assert [name for name, _ in backend.tensors()] == ["parameters/weight", "parameters/bias"]
+    assert [name for name, _ in backend.tensor_state()] == ["parameters/weight", "parameters/bias"]
 
 
 def test_a_state_from_before_the_first_step_forgets_what_came_after():
@@ -262,3 +268,129 @@ def test_a_state_of_something_else_is_refused(module, settings, said):
     state = copied_state(descend(TorchBackend(linear(), ADAMW)))
     with pytest.raises(ValueError, match=said):
         TorchBackend(module, settings).load(*state)
+
+
+def descend_steps(backend: TorchBackend, steps: int) -> None:
+    """Under a constant gradient of ones Adam moves every weight down by the learning rate."""
+    for _ in range(steps):
+        backend.backward(sum(p.sum() for p in backend.module.parameters() if p.requires_grad))
+        backend.step()
+
+
+def to_save(backend: TorchBackend) -> dict[str, torch.Tensor]:
+    with backend.weights_to_save():
+        return {name: p.detach().clone() for name, p in backend.module.named_parameters()}
+
+
+def ones(dtype=torch.float32) -> nn.Linear:
+    module = nn.Linear(2, 3).to(dtype)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        module.bias.fill_(1.0)
+    return module
+
+
+def test_closed_form_after_three_steps():
+    """θ_k = 1 − 0.1k, β = ½: ⅛θ₀ + ⅛θ₁ + ¼θ₂ + ½θ₃ = 1 − 0.1·(⅛·0 + ⅛·1 + ¼·2 + ½·3) = 1 − 0.2125."""
+    backend = TorchBackend(ones(), OptimizerSettings(lr=0.1, max_norm=0), ema_beta=0.5)
+    descend_steps(backend, 3)
+    saved = to_save(backend)
+    assert torch.allclose(saved["weight"], torch.full((3, 2), 0.7875), atol=1e-6)
+    assert torch.allclose(saved["bias"], torch.full((3,), 0.7875), atol=1e-6)
+    assert torch.allclose(backend.module.weight, torch.full((3, 2), 0.7), atol=1e-6)
+
+
+def test_before_the_first_step_it_is_the_start():
+    module = nn.Linear(2, 3)
+    backend = TorchBackend(module, OptimizerSettings(lr=0.1), ema_beta=0.5)
+    assert torch.equal(to_save(backend)["weight"], module.weight)
+
+
+def test_under_bf16_it_averages_the_masters():
+    """θ_k = 1 − 1e-4·k, far below what bf16 resolves at 1 (2^-8). With β = ½ after 10 steps the average lags by
+    1e-4·(1 − 2^-10): 1 − 1e-4·(10 − 1 + 2^-10) = 0.9990999; a bf16 module still holds 1."""
+    module = ones(torch.bfloat16)
+    backend = TorchBackend(module, OptimizerSettings(lr=1e-4, max_norm=0), ema_beta=0.5)
+    descend_steps(backend, 10)
+    average = dict(backend.tensor_state())["average/bias"]
+    assert average.dtype == torch.float32
+    assert average.tolist() == pytest.approx([0.9990999] * 3, abs=2e-6)
+    assert module.bias.tolist() == [1.0] * 3
+    assert to_save(backend)["bias"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_leaves_training_where_it_was_even_when_it_fails(dtype):
+    """The very same tensors come back: an engine may hold their addresses."""
+    backend, other = (TorchBackend(ones(dtype), OptimizerSettings(lr=0.1), ema_beta=0.9) for _ in range(2))
+    descend_steps(backend, 2)
+    descend_steps(other, 2)
+    live, address = backend.module.weight.detach().clone(), backend.module.weight.data_ptr()
+
+    def fail_to_export() -> None:
+        with backend.weights_to_save():
+            assert not torch.equal(backend.module.weight, live)
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail_to_export()
+    assert torch.equal(backend.module.weight, live)
+    assert backend.module.weight.data_ptr() == address
+    descend_steps(backend, 2)
+    descend_steps(other, 2)
+    assert torch.equal(backend.module.weight, other.module.weight)
+    assert torch.equal(to_save(backend)["weight"], to_save(other)["weight"])
+
+
+def test_frozen_parameters_have_no_average():
+    module = ones()
+    module.weight.requires_grad_(False)
+    backend = TorchBackend(module, OptimizerSettings(lr=0.1), ema_beta=0.5)
+    descend_steps(backend, 1)
+    assert [name for name, _ in backend.tensor_state() if name.startswith("average/")] == ["average/bias"]
+    assert torch.equal(to_save(backend)["weight"], torch.ones(3, 2))
+
+
+def test_without_one_the_live_weights_are_saved():
+    backend = TorchBackend(ones(), OptimizerSettings(lr=0.1))
+    descend_steps(backend, 2)
+    assert not any(name.startswith("average/") for name, _ in backend.tensor_state())
+    assert torch.equal(to_save(backend)["weight"], backend.module.weight)
+
+
+def test_a_state_without_one_starts_it_from_its_weights():
+    """Switched on in the middle of a run: the average must not remember the weights the process started with."""
+    plain = TorchBackend(ones(), OptimizerSettings(lr=0.1))
+    descend_steps(plain, 2)
+    backend = TorchBackend(nn.Linear(2, 3), OptimizerSettings(lr=0.1), ema_beta=0.9)
+    backend.load(plain.scalar_state(), dict(plain.tensor_state()))
+    assert torch.equal(to_save(backend)["weight"], plain.module.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_holds_the_average_and_the_policy_stays_live(tmp_path, dtype):
+    """One step of 0.1 with β = ¾: what is written has moved by 0.025, embeddings tied to the head included."""
+    torch.manual_seed(0)
+    config = hf.Qwen2Config(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    policy = Policy(hf.Qwen2ForCausalLM(config).to(dtype))
+    start = {name: p.detach().float().clone() for name, p in policy.model.named_parameters()}
+    backend = TorchBackend(policy, OptimizerSettings(lr=0.1, max_norm=0), ema_beta=0.75)
+    descend_steps(backend, 1)
+    with backend.weights_to_save():
+        export_policy(policy, None, tmp_path / "export")
+    written = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    atol = 1e-6 if dtype == torch.float32 else 4e-3
+    for name, p in written.named_parameters():
+        assert torch.allclose(p, start[name] - 0.025, atol=atol), name
+    for name, p in policy.model.named_parameters():
+        assert torch.allclose(p.float(), start[name] - 0.1, atol=atol), name
+    assert written.lm_head.weight is written.model.embed_tokens.weight
+    assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
