@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MicroBatches = list[list[int]]
 
 
-class Step(NamedTuple):
+class ScheduledStep(NamedTuple):
     """One optimizer step, as one rank sees it."""
 
     number: int
@@ -93,16 +93,16 @@ class Schedule:
     def consumed_samples(self) -> int:
         return self._next * self._batch_size
 
-    def step(self, number: int) -> Step:
-        """Step `number`, whatever was taken before."""
+    def step(self, number: int) -> ScheduledStep:
+        """ScheduledStep `number`, whatever was taken before."""
         if not 0 <= number < len(self):
             raise IndexError(f"step {number} of {len(self)}")
         epoch, place = divmod(number, self.steps_per_epoch)
         start = place * self._batch_size
         samples = self._order(epoch)[start : start + self._batch_size].tolist()
-        return Step(number, epoch, samples, self._divide(samples)[self._rank])
+        return ScheduledStep(number, epoch, samples, self._divide(samples)[self._rank])
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[ScheduledStep]:
         """The steps that were not taken yet. One counts as taken as soon as it is handed out."""
         while self._next < len(self):
             self._next += 1

@@ -57,7 +57,7 @@ from openrlhf.runs.settings import balanced_experts, lora_settings, model_dtype,
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.moe_aux import BalancedObjective
-from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer, state_after

@@ -1,4 +1,4 @@
-"""DPO, cDPO and IPO: the policy comes to prefer the chosen answer of a pair more than its reference does."""
+"""DPO, cDPO and IPO: the policy learns to prefer the chosen answer of a pair more strongly than the reference does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from openrlhf.algorithms.preferences import PairLogprobs, dpo_loss, ipo_loss, mean_nll, preference_gap
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.observability.metrics import Metrics
-from openrlhf.trainers.pairs import pack_pairs
-from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
+from openrlhf.trainers.preferences import Reference, ReferenceLogprobs, answer_logprobs, pack_pairs
 from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
 from openrlhf.types import PackedTokens
 
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLossSettings:
-    """Which loss pairs are trained with."""
+    """The loss of a pair and its parameters."""
 
     beta: float
     ipo: bool = False
     label_smoothing: float = 0.0
     nll_coef: float = 0.0
-    """Weight of the chosen answers' own NLL."""
+    """The weight of the chosen answers' negative log-likelihood."""
 
     def of_gap(self, gap_P: Tensor) -> Tensor:
         if self.ipo:
@@ -38,7 +37,7 @@ class PairLossSettings:
 
 
 class DPOObjective:
-    """L = mean over the step's pairs of l(h) + c · NLL of the chosen answer."""
+    """L = mean over the step's pairs of l(h) + c · NLL of the chosen answer; h: `preference_gap`."""
 
     names = MetricNames(
         evaluation={"loss": "eval_loss", "acc": "acc_mean"}, smoothed={"loss": "loss_mean", "acc": "acc_mean"}
@@ -65,7 +64,7 @@ class DPOObjective:
         settings = self._settings
         self._reference.complete(batch.samples, batch.micro_batches)
 
-        def share(micro: Sequence[int]) -> MicroBatchLoss:
+        def compute_loss(micro: Sequence[int]) -> MicroBatchLoss:
             policy = _pair_columns(answer_logprobs(module, self._pack(micro).to(self._device)).view(-1, 2))
             reference = _pair_columns(self._reference.of(micro).to(self._device))
             loss_P = settings.of_gap(preference_gap(policy, reference))
@@ -84,7 +83,7 @@ class DPOObjective:
             metrics.mean("reject_reward", float(rejected_P.sum()), count)
             return MicroBatchLoss(loss_P.sum() / len(batch.samples), metrics)
 
-        return share
+        return compute_loss
 
     def _pack(self, indices: Sequence[int]) -> PackedTokens:
         return pack_pairs([self._pairs[i] for i in indices])

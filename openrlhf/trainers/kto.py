@@ -1,4 +1,4 @@
-"""KTO: answers that are judged one by one become likelier or less likely than the reference has them."""
+"""KTO: each answer is labelled desirable or not, and becomes likelier or less likely than under the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openrlhf.algorithms.preferences import kto_loss, kto_reference_point
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.data.schedule import divide
 from openrlhf.observability.metrics import Metrics
-from openrlhf.trainers.reference import Reference, ReferenceLogprobs, answer_logprobs
+from openrlhf.trainers.preferences import Reference, ReferenceLogprobs, answer_logprobs
 from openrlhf.trainers.sft import pack
 from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
 from openrlhf.types import PackedTokens
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class KTOObjective:
     """L = mean over the step's answers of the KTO loss.
 
-    The reference point z₀ is estimated over the whole step before it is cut: each of its prompts with an answer to
-    another prompt. Which answer that is, is settled once for the data set, so that the reference's log-probs of these
-    mismatched pairs are computed once too; the paper shifts the answers of a batch by one.
+    The reference point z₀ is estimated over the whole step before the step is cut, from mismatched pairs: each prompt
+    with an answer to another prompt. The paper shifts the answers of a batch by one. Here the other answer is chosen
+    once for the whole data set, so that the reference's log-probs of the mismatched pairs are computed once too.
     """
 
     names = MetricNames(
@@ -50,7 +50,7 @@ class KTOObjective:
         device: torch.device,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`max_len` cuts mismatched pairs; `tokens_per_forward` is the budget of their forwards."""
+        """`max_len`: where mismatched pairs are cut. `tokens_per_forward`: the token budget of their forwards."""
         self._answers = answers
         self.lengths = answers.lengths
         self._beta = beta
@@ -72,7 +72,7 @@ class KTOObjective:
         z0 = self._reference_point(module, batch)
         self._reference.complete(batch.samples, batch.micro_batches)
 
-        def share(micro: Sequence[int]) -> MicroBatchLoss:
+        def compute_loss(micro: Sequence[int]) -> MicroBatchLoss:
             policy_N = answer_logprobs(module, self._pack(micro).to(self._device))
             ratio_N = policy_N - self._reference.of(micro).squeeze(1).to(self._device)
             desirable_N = torch.tensor([self._answers[i].desirable for i in micro], device=self._device)
@@ -86,7 +86,7 @@ class KTOObjective:
             metrics.last("kl", float(z0))
             return MicroBatchLoss(loss_N.sum() / len(batch.samples), metrics)
 
-        return share
+        return compute_loss
 
     @torch.no_grad()
     def _reference_point(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -97,7 +97,8 @@ class KTOObjective:
         self._mismatched_reference.complete(batch.samples, micro_batches)
         own: list[float] = []
         for micro in micro_batches:
-            indices = micro or batch.samples[:1]  # ranks compute together
+            # Ranks that share weights run every forward together. One without samples runs any sample, for nothing.
+            indices = micro or batch.samples[:1]
             policy_N = answer_logprobs(module, pack([self._mismatched[i] for i in indices]).to(self._device))
             own += (policy_N.cpu() - self._mismatched_reference.of(indices).squeeze(1)).tolist() if micro else []
         ratios = [ratio for theirs in self._ranks.gather(own) for ratio in theirs]
@@ -115,9 +116,9 @@ class KTOObjective:
 
 
 class Mismatched(Sequence["Example"]):
-    """Each prompt of a data set with the answer to another one: in random order, the next that has another prompt.
+    """Each prompt of a data set with an answer to another prompt: the next in a random order whose prompt differs.
 
-    Where all prompts are the same there is no such answer, and any will do. Pairs are put together when asked for.
+    Where all prompts are the same there is no such answer, and any answer is taken. Pairs are built on access.
     """
 
     def __init__(self, answers: Sequence[Judged], *, max_len: int, seed: int) -> None:
@@ -146,7 +147,7 @@ class Mismatched(Sequence["Example"]):
         return dataclasses.replace(asked, token_ids=torch.cat([prompt, answer]), target_mask=mask)
 
     def _room(self, prompt: int, answer: int) -> int:
-        """Tokens of the answer that fit, at least one."""
+        """The number of tokens of the answer that fit, at least one."""
         return max(1, min(answer, self._max_len - prompt))
 
 
@@ -154,7 +155,9 @@ def _partners(prompts: Sequence[bytes], *, seed: int) -> dict[int, int]:
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     partner: dict[int, int] = {}
-    # From behind and twice around: the second round knows what follows the end of the order.
+    # The order is a ring, walked backwards, so that a sample whose successor has the same prompt takes over the
+    # successor's partner: the nearest later sample with another prompt. The first walk does not know yet what follows
+    # the end of the order, so the ring is walked twice.
     for after, here in pairwise(reversed([*order, *order, order[0]])):
         partner[here] = after if prompts[here] != prompts[after] else partner.get(after, after)
     return partner

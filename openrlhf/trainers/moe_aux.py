@@ -1,4 +1,4 @@
-"""Any objective, with the load-balancing loss of a mixture of experts beside it."""
+"""Any objective plus the load-balancing loss of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss, Obj
 
 
 class BalancedObjective:
-    """L + c · Σ_m (T_m / T) B_m: the balancing loss of each micro-batch m by its share of the step's tokens.
+    """L + c · Σ_m (T_m / T) B_m: the balancing loss of each micro-batch m, weighted by its share of the step's tokens.
 
-    B is a product of means over tokens that are routed together, so that it depends, a little, on how a step is cut;
-    as one forward it is what transformers' models add to their loss.
+    B is a product of means over the tokens of one forward, so it depends a little on how a step is cut. With one
+    forward per step it is the loss that transformers' models add.
     """
 
     def __init__(self, objective: Objective, *, coef: float, top_k: int) -> None:
-        """`top_k`: experts of a token."""
+        """`top_k`: the number of experts that a token is routed to."""
         self._objective = objective
         self._coef = coef
         self._top_k = top_k
@@ -29,18 +29,18 @@ class BalancedObjective:
 
     def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
         asking = _Asking(module)
-        share_of = self._objective.begin(asking, batch)
+        compute_plain_loss = self._objective.begin(asking, batch)
         total = sum(self.lengths[i] for i in batch.samples)
 
-        def share(micro: Sequence[int]) -> MicroBatchLoss:
+        def compute_loss(micro: Sequence[int]) -> MicroBatchLoss:
             asking.log = log = RouterLog()
-            plain = share_of(micro)
+            plain = compute_plain_loss(micro)
             balance = load_balancing_loss(log.logits, top_k=self._top_k)
             tokens = sum(self.lengths[i] for i in micro)
             plain.metrics.mean("aux_loss", float(balance.detach()) * tokens, tokens)
             return MicroBatchLoss(plain.loss + self._coef * tokens / total * balance, plain.metrics)
 
-        return share
+        return compute_loss
 
     def state_dict(self) -> dict[str, Any]:
         return self._objective.state_dict()
@@ -50,7 +50,7 @@ class BalancedObjective:
 
 
 class _Asking(nn.Module):
-    """The module, asked for its routers' logits whenever it is called."""
+    """The module, with its routers' logits recorded in `log` at every call."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

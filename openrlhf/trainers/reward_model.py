@@ -1,4 +1,4 @@
-"""Reward models: a scalar head that gives the chosen answer of a pair more than the rejected one."""
+"""Reward models: a scalar head learns to give the chosen answer of a pair a higher value than the rejected one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from openrlhf.algorithms.preferences import RewardLoss
 from openrlhf.models.value import Normalisation, sequence_ends
 from openrlhf.observability.metrics import Metrics
-from openrlhf.trainers.pairs import pack_pairs
+from openrlhf.trainers.preferences import pack_pairs
 from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class RewardObjective:
     )
 
     def __init__(self, pairs: PairSet, *, loss: RewardLoss, margins: bool, device: torch.device) -> None:
-        """`margins`: the loss gets the records' margins; otherwise 0."""
+        """`margins`: the loss uses the margins of the records; otherwise all margins are 0."""
         self._pairs = pairs
         self.lengths = pairs.lengths
         self._loss = loss
@@ -38,7 +38,7 @@ class RewardObjective:
         self._device = device
 
     def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
-        def share(micro: Sequence[int]) -> MicroBatchLoss:
+        def compute_loss(micro: Sequence[int]) -> MicroBatchLoss:
             pairs = [self._pairs[i] for i in micro]
             tokens = pack_pairs(pairs).to(self._device)
             rewards = module(tokens, positions=sequence_ends(tokens))
@@ -55,7 +55,7 @@ class RewardObjective:
             metrics.std_of("reward_std", given)
             return MicroBatchLoss(loss_P.sum() / len(batch.samples), metrics)
 
-        return share
+        return compute_loss
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -65,7 +65,7 @@ class RewardObjective:
 
 
 def reward_statistics(evaluation: Mapping[str, float]) -> Normalisation | None:
-    """What `--reward.normalize_enable` will work with; None where all rewards were equal, or none was measured."""
+    """The statistics for `--reward.normalize_enable`; None where all rewards were equal, or none was measured."""
     mean, std = evaluation.get("reward_mean"), evaluation.get("reward_std")
     return Normalisation(mean, std) if mean is not None and std else None
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class SFTObjective:
     """L = −Σ log π(token | tokens before it) / (number of targets in the step).
 
-    A mean over the tokens of the whole step: a token counts the same whatever micro-batch it is in.
+    This is a mean over the tokens of the whole step, so the weight of a token does not depend on its micro-batch.
     """
 
     names = MetricNames(evaluation={"gpt_loss": "eval gpt_loss"}, smoothed={"gpt_loss": "loss_mean"})
@@ -33,14 +33,14 @@ class SFTObjective:
     def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
         targets = sum(self._target_counts[i] for i in batch.samples)
 
-        def share(micro: Sequence[int]) -> MicroBatchLoss:
+        def compute_loss(micro: Sequence[int]) -> MicroBatchLoss:
             tokens = pack([self._examples[i] for i in micro]).to(self._device)
             nll = -module(tokens, temperature=1.0).logprobs_A.sum()
             metrics = Metrics()
             metrics.mean("gpt_loss", float(nll.detach()), tokens.num_actions)
             return MicroBatchLoss(nll / targets, metrics)
 
-        return share
+        return compute_loss
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -50,7 +50,7 @@ class SFTObjective:
 
 
 def pack(examples: Sequence[Example]) -> PackedTokens:
-    """Examples end to end; their targets are the actions."""
+    """Lay examples end to end; their targets are the actions."""
     return PackedTokens.from_sequences([e.token_ids for e in examples], [e.target_mask for e in examples])
 
 

@@ -1,4 +1,4 @@
-"""The supervised loop. One loop for fine-tuning, reward models and preference training: those are its objectives."""
+"""The supervised loop: one loop for fine-tuning, reward models and preference training, which are its objectives."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from openrlhf.utils.interrupts import Stopped, StopRequest
 
 
 class Batch(Protocol):
-    """Samples, by their index in the data set, whose losses are summed. `data.schedule.Step` is one."""
+    """The samples of one optimizer step, as indices into the data set. `data.schedule.ScheduledStep` is one."""
 
     @property
     def samples(self) -> Sequence[int]:
-        """All of them, on every rank: what the weights of the loss are worked out from."""
+        """The samples of all ranks. The weights of the loss follow from them."""
         ...
 
     @property
     def micro_batches(self) -> Sequence[Sequence[int]]:
-        """Those of this rank, as they are run forward: as many on every rank, the last ones empty if need be."""
+        """The samples of this rank, forward by forward. Every rank has the same number of lists; some may be empty."""
         ...
 
 
 class WholeSet(NamedTuple):
-    """Everything that is measured, as one batch."""
+    """A whole evaluation set as one batch."""
 
     samples: Sequence[int]
     micro_batches: Sequence[Sequence[int]]
 
 
 class SupervisedMicroBatches:
-    """A step as it was scheduled, until that does not fit into memory."""
+    """The micro-batches of a step: as scheduled, or smaller ones after memory has run out."""
 
     filler: Sequence[int] = ()
 
@@ -70,17 +70,17 @@ class SupervisedMicroBatches:
 
 
 class StepSchedule(Protocol):
-    """Which samples form which optimizer step. `data.schedule.Schedule` is one."""
+    """The samples of every optimizer step. `data.schedule.Schedule` is one."""
 
     @property
     def steps_per_epoch(self) -> int: ...
 
     def __len__(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the whole run."""
         ...
 
     def __iter__(self) -> Iterator[Batch]:
-        """The steps that are left."""
+        """The steps that are left to do."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -89,42 +89,43 @@ class StepSchedule(Protocol):
 
 
 class MicroBatchLoss(NamedTuple):
-    """What one micro-batch contributes to its step."""
+    """The contribution of one micro-batch to its step."""
 
     loss: Tensor
-    """Weighted: the shares of a step add up to its loss, and so do their gradients."""
+    """The weighted loss. The losses of all micro-batches add up to the loss of the step, and so do their gradients."""
     metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricNames:
-    """What people call an objective's metrics."""
+    """The names under which an objective's metrics are logged."""
 
     evaluation: dict[str, str]
-    """Metric → its name in an evaluation; others are left out there."""
+    """Metric → its name in an evaluation. Other metrics are not logged there."""
     smoothed: dict[str, str]
     """Metric of a training step → the name of its running mean."""
 
 
 class Objective(Protocol):
-    """A data set, and what is learnt from it: L = Σ_i w_i l_i over the samples of an optimizer step."""
+    """A data set and the loss that is trained on it: L = Σ_i w_i l_i over the samples of an optimizer step."""
 
     names: MetricNames
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each sample."""
+        """The number of tokens of each sample."""
         ...
 
     def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
-        """Work out what needs the whole step, the weights w above all; gives the function for its micro-batches.
+        """Compute what needs the whole step, above all the weights w. Returns the function that computes the loss of a
+        micro-batch.
 
-        So cutting and order cannot change the gradient.
+        Because the weights are fixed before the step is cut, cutting and order cannot change the gradient.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run could not work out again to the bit."""
+        """The state that a resumed run could not compute again to the last bit."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -132,7 +133,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Periods:
-    """When things happen, in optimizer steps. Evaluation is due at the end of every epoch besides."""
+    """How often to evaluate, save and log, in optimizer steps. The end of every epoch is evaluated in any case."""
 
     eval_every: int | None = None
     save_every: int | None = None
@@ -141,7 +142,7 @@ class Periods:
 
 @dataclass(slots=True)
 class RunningMeans:
-    """m_t = Σ_k ρ^k x_{t−k} / Σ_k ρ^k: means that forget, unbiased from the first step on."""
+    """Exponential running means, unbiased from the first step on: m_t = Σ_k ρ^k x_{t−k} / Σ_k ρ^k."""
 
     decay: float = 0.9
     totals: dict[str, float] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class RunningMeans:
 
 
 class SupervisedTrainer:
-    """Drives the parts; they do not know it."""
+    """Runs the supervised loop. Its parts hold no reference to it."""
 
     def __init__(
         self,
@@ -173,11 +174,11 @@ class SupervisedTrainer:
         warnings: Warnings | None = None,
         max_skipped: int = MAX_SKIPPED,
     ) -> None:
-        """`evaluation`: the same objective on data that is measured only. `tokens_per_forward`: its token budget.
-        `stop`: who may ask for the end of the run, after a checkpoint; None: nobody. `max_skipped`: optimizer steps in
-        a row that are left out until the run ends.
+        """`evaluation`: the same objective on the evaluation set. `tokens_per_forward`: the token budget of its
+        forwards. `stop`: a request to end the run after a checkpoint. `max_skipped`: the number of optimizer steps in
+        a row that may be left out before the run fails.
 
-        Every rank runs this loop; each has its share of every step.
+        Every rank runs this loop, and computes its part of every step.
         """
         self.backend = backend
         self.objective = objective
@@ -200,25 +201,25 @@ class SupervisedTrainer:
         self._fitting = MicroBatchSizer(MicroBatching(remedy="a lower --train.micro_batch_size"))
 
     def fit(self) -> dict[str, float]:
-        """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
+        """Train to the end, from the latest checkpoint if there is one. Returns the last evaluation, empty if none.
 
-        Raises Stopped, on all ranks, when one was asked to stop and all have saved.
+        When any rank was asked to stop, all ranks save a checkpoint and raise Stopped.
         """
         if self.checkpointer.load(self.load_state_dict) is not None and self._evaluation_is_due():
-            self.evaluate()  # left to this run by the one that was stopped
+            self.evaluate()  # the run that was stopped has saved and left its evaluation to this one
         self.clock.take()  # loading is no part of the first step's time
         for batch in self.schedule:
             metrics = self.step(batch)
             self.steps_done += 1
             self.report(metrics)
-            # A signal reaches some ranks, and not all at the same time: after this they know the same.
+            # A signal reaches some of the ranks, at different times. They must agree, or some would wait for others.
             stopped_by = self.ranks.agree(self.stop.accept())
             if stopped_by is None and self._evaluation_is_due():
                 self.evaluate()
             if stopped_by is not None or self._checkpoint_is_due():
                 with self.clock.phase("checkpoint"):
                     self.checkpointer.save(self.steps_done, self.state_dict())
-                self.clock.take()  # nor are checkpoints
+                self.clock.take()  # checkpoints are no part of the next step's time
             if stopped_by is not None:
                 raise Stopped(stopped_by)
         return self.last_evaluation
@@ -243,14 +244,14 @@ class SupervisedTrainer:
         return metrics
 
     def _accumulate(self, batch: Batch) -> Accumulated:
-        """The step's gradient, of this rank's samples."""
-        share_of = self.objective.begin(self.backend.module, batch)
+        """Add up the gradient of the step, over this rank's samples."""
+        compute_loss = self.objective.begin(self.backend.module, batch)
 
         def run(micro: Sequence[int], metrics: Metrics) -> float:
-            share = share_of(micro) if micro else _nothing(share_of, batch)
-            self.backend.backward(share.loss)
-            metrics.merge(share.metrics)
-            return float(share.loss.detach())
+            computed = compute_loss(micro) if micro else _filler_loss(compute_loss, batch)
+            self.backend.backward(computed.loss)
+            metrics.merge(computed.metrics)
+            return float(computed.loss.detach())
 
         cut = SupervisedMicroBatches(batch, self.objective.lengths, self._fitting, self.ranks)
         return accumulate(cut, run, self.backend, ranks=self.ranks)
@@ -287,7 +288,7 @@ class SupervisedTrainer:
         self.logger.log(self.steps_done, {**self.last_evaluation, "global_step": self.steps_done}, kind="eval")
 
     def state_dict(self) -> dict[str, Any]:
-        """Without the backend's: whoever keeps checkpoints asks it for its tensors one by one."""
+        """The loop's own state. The checkpointer asks the backend for its tensors separately, one by one."""
         return {
             "steps": self.steps_done,
             "schedule": self.schedule.state_dict(),
@@ -306,7 +307,7 @@ class SupervisedTrainer:
 
 
 def state_after(steps: int, *, schedule: dict[str, Any], objective: Objective) -> dict[str, Any]:
-    """A loop's state of which no more is known than how many steps it took; `schedule`: that of its schedule then."""
+    """The state of a loop after so many steps, where nothing else is known. `schedule`: the schedule's state then."""
     return {
         "steps": steps,
         "schedule": schedule,
@@ -317,18 +318,19 @@ def state_after(steps: int, *, schedule: dict[str, Any], objective: Objective) -
     }
 
 
-def shares(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[MicroBatchLoss]:
-    """What each micro-batch of this rank contributes.
+def micro_batch_losses(objective: Objective, module: nn.Module, batch: Batch) -> Iterator[MicroBatchLoss]:
+    """The loss and metrics of each micro-batch of this rank.
 
-    Ranks compute together, so one that has fewer samples than forwards runs a sample that counts for nothing.
+    Ranks that share weights run every forward together. So a rank whose micro-batch is empty runs a sample with
+    weight 0.
     """
-    share_of = objective.begin(module, batch)
+    compute_loss = objective.begin(module, batch)
     for micro in batch.micro_batches:
         waits.mark_progress()
         if micro:
-            yield share_of(micro)
+            yield compute_loss(micro)
         else:
-            yield _nothing(share_of, batch)
+            yield _filler_loss(compute_loss, batch)
 
 
 def _losses_of(odd: Sequence[Sequence[int]]) -> list[str]:
@@ -337,19 +339,21 @@ def _losses_of(odd: Sequence[Sequence[int]]) -> list[str]:
     return [f"the loss of sample {', '.join(map(str, samples[:5]))}{more} of the data set"] if samples else []
 
 
-def _nothing(share_of: Callable[[Sequence[int]], MicroBatchLoss], batch: Batch) -> MicroBatchLoss:
-    return MicroBatchLoss(0.0 * share_of(batch.samples[:1]).loss, Metrics())
+def _filler_loss(compute_loss: Callable[[Sequence[int]], MicroBatchLoss], batch: Batch) -> MicroBatchLoss:
+    return MicroBatchLoss(0.0 * compute_loss(batch.samples[:1]).loss, Metrics())
 
 
 @torch.no_grad()
 def measure(
     objective: Objective, module: nn.Module, *, tokens_per_forward: int, ranks: Ranks = ALONE
 ) -> dict[str, float]:
-    """An objective's metrics over its whole data set, without learning, by their names in an evaluation."""
+    """The metrics of an objective over its whole data set, without training, by their names in an evaluation."""
     module.eval()
     samples = range(len(objective.lengths))
     cut = divide(samples, objective.lengths, ranks=ranks.count, token_budget=tokens_per_forward)
-    own = Metrics.merged(share.metrics for share in shares(objective, module, WholeSet(samples, cut[ranks.index])))
+    own = Metrics.merged(
+        one.metrics for one in micro_batch_losses(objective, module, WholeSet(samples, cut[ranks.index]))
+    )
     values = Metrics.merged(ranks.gather(own)).values()
     return {name: values[source] for source, name in objective.names.evaluation.items() if source in values}
 

@@ -14,7 +14,7 @@ from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.microbatch import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
-from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.sft import SFTObjective
 
 PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "entropy_loss_coef": 0.01}

@@ -22,7 +22,7 @@ from openrlhf.algorithms.preferences import get_reward_loss
 from openrlhf.checkpoint.export import export_value_model
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
-from openrlhf.trainers.reference import Reference, answer_logprobs
+from openrlhf.trainers.preferences import Reference, answer_logprobs
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective, pack
 

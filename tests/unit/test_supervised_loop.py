@@ -13,7 +13,7 @@ from openrlhf.backends.state import LeftOut, NotFiniteError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
-from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss, RunningMeans, WholeSet
 from openrlhf.utils.interrupts import Stopped, StopRequest
@@ -64,12 +64,12 @@ class FakeObjective:
     def begin(self, module, batch: Batch):
         self.events.append(f"{'train' if module.training else 'eval'} {list(batch.samples)}")
 
-        def share(micro):
+        def compute_loss(micro):
             metrics = Metrics()
             metrics.mean("loss", sum(micro), len(micro))
             return MicroBatchLoss(torch.tensor(sum(micro) / len(batch.samples)), metrics)
 
-        return share
+        return compute_loss
 
     def state_dict(self):
         return {}

@@ -20,8 +20,7 @@ from openrlhf.algorithms.preferences import get_reward_loss
 from openrlhf.data.packing import by_tokens
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective, Mismatched
-from openrlhf.trainers.pairs import common_beginning, pack_pairs
-from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.preferences import Reference, common_beginning, pack_pairs
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import WholeSet, measure
@@ -72,16 +71,16 @@ def rewards(pairs=PAIRS, *, loss="sigmoid", margins=True):
 def run(objective, module, micro_batches):
     """Loss, gradient and metrics of one step cut like this."""
     module = copy.deepcopy(module)
-    share_of = objective.begin(module, WholeSet([i for micro in micro_batches for i in micro], micro_batches))
+    compute_loss = objective.begin(module, WholeSet([i for micro in micro_batches for i in micro], micro_batches))
     loss, metrics = 0.0, None
     for micro in micro_batches:
-        share = share_of(micro)
-        share.loss.backward()
-        loss += float(share.loss.detach())
+        computed = compute_loss(micro)
+        computed.loss.backward()
+        loss += float(computed.loss.detach())
         if metrics is None:
-            metrics = share.metrics
+            metrics = computed.metrics
         else:
-            metrics.merge(share.metrics)
+            metrics.merge(computed.metrics)
     return loss, torch.cat([p.grad.flatten() for p in module.parameters()]), metrics.values()
 
 

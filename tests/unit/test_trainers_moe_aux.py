@@ -16,7 +16,7 @@ from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.moe_aux import BalancedObjective
-from openrlhf.trainers.reference import Reference
+from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.reward_model import RewardObjective
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import WholeSet
@@ -147,8 +147,8 @@ class TestObjective:
         plain = SFTObjective(self.samples, device=CPU)
         objective = BalancedObjective(plain, coef=coef, top_k=2)
         batch = WholeSet(range(4), [(0, 1), (2, 3)])
-        share_of = objective.begin(policy, batch)
-        shares = [share_of(micro) for micro in batch.micro_batches]
+        compute_loss = objective.begin(policy, batch)
+        shares = [compute_loss(micro) for micro in batch.micro_batches]
         expected = plain.begin(policy, batch)(range(4)).loss + coef * (12 * first + 13 * second) / 25
         torch.testing.assert_close(sum(share.loss for share in shares), expected)
         shares[0].metrics.merge(shares[1].metrics)

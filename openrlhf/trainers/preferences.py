@@ -1,9 +1,9 @@
-"""The frozen model that preferences are measured against: log-probs of answers, each computed once."""
+"""The parts that preference objectives share: packed pairs of answers, and the log-probs of the frozen reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,31 @@ from torch import Tensor, nn
 from openrlhf.backends.offload import on_device
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.types import PackedTokens
+
+if TYPE_CHECKING:
+    from openrlhf.data.preferences import Pair
+
+
+def pack_pairs(pairs: Sequence[Pair]) -> PackedTokens:
+    """The sequences chosen 0, rejected 0, chosen 1, rejected 1, …; the targets of both are the actions.
+
+    The tokens that both answers of a pair begin with (the prompt, and equal first tokens of the answers) are computed
+    once for both.
+    """
+    answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    shared = [n for pair in pairs for n in (0, common_beginning(pair.chosen.token_ids, pair.rejected.token_ids))]
+    return PackedTokens.from_sequences(
+        [answer.token_ids for answer in answers],
+        [answer.target_mask for answer in answers],
+        shared_prefixes=shared,
+    )
+
+
+def common_beginning(first: Tensor, second: Tensor) -> int:
+    """The number of equal tokens at the beginning of both. Each keeps at least one token of its own."""
+    room = min(len(first), len(second)) - 1
+    differs = (first[:room] != second[:room]).nonzero()
+    return int(differs[0]) if len(differs) else room
 
 
 def answer_logprobs(module: nn.Module, tokens: PackedTokens) -> Tensor:
@@ -20,7 +45,7 @@ def answer_logprobs(module: nn.Module, tokens: PackedTokens) -> Tensor:
 
 
 class Reference:
-    """The frozen model that preferences are measured against."""
+    """The frozen model that the policy's preferences are compared with."""
 
     def __init__(self, module: nn.Module, *, device: torch.device, offload: bool = False) -> None:
         """`offload`: the weights are on `device` only while they are used."""
@@ -36,20 +61,22 @@ class Reference:
 
 
 class ReferenceLogprobs:
-    """Reference log-probs of a data set's answers, K per sample, each computed once: the reference does not learn."""
+    """The reference's log-probs of a data set's answers, K per sample. Each is computed once, since the reference
+    does not learn."""
 
     def __init__(
         self, samples: int, per_sample: int, compute: Callable[[Sequence[int]], Tensor], *, ranks: Ranks = ALONE
     ) -> None:
-        """`compute`: float32 [n, K] of these samples."""
+        """`compute` gives the log-probs of some samples, float32 [n, K]."""
         self._known_SK = torch.full((samples, per_sample), float("nan"))
         self._compute = compute
         self._ranks = ranks
 
     def complete(self, samples: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> None:
-        """Have all of `samples`, each rank computing its own micro-batches; all know the same then.
+        """Compute what is missing for `samples`: each rank computes its own micro-batches, then all ranks exchange.
 
-        As many forwards on every rank: a micro-batch without anything unknown computes one sample for nothing.
+        Every rank must run the same number of forwards, since ranks that share weights run them together. So a
+        micro-batch that has nothing left to compute runs one sample, and its result is dropped.
         """
         missing = {i for i in samples if bool(self._known_SK[i].isnan().any())}
         if not missing:
@@ -64,11 +91,12 @@ class ReferenceLogprobs:
                 self._known_SK[i] = values_K
 
     def of(self, indices: Sequence[int]) -> Tensor:
-        """float32 [n, K], on the CPU; `complete` has seen to it that they are there."""
+        """The log-probs of these samples, float32 [n, K], on the CPU. `complete` must have computed them before."""
         return self._known_SK[list(indices)]
 
     def state_dict(self) -> dict[str, Any]:
-        """CheckpointedModel, because another micro-batch would give other last bits."""
+        """The log-probs are saved, because a resumed run would compute them in other micro-batches, with other last
+        bits."""
         return {"logprobs": self._known_SK.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
