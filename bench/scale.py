@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from openrlhf.learners.samples import RewardShaping, SampleMaker
 
 from bench.results import write_section
 from openrlhf.agents.base import Episode
@@ -49,7 +50,6 @@ from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.services import RankService
 from openrlhf.demo.model import write_model
 from openrlhf.learners.microbatch import MicroBatching
-from openrlhf.learners.samples import RewardShaping, SampleMaker
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rewards.base import Reward, RewardRequest

@@ -9,7 +9,8 @@ from typing import Any
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.transport import PackedSamples
 from openrlhf.cluster.workers import WorkerGroup
-from openrlhf.learners.samples import SampleMaker
+from openrlhf.learners.advantages import SampleMaker
+from openrlhf.learners.base import Placed
 from openrlhf.learners.steps import StepSettings, assign_to_ranks
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, SampleKey
@@ -23,8 +24,6 @@ class HeldBatch:
     """A round's samples, which lie on their ranks."""
 
     round_index: int
-    metrics: Metrics
-    """Of placing them."""
     keys: Mapping[int, list[set[SampleKey]]]
     """Number of ranks → whose samples are whose."""
 
@@ -62,19 +61,19 @@ class RayWorkers:
         )
         return cls(policy, make_samples, steps, critic=critic, reference=reference)
 
-    def place(self, groups: Sequence[Group]) -> HeldBatch:
+    def place(self, groups: Sequence[Group]) -> Placed:
         import ray
 
-        shaped = self._make_samples(groups)
+        made = self._make_samples(groups)
         self._rounds += 1
         keys, references = {}, {}
         for ranks in {len(group) for group in self._groups}:
-            shares = assign_to_ranks(shaped.samples, self._steps, round_index=self._rounds, ranks=ranks)
+            shares = assign_to_ranks(made.samples, self._steps, round_index=self._rounds, ranks=ranks)
             keys[ranks] = [{sample.key for sample in share} for share in shares]
             references[ranks] = [(ray.put(PackedSamples.of(share)),) for share in shares]
         for group in self._groups:
             group.call("load_samples", shares=references[len(group)], deadline=DEADLINE)
-        return HeldBatch(self._rounds, shaped.metrics, keys)
+        return Placed(HeldBatch(self._rounds, keys), made.metrics)
 
     def score(self, batch: HeldBatch) -> None:
         for group in self._groups:
@@ -85,7 +84,7 @@ class RayWorkers:
             self._send("values_A", self._critic, self._policy, batch)
 
     def assign_advantages(self, batch: HeldBatch) -> Metrics:
-        metrics = Metrics.merged([batch.metrics, self._ask(self._policy, "assign_advantages", batch)])
+        metrics = self._ask(self._policy, "assign_advantages", batch)
         if self._critic is not None:
             self._send("returns_A", self._policy, self._critic, batch)
         return metrics

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group
 
 
+class Placed(NamedTuple):
+    """A round that lies on its ranks."""
+
+    batch: Any
+    """A handle for the workers' other methods."""
+    metrics: Metrics
+    """Of the samples' rewards."""
+
+
 class Workers(Protocol):
     """Holds the models. The batch is a handle: what it is, and on how many ranks it lies, is their business."""
 
-    def place(self, groups: Sequence[Group]) -> Any:
-        """Give each sample its rank, which it keeps; returns the batch."""
+    def place(self, groups: Sequence[Group]) -> Placed:
+        """Make training samples of groups and give each sample its rank, which it keeps."""
         ...
 
     def score(self, batch: Any) -> None:
-        """Forwards of frozen weights: old log-probs, reference log-probs, values."""
+        """All forwards of frozen weights: old log-probs, reference log-probs, values."""
         ...
 
     def assign_advantages(self, batch: Any) -> Metrics:
@@ -41,7 +50,7 @@ class WorkersBehind:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    def place(self, groups: Sequence[Group]) -> Any:
+    def place(self, groups: Sequence[Group]) -> Placed:
         return self._workers.place(groups)
 
     def score(self, batch: Any) -> None:

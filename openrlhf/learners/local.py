@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.learners.advantages import SampleMaker
+from openrlhf.learners.base import Placed
 from openrlhf.learners.rank import RankLearners
-from openrlhf.learners.samples import SampleMaker
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, TrainingBatch
 
@@ -17,18 +18,16 @@ class LocalWorkers:
     def __init__(self, learners: RankLearners, make_samples: SampleMaker) -> None:
         self._learners = learners
         self._make_samples = make_samples
-        self._placed = Metrics()
 
-    def place(self, groups: Sequence[Group]) -> TrainingBatch:
-        shaped = self._make_samples(groups)
-        self._placed = shaped.metrics
-        return TrainingBatch(samples=shaped.samples)
+    def place(self, groups: Sequence[Group]) -> Placed:
+        made = self._make_samples(groups)
+        return Placed(TrainingBatch(samples=made.samples), made.metrics)
 
     def score(self, batch: TrainingBatch) -> None:
         self._learners.score(batch)
 
     def assign_advantages(self, batch: TrainingBatch) -> Metrics:
-        return Metrics.merged([self._placed, self._learners.assign_advantages(batch)])
+        return self._learners.assign_advantages(batch)
 
     def update(self, batch: TrainingBatch) -> Metrics:
         return self._learners.update(batch)

@@ -6,15 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.algorithms.advantages import Moments, whiten
+from torch import Tensor
+
 from openrlhf.algorithms.kl import KLController, KLEstimator
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.credit import CreditSettings, give_credit
+from openrlhf.learners.advantages import AdvantageSettings, KLCost, assign_advantages, may_get_advantages
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.microbatch import MicroBatchSizer
 from openrlhf.learners.policy import PolicyLearner
 from openrlhf.learners.scorer import Scorer
-from openrlhf.learners.steps import Step, StepSettings, optimizer_steps, trained_samples
+from openrlhf.learners.steps import Step, StepSettings, optimizer_steps
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import TrainingBatch
 
@@ -51,7 +52,7 @@ class RankLearners:
         policy: PolicyLearner,
         policy_scorer: Scorer,
         steps: StepSettings,
-        credit: CreditSettings,
+        advantages: AdvantageSettings,
         critic: CriticPart | None = None,
         freezing_steps: int = -1,
         kl: KLTerm | None = None,
@@ -64,7 +65,7 @@ class RankLearners:
         self._policy = policy
         self._policy_scorer = policy_scorer
         self._steps = steps
-        self._credit = credit
+        self._advantages = advantages
         self._critic = critic
         self._freezing_steps = freezing_steps
         self._kl = kl
@@ -79,44 +80,38 @@ class RankLearners:
         return self._rounds
 
     def score(self, batch: TrainingBatch) -> None:
-        if self._kl is not None:
-            if self._kl.reference is not None:
-                batch.reference_logprobs_A = self._kl.reference.score(batch)
-            if not self._kl.as_loss:  # a cost in the reward is that of the policy as it sampled
-                batch.old_logprobs_A = self._policy_scorer.score(batch)
+        """All the log-probs and values that advantages and the update need, from weights that do not change."""
+        if self._kl is not None and self._kl.reference is not None:
+            batch.reference_logprobs_A = self._kl.reference.score(batch)
+        batch.old_logprobs_A = self._old_logprobs(batch)
         if self._critic is not None:
             batch.values_A = self._critic.scorer.score(batch)
 
+    def _old_logprobs(self, batch: TrainingBatch) -> Tensor | None:
+        """Log-probs of the policy before the update; None where nothing needs them."""
+        if self._kl is not None and not self._kl.as_loss:
+            return self._policy_scorer.score(batch)  # a cost in the reward is that of the policy as it sampled
+        on_policy = self._steps.on_policy(self._episodes(batch))
+        if on_policy or self._is_frozen:  # the single step of a round begins with these very weights
+            return None
+        trained = may_get_advantages(batch, self._advantages) if self._steps.skip_idle else None
+        return self._policy_scorer.score(batch, trained)
+
     def assign_advantages(self, batch: TrainingBatch) -> Metrics:
-        own, costs_A = Metrics(), None
-        if self._kl is not None:
-            own.last("kl_coef", self._kl.controller.coef)
-            if not self._kl.as_loss:
-                assert batch.old_logprobs_A is not None  # from `score`
-                assert batch.reference_logprobs_A is not None
-                kl_A = self._kl.estimator(batch.old_logprobs_A, batch.reference_logprobs_A)
-                own.mean("kl", float(kl_A.sum()), batch.num_actions)
-                costs_A = self._kl.controller.coef * kl_A
-        credit = give_credit(batch, self._credit, costs_A=costs_A)
-        own.mean("return", float(credit.totals_E.sum()), len(credit.totals_E))
-        advantages_A = credit.advantages_A
-        if self._credit.estimator.whiten:
-            moments = Moments.merged(self._ranks.gather(Moments.of(advantages_A)))
-            advantages_A = whiten(advantages_A, moments, divide_by_std=self._credit.divide_by_std)
-        batch.advantages_A = advantages_A
-        batch.returns_A = credit.returns_A
-        metrics = Metrics.merged(self._ranks.gather(own))
+        """Steps 3 to 5 of `learners.advantages`."""
+        kl = self._kl
+        cost = None if kl is None or kl.as_loss else KLCost(kl.estimator, kl.controller.coef)
+        metrics = assign_advantages(batch, self._advantages, kl_cost=cost, ranks=self._ranks)
+        if kl is not None:
+            metrics.last("kl_coef", kl.controller.coef)
         self._sampled_kl = metrics.values().get("kl")
         return metrics
 
     def update(self, batch: TrainingBatch) -> Metrics:
         """Critic, then policy, on micro-batches that are cut and packed once."""
-        frozen = self._rounds <= self._freezing_steps
+        frozen = self._is_frozen
         self._rounds += 1
         own = Metrics()
-        on_policy = self._steps.on_policy(self._episodes(batch))
-        if not on_policy and not frozen and batch.old_logprobs_A is None:
-            batch.old_logprobs_A = self._policy_scorer.score(batch, trained_samples(batch, self._steps))
         steps = self._cut(batch)
         if self._critic is not None:
             own.merge(self._critic.learner.update(steps))
@@ -127,6 +122,11 @@ class RankLearners:
         metrics = Metrics.merged(self._ranks.gather(own))
         self._adapt_kl(batch, metrics)
         return metrics
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether the policy waits for its critic in this round."""
+        return self._rounds <= self._freezing_steps
 
     def _cut(self, batch: TrainingBatch) -> list[Step]:
         return optimizer_steps(batch, self._steps, round_index=self._rounds, fitting=self._fitting, ranks=self._ranks)

@@ -22,6 +22,7 @@ from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.errors import ConfigError
+from openrlhf.learners.advantages import SampleMaker
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
@@ -29,7 +30,7 @@ from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.ranks import build_engine, rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
-from openrlhf.runs.rl_models import ACTOR, CRITIC, sample_maker, step_settings
+from openrlhf.runs.rl_models import ACTOR, CRITIC, advantage_settings, step_settings
 from openrlhf.runs.settings import model_dtype
 from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers
 from openrlhf.utils import interrupts
@@ -114,7 +115,7 @@ class RayLauncher:
             yield RunParts(
                 engines,
                 HybridWorkers(
-                    RayWorkers.of(groups, sample_maker(config), step_settings(config)),
+                    RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config)),
                     switch,
                     usage=NodeUsage(groups.values(), engines),
                 ),

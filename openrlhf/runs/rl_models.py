@@ -18,13 +18,12 @@ from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
-from openrlhf.learners.credit import CreditSettings
+from openrlhf.learners.advantages import AdvantageSettings, RewardShaping, SampleMaker
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.local import LocalWorkers
 from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
-from openrlhf.learners.samples import RewardShaping, SampleMaker
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.adapters import LoraSettings, WithoutAdapter
@@ -147,7 +146,7 @@ class RLTraining:
             models.critic, optimizer_settings(config.critic, total_steps=total_steps)
         )
         self.learners = self._learners(device)
-        self.workers = LocalWorkers(self.learners, sample_maker(config))
+        self.workers = LocalWorkers(self.learners, SampleMaker(advantage_settings(config)))
 
     @property
     def backends(self) -> list[Backend]:
@@ -202,12 +201,7 @@ class RLTraining:
                 ranks=ranks,
             ),
             steps=self._steps,
-            credit=CreditSettings(
-                estimator=get_estimator(config.algo.advantage.estimator),
-                gamma=config.gamma,
-                lambd=config.algo.advantage.lambd,
-                divide_by_std=not config.algo.advantage.no_std_norm,
-            ),
+            advantages=advantage_settings(config),
             critic=critic,
             freezing_steps=config.critic.freezing_steps if config.uses_critic else -1,
             kl=kl,
@@ -266,12 +260,15 @@ def scoring_batches(config: RLConfig) -> MicroBatching:
     return dataclasses.replace(cut, remedy=cut.remedy.replace("train.max", "rollout.max"))
 
 
-def sample_maker(config: RLConfig) -> SampleMaker:
+def advantage_settings(config: RLConfig) -> AdvantageSettings:
     advantage = config.algo.advantage
-    return SampleMaker(
+    return AdvantageSettings(
         estimator=get_estimator(advantage.estimator),
         shaping=reward_shaping(config),
         turns=Turns(advantage.turns or Turns.OUTCOME),
+        gamma=config.gamma,
+        lambd=advantage.lambd,
+        divide_by_std=not advantage.no_std_norm,
     )
 
 

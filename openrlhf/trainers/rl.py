@@ -169,7 +169,8 @@ class RLTrainer:
         with self.clock.phase("generation"):
             groups, metrics, turned_away = self.collector.next_batch()
         with self.clock.phase("make_experience"):
-            batch = self.workers.place(groups)
+            batch, placed = self.workers.place(groups)
+            metrics.merge(placed)
             self.workers.score(batch)
             metrics.merge(self.workers.assign_advantages(batch))
         with self.clock.phase("ppo_train"):

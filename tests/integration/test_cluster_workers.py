@@ -23,9 +23,10 @@ from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan, requested
 from openrlhf.cluster.workers import WorkerError, worker_groups
 from openrlhf.config import parse
+from openrlhf.learners.advantages import SampleMaker
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.runs.ranks import rank_service
-from openrlhf.runs.rl_models import RLTraining, load_models, sample_maker, step_settings
+from openrlhf.runs.rl_models import RLTraining, advantage_settings, load_models, step_settings
 
 CPU = torch.device("cpu")
 
@@ -168,7 +169,7 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
     build = functools.partial(rank_service, config, total_steps=total)
     with placed(plan(request), cluster) as whole, worker_groups(whole, build, deadline=120) as groups:
         assert [spec.name for spec in whole.plan.process_groups()] == names
-        workers = RayWorkers.of(groups, sample_maker(config), step_settings(config))
+        workers = RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config))
         for values in expected:
             found = play(workers, make_groups())
             assert found.keys() == values.keys()

@@ -94,16 +94,19 @@ def test_fp16_learns_what_fp32_learns(models, groups):
     ],
 )
 def test_old_log_probs_cost_a_forward_only_where_they_are_needed(models, groups, flags, scored):
+    """And `score` makes them: an update scores nothing."""
     run, own = training(counting(models), advantage_estimator="rloo", **flags)
-    play(run.workers, groups)
+    run.workers.score(run.workers.place(groups).batch)
     assert own.policy.scored == scored
+    play(run.workers, groups)
+    assert own.policy.scored == 2 * scored
 
 
 def test_kl_is_a_true_mean_over_the_tokens_and_a_cost_in_the_return(models, groups):
     """rloo's advantages cancel within a group, so the mean return is the mean cost alone."""
     run, _ = training(models, advantage_estimator="rloo", init_kl_coef=0.1)
     values = play(run.workers, groups)
-    batch = run.workers.place(groups)
+    batch, _ = run.workers.place(groups)
     packed = batch.pack(range(len(batch)))
     with torch.no_grad():
         gap_A = (

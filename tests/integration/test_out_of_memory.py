@@ -130,7 +130,7 @@ def test_scoring_that_ranks_do_together_is_refused(models, groups):
         scorer = training_of_rank.learners._policy_scorer
         scorer._forwards_together = True
         SmallMemory(models_of_rank.policy, limit=20)
-        return scorer.score(training_of_rank.workers.place(groups))
+        return scorer.score(training_of_rank.workers.place(groups).batch)
 
     for error in outcomes(2, run):
         assert "that all ranks were computing together; begin with --rollout.max_tokens_per_gpu 18" in str(error)

@@ -11,7 +11,6 @@ from openrlhf.learners.steps import assign_to_ranks
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
-from openrlhf.observability.metrics import Metrics
 from openrlhf.runs.distribution import ONE_PROCESS, Distribution
 from openrlhf.runs.rl_models import RLModels, RLTraining, step_settings
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
@@ -106,9 +105,9 @@ def training(
 
 
 def play(workers, groups) -> dict[str, float]:
-    batch = workers.place(groups)
+    batch, metrics = workers.place(groups)
     workers.score(batch)
-    metrics = workers.assign_advantages(batch)
+    metrics.merge(workers.assign_advantages(batch))
     metrics.merge(workers.update(batch))
     return metrics.values()
 
@@ -117,11 +116,11 @@ def play_share(training: RLTraining, groups: list[Group], *, rounds: int, ranks:
     """So many rounds, as one of several ranks: what it says after each. Collective."""
     settings, said = step_settings(training._config), []
     for number in range(1, rounds + 1):
-        whole = training.workers.place(groups)
+        whole, metrics = training.workers.place(groups)
         share = assign_to_ranks(whole.samples, settings, round_index=number, ranks=ranks.count)[ranks.index]
         batch = TrainingBatch(samples=share)
         training.learners.score(batch)
-        metrics = Metrics.merged([training.workers._placed, training.learners.assign_advantages(batch)])
+        metrics.merge(training.learners.assign_advantages(batch))
         metrics.merge(training.learners.update(batch))
         said.append(metrics.values())
     return said

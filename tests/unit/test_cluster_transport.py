@@ -9,13 +9,13 @@ from small_rl import make_groups
 
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.cluster.transport import Column, PackedSamples
-from openrlhf.learners.samples import RewardShaping, training_samples
+from openrlhf.learners.advantages import AdvantageSettings, training_samples
 from openrlhf.types import TrainingBatch
 
 
 def test_samples_survive_packing():
     """Every field of every sample, with and without rollout log-probs, extra inputs included."""
-    samples = training_samples(make_groups(), estimator=get_estimator("group_norm"), shaping=RewardShaping()).samples
+    samples = training_samples(make_groups(), AdvantageSettings(estimator=get_estimator("group_norm"))).samples
     bare = dataclasses.replace(samples[1].segment, rollout_logprobs=None, multimodal={"pixels": torch.ones(2, 2)})
     samples[1] = dataclasses.replace(samples[1], segment=bare)
     arrived = pickle.loads(pickle.dumps(PackedSamples.of(samples))).samples()
@@ -34,7 +34,7 @@ def test_samples_survive_packing():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_a_column_finds_its_samples_however_they_are_shared_out(ranks):
     """From three ranks to others: each token's number arrives where its token is."""
-    samples = training_samples(make_groups(), estimator=get_estimator("rloo"), shaping=RewardShaping()).samples
+    samples = training_samples(make_groups(), AdvantageSettings(estimator=get_estimator("rloo"))).samples
     theirs = [TrainingBatch(samples=samples[i::3]) for i in range(3)]
     for batch in theirs:
         batch.values_A = torch.cat(

@@ -10,7 +10,7 @@ import pytest
 from openrlhf.agents.episodes import OwnEpisodes
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.algorithms.advantages import get_estimator
-from openrlhf.learners.samples import RewardShaping, training_samples
+from openrlhf.learners.advantages import AdvantageSettings, training_samples
 from openrlhf.observability.loggers import NullLogger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import PhaseClock
@@ -125,7 +125,7 @@ def test_sources_that_add_up_to_the_same_teach_nothing(loop):
     reward = CombinedReward({"a": Fixed(0.9, 0.3, 100.9), "b": Fixed(0.0, 0.6, -100.0)}, [1.0, 1.0])
     groups = make_collector(loop, ["ab", "cd"], reward).next_batch().groups
     assert len({t.reward for t in groups[0].trajectories}) > 1
-    shaped = training_samples(groups, estimator=get_estimator("group_norm"), shaping=RewardShaping())
+    shaped = training_samples(groups, AdvantageSettings(estimator=get_estimator("group_norm")))
     assert [sample.compared_A.any().item() for sample in shaped.samples] == [False] * 6
 
 
@@ -219,7 +219,7 @@ class EventLog:
 
     def place(self, groups):
         self.events.append("place")
-        return len(groups)
+        return len(groups), Metrics()
 
     def score(self, batch):
         self.events.append("score")

@@ -1,0 +1,323 @@
+"""The advantages of a round: from the rewards of episodes to one number per action token. The whole stage, in order.
+
+    step                   where                 from                        to
+    1. shape_rewards       driver                an episode's rewards        rewards after penalties and clip
+    2. compare_group       driver                all episodes of a prompt    `TrainingSample.compared_A`
+       ---- samples go to their ranks, which score them ----
+    3. KLCost              each rank             log-probs and reference     what each token pays for its KL
+    4. give_credit         each rank             rewards, costs, values      advantages, and returns for a critic
+    5. whiten_over_ranks   each rank, together   moments of all ranks        advantages of mean 0, variance 1
+
+The driver does steps 1 and 2 because a group's statistics need all samples of a prompt, which may lie on several ranks
+later (`training_samples`). Ranks do the others because log-probs and values are columns that they alone have
+(`assign_advantages`). The formulas, with their papers, are in `algorithms.advantages`; statistics are in float64.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.advantages import (
+    Estimator,
+    Moments,
+    TurnRewards,
+    Turns,
+    discounted_returns,
+    gae,
+    overlong_penalty,
+    stop_properly,
+    turn_advantages,
+    whiten,
+)
+from openrlhf.algorithms.kl import KLEstimator
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.observability.metrics import Metrics
+from openrlhf.types import Group, Outcome, TrainingBatch, TrainingSample, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardShaping:
+    """What is done to an episode's rewards before episodes are compared, in this order."""
+
+    overlong_buffer: float | None = None
+    """Tokens before `response_limit` in which the reward falls; None: no such penalty."""
+    overlong_factor: float = 1.0
+    response_limit: int = 0
+    """Most tokens of one turn."""
+    stop_properly: float | None = None
+    """What truncated episodes keep: a factor in [0, 1], or a total below 0. None: everything."""
+    clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Each turn's reward is clipped to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """How a run makes advantages of rewards."""
+
+    estimator: Estimator
+    shaping: RewardShaping = RewardShaping()
+    turns: Turns = Turns.OUTCOME
+    """What of a sample is compared with the other samples of its prompt."""
+    gamma: float = 1.0
+    lambd: float = 1.0
+    divide_by_std: bool = True
+    """Whitening divides by the standard deviation; off, it only takes the mean away."""
+
+
+# ---- steps 1 and 2: on the driver ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedSamples:
+    """The training samples of a round's groups."""
+
+    samples: list[TrainingSample]
+    metrics: Metrics
+    clipped_rewards: int
+    """Turn rewards that the clip range changed."""
+    rewards: int
+    """All turn rewards."""
+
+
+def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> ComparedSamples:
+    """One `TrainingSample` per segment of every judged episode.
+
+    A group left with fewer than two members gives no samples under estimators that compare members. An episode
+    in which the policy sampled nothing still counts in its group's statistics; it has no token to train.
+    """
+    samples: list[TrainingSample] = []
+    metrics = Metrics()
+    clipped = rewards = lonely = 0
+    for group in groups:
+        members = group.scored
+        if settings.estimator.needs_group and len(members) < 2:
+            lonely += len(members)
+            continue
+        if not members:
+            continue
+        charged = [shape_rewards(member, settings.shaping, metrics) for member in members]
+        shaped = [earned.clip(settings.shaping.clip_range) for earned in charged]
+        rewards += sum(int(earned.rewarded().sum()) for earned in charged)
+        clipped += sum(int((a.rewards_A != b.rewards_A).sum()) for a, b in zip(charged, shaped, strict=True))
+        metrics.mean("reward", sum(float(earned.rewards_A.sum()) for earned in charged), len(members))
+        compared = compare_group(shaped, settings)
+        for member, earned, compared_A in zip(members, shaped, compared, strict=True):
+            samples.extend(_segments(member, earned.rewards_A.float(), compared_A))
+    metrics.mean("reward_clipped", clipped, rewards)
+    metrics.last("rollout/left_alone", lonely)
+    return ComparedSamples(samples=samples, metrics=metrics, clipped_rewards=clipped, rewards=rewards)
+
+
+class SampleMaker:
+    """`training_samples` with the settings of a run. It warns once when rewards were clipped."""
+
+    def __init__(self, settings: AdvantageSettings) -> None:
+        self._settings = settings
+        self._warned_of_clipping = False
+
+    def __call__(self, groups: Sequence[Group]) -> ComparedSamples:
+        made = training_samples(groups, self._settings)
+        if made.clipped_rewards and not self._warned_of_clipping:
+            logger.warning(
+                "%d of %d rewards lie outside --reward.clip_range %g %g and were clipped; widen it if they are meant",
+                made.clipped_rewards,
+                made.rewards,
+                *self._settings.shaping.clip_range,
+            )
+            self._warned_of_clipping = True
+        return made
+
+
+class EpisodeRewards(NamedTuple):
+    """What an episode earned, over the action tokens of all its segments; an episode without any has a single entry."""
+
+    rewards_A: Tensor
+    """float64: a turn's reward stands on its last token."""
+    sizes_A: Tensor
+    """float64: the sum of the absolute values of what each reward was added up from."""
+    turns_A: Tensor
+    """int64: which turn of the episode each token is of."""
+
+    @staticmethod
+    def of(member: Trajectory) -> EpisodeRewards:
+        rewards_A = torch.cat([segment.turn_rewards[segment.action_mask] for segment in member.segments]).double()
+        ends_A = torch.cat([segment.turn_ends_A for segment in member.segments])
+        if not len(rewards_A):
+            rewards_A, ends_A = torch.tensor([member.reward], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
+        sizes_A = rewards_A.abs()
+        if member.reward_size is not None:
+            sizes_A[-1] = member.reward_size
+        return EpisodeRewards(rewards_A, sizes_A, ends_A.cumsum(0) - ends_A.long())
+
+    def rewarded(self) -> Tensor:
+        """bool: tokens that carry a reward, the last action's being one even when it is 0."""
+        rewarded_A = self.rewards_A != 0
+        rewarded_A[-1] = True
+        return rewarded_A
+
+    def clip(self, clip_range: tuple[float, float]) -> EpisodeRewards:
+        low, high = torch.tensor(clip_range, dtype=torch.float32).tolist()  # as rewards come: 0.3 is not above 0.3
+        rewards_A = torch.where(self.rewarded(), self.rewards_A.clamp(low, high), self.rewards_A)
+        # A bound of the range is as it was given, and no sum.
+        sizes_A = torch.where(rewards_A == self.rewards_A, self.sizes_A, rewards_A.abs())
+        return self._replace(rewards_A=rewards_A, sizes_A=sizes_A)
+
+    def per_turn(self) -> TurnRewards:
+        empty_K = self.rewards_A.new_zeros(int(self.turns_A[-1]) + 1)
+        return TurnRewards(
+            empty_K.index_add(0, self.turns_A, self.rewards_A), empty_K.index_add(0, self.turns_A, self.sizes_A)
+        )
+
+
+def shape_rewards(member: Trajectory, shaping: RewardShaping, metrics: Metrics) -> EpisodeRewards:
+    """An episode's rewards after the penalties on its length, before the clip.
+
+    A turn that is too long pays for itself; of a truncated episode's rewards a part is left.
+    """
+    rewards_A, sizes_A, turns_A = EpisodeRewards.of(member)
+    if shaping.overlong_buffer is not None:
+        lengths_K = turns_A.bincount() if member.num_actions else torch.zeros(1, dtype=torch.int64)
+        penalties = [
+            overlong_penalty(
+                length,
+                limit=shaping.response_limit,
+                buffer=shaping.overlong_buffer,
+                factor=shaping.overlong_factor,
+            )
+            for length in lengths_K.tolist()
+        ]
+        metrics.mean("overlong_penalty", sum(penalties), 1)
+        ends_K = turns_A.bincount().cumsum(0) - 1
+        penalties_K = torch.tensor(penalties, dtype=torch.float64)
+        rewards_A = rewards_A.index_add(0, ends_K, penalties_K)
+        sizes_A = sizes_A.index_add(0, ends_K, penalties_K.abs())
+    if shaping.stop_properly is not None and member.outcome is Outcome.TRUNCATED:
+        rewards_A = stop_properly(rewards_A, coef=shaping.stop_properly)
+        sizes_A = stop_properly(sizes_A, coef=shaping.stop_properly).abs()
+    return EpisodeRewards(rewards_A, sizes_A, turns_A)
+
+
+def compare_group(members: Sequence[EpisodeRewards], settings: AdvantageSettings) -> Sequence[Tensor | None]:
+    """Each member's comparison with the group, float32 [A]; None under estimators that compare nothing."""
+    if settings.estimator.shape is None:
+        return [None] * len(members)
+    advantages = turn_advantages([earned.per_turn() for earned in members], settings.estimator.shape, settings.turns)
+    return [a_K[earned.turns_A].float() for a_K, earned in zip(advantages, members, strict=True)]
+
+
+def _segments(member: Trajectory, rewards_A: Tensor, compared_A: Tensor | None) -> list[TrainingSample]:
+    samples = []
+    start = 0
+    for index, segment in enumerate(member.segments):
+        own = slice(start, start + segment.num_actions)
+        if own.stop > own.start:
+            samples.append(
+                TrainingSample(
+                    key=member.key._replace(segment=index),
+                    segment=segment,
+                    rewards_A=rewards_A[own],
+                    compared_A=None if compared_A is None else compared_A[own],
+                )
+            )
+        start = own.stop
+    return samples
+
+
+# ---- steps 3 to 5: on the ranks ----
+
+
+class KLCost(NamedTuple):
+    """The price of KL to the reference where it is a part of every token's reward."""
+
+    estimator: KLEstimator
+    coef: float
+
+
+class Credit(NamedTuple):
+    advantages_A: Tensor
+    """Before whitening, which needs the sums of all ranks."""
+    returns_A: Tensor | None
+    """What a critic is trained towards; None without one."""
+    totals_E: Tensor
+    """Per episode: its total, as the comparison with the other samples left it where there is one, less the price of
+    its KL. Under no estimator is it discounted."""
+
+
+def assign_advantages(
+    batch: TrainingBatch, settings: AdvantageSettings, *, kl_cost: KLCost | None = None, ranks: Ranks = ALONE
+) -> Metrics:
+    """Fill in `advantages_A` and `returns_A` of this rank's batch; returns the metrics of all ranks. Collective.
+
+    `kl_cost`: None where KL is no part of the reward.
+    """
+    own, costs_A = Metrics(), None
+    if kl_cost is not None:
+        assert batch.old_logprobs_A is not None  # from `score`
+        assert batch.reference_logprobs_A is not None
+        kl_A = kl_cost.estimator(batch.old_logprobs_A, batch.reference_logprobs_A)
+        own.mean("kl", float(kl_A.sum()), batch.num_actions)
+        costs_A = kl_cost.coef * kl_A
+    credit = give_credit(batch, settings, costs_A=costs_A)
+    own.mean("return", float(credit.totals_E.sum()), len(credit.totals_E))
+    batch.advantages_A = whiten_over_ranks(credit.advantages_A, settings, ranks)
+    batch.returns_A = credit.returns_A
+    return Metrics.merged(ranks.gather(own))
+
+
+def give_credit(batch: TrainingBatch, settings: AdvantageSettings, *, costs_A: Tensor | None = None) -> Credit:
+    """With r the shaped rewards and k = `costs_A` (c·KL_t where KL is part of the reward, else None):
+
+        with a critic            GAE over r_t − k_t
+        where samples compare    A_t = what came of the comparison − Σ_{i ≥ t} k_i
+        otherwise                A_t = Σ_{i ≥ t} γ^(i−t) (r_i − k_i)
+
+    The price of KL is no part of what samples are compared by: it is not scaled by the group's spread.
+    """
+    if not len(batch):
+        return Credit(torch.empty(0), torch.empty(0) if settings.estimator.needs_critic else None, torch.empty(0))
+    offsets = batch.episode_offsets
+    first = offsets[:-1]
+    rewards_A = torch.cat([sample.rewards_A for sample in batch.samples])
+    costs_A = torch.zeros_like(rewards_A) if costs_A is None else costs_A
+    if settings.estimator.needs_group:
+        compared_A = torch.cat([_compared(sample) for sample in batch.samples])
+        advantages_A = compared_A - discounted_returns(costs_A, offsets)
+        return Credit(advantages_A, None, advantages_A[first])
+    totals_E = discounted_returns(rewards_A - costs_A, offsets)[first]
+    if settings.estimator.needs_critic:
+        if batch.values_A is None:
+            raise ValueError("gae needs the critic's values, and the batch has none")
+        result = gae(rewards_A - costs_A, batch.values_A, offsets, gamma=settings.gamma, lambd=settings.lambd)
+        return Credit(result.advantages_A, result.returns_A, totals_E)
+    return Credit(discounted_returns(rewards_A - costs_A, offsets, gamma=settings.gamma), None, totals_E)
+
+
+def whiten_over_ranks(advantages_A: Tensor, settings: AdvantageSettings, ranks: Ranks = ALONE) -> Tensor:
+    """Normalised over the action tokens of all ranks, under estimators that do so. Collective under those."""
+    if not settings.estimator.whiten:
+        return advantages_A
+    moments = Moments.merged(ranks.gather(Moments.of(advantages_A)))
+    return whiten(advantages_A, moments, divide_by_std=settings.divide_by_std)
+
+
+def may_get_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> list[int]:
+    """The samples that may get an advantage other than 0, as far as is known before steps 3 to 5.
+
+    Where the comparison is the last word (no whitening, and no price of KL on top) a sample that it gave 0 keeps 0.
+    """
+    compares = settings.estimator.needs_group and not settings.estimator.whiten
+    return [i for i, sample in enumerate(batch.samples) if not compares or bool(_compared(sample).any())]
+
+
+def _compared(sample: TrainingSample) -> Tensor:
+    if sample.compared_A is None:
+        raise ValueError(f"sample {sample.key} was not compared with the others of its prompt")
+    return sample.compared_A
