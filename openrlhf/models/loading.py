@@ -45,6 +45,14 @@ def silence_progress_bars() -> None:
     # Its lines go where ours go, and not past their filter.
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
+    name_accelerator()
+
+
+def name_accelerator() -> None:
+    """Tell DeepSpeed that there is no GPU, before transformers imports it, where it is installed, to load or save a
+    model: DeepSpeed would say on stdout that it has found none."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def load_policy(
@@ -270,6 +278,7 @@ def _check_tokenizer_files(folder: Path, *, flag: str) -> None:
 def _load(loader: Any, path: str | os.PathLike[str], *, flag: str, **kwargs: Any) -> Any:
     what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(loader, "model")
     try:
+        name_accelerator()
         return loader.from_pretrained(os.path.expanduser(path), **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"{flag} {path}: cannot load the {what}: {error}") from error
