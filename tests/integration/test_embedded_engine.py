@@ -27,9 +27,8 @@ from transformers import (
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.packed import PackedAttention
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.rollout.embedded.kept import BLOCK, History, KeptHistories
-from openrlhf.rollout.embedded.kv_store import KVStore, LayerShape
-from openrlhf.rollout.embedded.stopping import GrowingText, StopStrings, decode, eos_token_ids
+from openrlhf.rollout.embedded.kv_store import BLOCK, KeptHistories, KVStore, LayerShape, StoredHistory
+from openrlhf.rollout.generated_text import GrowingText, StopStrings, decode, eos_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
 VOCABULARY = 260
@@ -867,7 +866,7 @@ def test_kept_histories_are_found_by_their_longest_common_beginning(sequences, b
     for token_ids in sequences:
         before = {history.token_ids for history in kept._histories.values()}
         if kept.make_room(token_ids, len(token_ids), budget=budget):
-            kept.add(History(token_ids, {}, {}, len(token_ids)))
+            kept.add(StoredHistory(token_ids, {}, {}, len(token_ids)))
         present = {history.token_ids for history in kept._histories.values()}
         assert kept.num_bytes == sum(map(len, present)) <= budget
         dropped |= any(not any(p[: len(b)] == b for p in present) for b in before)
@@ -885,7 +884,7 @@ def test_a_wanted_history_is_not_dropped_for_another():
     kept = KeptHistories()
     for first in (1, 2):
         assert kept.make_room((first,) * 10, 10, budget=25)
-        kept.add(History((first,) * 10, {}, {}, 10))
+        kept.add(StoredHistory((first,) * 10, {}, {}, 10))
     oldest = kept.find((1,) * 10).number
     kept.find((2,) * 10)
     assert not kept.make_room((3,) * 20, 20, budget=25, wanted={oldest})

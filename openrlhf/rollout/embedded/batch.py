@@ -1,16 +1,16 @@
-"""The running requests as arrays, one row each, so that a step costs the same Python however many run."""
+"""The running requests as arrays, one row each, so that the Python of a step costs the same however many run."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from openrlhf.rollout.embedded.sampler import Penalty, uniforms
-from openrlhf.rollout.embedded.stopping import StopStrings
-from openrlhf.types import SamplingParams
+from openrlhf.rollout.generated_text import GrowingText, StopStrings
+from openrlhf.types import Generation, SamplingParams
 
 _NO_TOKEN = -1
 
@@ -22,24 +22,24 @@ class Request:
     token_ids: tuple[int, ...]
     params: SamplingParams
     limit: int
-    """Most tokens it may sample."""
+    """The most tokens that it may sample."""
     seed: int
     future: asyncio.Future
     ends: np.ndarray
-    """int64 [E]: the tokens that end it."""
+    """int64 [E]: the token ids that end the generation."""
     stop: StopStrings | None = None
     progress: asyncio.Event | None = None
-    """Set after each of its tokens, for whoever streams it."""
+    """Set after each sampled token; a stream waits for it."""
     wanted: int | None = None
-    """Number of the kept history that it will begin with, as far as one can tell while it waits."""
+    """The number of the stored history that its prompt begins with, as known while the request waits."""
     row: int | None = None
-    """Where it runs; None while it waits."""
+    """The row in which it runs; None while it waits."""
     prompt_version: int = field(default=-1)
-    """Weight version that read its prompt."""
+    """The version of the weights that read its prompt."""
 
 
-class Columns(NamedTuple):
-    """What a request has sampled so far."""
+class SampledTokens(NamedTuple):
+    """The tokens that a request has sampled so far."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -47,7 +47,7 @@ class Columns(NamedTuple):
 
 
 class RunningBatch:
-    """Sampling state and transcript of every row; `requests[row]` is None where the row is free."""
+    """The sampling state and the sampled tokens of every row. `requests[row]` is None where the row is free."""
 
     def __init__(self, max_rows: int) -> None:
         self.requests: list[Request | None] = [None] * max_rows
@@ -65,7 +65,7 @@ class RunningBatch:
         self._wants_logprobs = np.zeros(max_rows, bool)
         self._watched = np.zeros(max_rows, bool)
         self.last_tokens = np.zeros(max_rows, np.int64)
-        """What each row feeds to its next step."""
+        """The token that each row feeds to its next step."""
         self._token_ids = np.zeros((max_rows, 64), np.int64)
         self._logprobs = np.zeros((max_rows, 64), np.float32)
         self._versions = np.zeros((max_rows, 64), np.int64)
@@ -114,7 +114,7 @@ class RunningBatch:
         self._free.append(row)
 
     def sampling(self, rows: np.ndarray) -> dict:
-        """Arguments of `sampler.sample` for these rows, in this order."""
+        """The arguments of `sampler.sample` for these rows, in this order."""
         count = self._count[rows]
         ends = self._ends[rows]
         line, column = np.nonzero((ends != _NO_TOKEN) & (count < self._min_tokens[rows])[:, None])
@@ -147,7 +147,7 @@ class RunningBatch:
     ) -> tuple[list[int], list[int]]:
         """Append one token to each row. Returns the rows that stopped and those that reached their limit."""
         count = self._count[rows]
-        if count.max() >= self._token_ids.shape[1]:
+        if count.max() >= self._token_ids.shape[1]:  # double the columns, so that growth costs O(1) a token
             for name in ("_token_ids", "_logprobs", "_versions"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate([column, np.zeros_like(column)], axis=1))
@@ -168,9 +168,59 @@ class RunningBatch:
         full = (count >= self._limit[rows]) & ~stopped
         return rows[stopped].tolist(), rows[full].tolist()
 
-    def columns(self, row: int, start: int = 0) -> Columns:
-        """What the row has sampled, from its token `start` on."""
+    def columns(self, row: int, start: int = 0) -> SampledTokens:
+        """The tokens that the row has sampled, from its token `start` on."""
         new = slice(start, int(self._count[row]))
-        return Columns(
+        return SampledTokens(
             self._token_ids[row, new].tolist(), self._logprobs[row, new].tolist(), self._versions[row, new].tolist()
         )
+
+
+class StreamedParts:
+    """Cuts one request's generation into parts. Each part has what is new; all parts together are the generation."""
+
+    def __init__(self, request: Request, tokenizer: Any | None) -> None:
+        params = request.params
+        self._request = request
+        self._text = (
+            GrowingText(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            if tokenizer is not None and params.detokenize
+            else None
+        )
+        self._shown = 0
+        self._waiting = ""
+        """Text that is complete but may be the beginning of a stop string, which must not be shown."""
+        self.num_tokens = 0
+
+    def next(self, new: SampledTokens) -> Generation:
+        """A part that is not the last one."""
+        self.num_tokens += len(new.token_ids)
+        return Generation(
+            token_ids=new.token_ids,
+            logprobs=new.logprobs if self._request.params.wants_logprobs else None,
+            versions=new.versions,
+            finish_reason=None,
+            text=self._show(new.token_ids),
+        )
+
+    def last(self, whole: Generation) -> Generation:
+        """The last part: the rest of the finished generation."""
+        return Generation(
+            token_ids=whole.token_ids[self.num_tokens :],
+            logprobs=None if whole.logprobs is None else whole.logprobs[self.num_tokens :],
+            versions=whole.versions[self.num_tokens :],
+            finish_reason=whole.finish_reason,
+            stop_reason=whole.stop_reason,
+            text=whole.text[self._shown :],
+        )
+
+    def _show(self, token_ids: list[int]) -> str:
+        if self._text is None:
+            return ""
+        text = self._waiting + "".join(map(self._text.feed, token_ids))
+        stop = self._request.stop
+        held = 0 if stop is None or self._request.params.include_stop_str_in_output else stop.begun
+        shown = text[: max(0, len(text) - held)]
+        self._waiting = text[len(shown) :]
+        self._shown += len(shown)
+        return shown

@@ -1,10 +1,11 @@
-"""One step of every running row in one packed forward.
+"""One step of all running rows in one packed forward.
 
     stream   d d d d d d | p p p p p | p p p | e e e    d: the last token of a decoding row, p: tokens of a new prompt,
-    logits   * * * * * *           *       *       *    e: of one whose beginning is known; * predictions that are kept
+    logits   * * * * * *           *       *       *    e: of one whose beginning is known; * predictions that are used
 
-The plan stores the new keys and values and attends: decoding rows to their own history, pool by pool of the
-store; prompts to themselves, causally, as in a training forward; prompts with a known beginning to it and themselves.
+The attention plan stores the new keys and values, and then attends. Decoding rows attend to their own history, pool by
+pool of the store. New prompts attend to themselves, causally, as in a training forward. Prompts with a known beginning
+attend to that beginning and to themselves.
 
 Shapes: T stream tokens, n rows of a pool, H key-value heads, G query heads per key-value head, D head
 dimension, L the longest history of the pool, E the most new tokens of a row, R sequences, V vocabulary.
@@ -13,6 +14,7 @@ dimension, L the longest history of the pool, E the most new tokens of a row, R 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,23 +23,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openrlhf.models.packed import PackedAttention
-from openrlhf.rollout.embedded.kept import Known
-from openrlhf.rollout.embedded.kv_store import KVStore, Pool
+from openrlhf.rollout.embedded.kv_store import KnownPrefix, KVStore, LayerShape, SlotPool
 
 _MAX_SCORES = 2**24
-"""Most attention scores, per head, of prompts with a known beginning that are read in one call."""
+"""The most attention scores, per head, of one attention call over prompts with a known beginning."""
 
 
 class Prefill(NamedTuple):
-    """A prompt to be read in this step."""
+    """A prompt that is read in this step."""
 
     row: int
     token_ids: np.ndarray
-    """int64 [P]: the prompt, without what is known of it."""
+    """int64 [P]: the prompt without its known beginning."""
     siblings: tuple[int, ...] = ()
-    """Rows with the same prompt: they get a copy of what it leaves."""
-    known: Known | None = None
-    """Its beginning, as `Decoder.recall` gave it."""
+    """Rows with the same prompt. They get a copy of its keys and values."""
+    known: KnownPrefix | None = None
+    """The known beginning of the prompt, from `Decoder.recall`."""
 
     @property
     def before(self) -> int:
@@ -45,15 +46,15 @@ class Prefill(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the whole prompt."""
+        """The number of tokens of the whole prompt."""
         return self.before + len(self.token_ids)
 
 
 class StepLogits(NamedTuple):
-    """What a step predicts, in the decoder's own order of rows."""
+    """The predictions of a step, in the decoder's own order of rows."""
 
     rows: np.ndarray
-    """int64 [R]: the row each line belongs to; every running row once."""
+    """int64 [R]: the row of each line of `logits`. Every running row occurs once."""
     logits: Tensor
     """[R, V]"""
 
@@ -74,18 +75,19 @@ class Decoder(Protocol):
         ...
 
     def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
-        """Remember these rows, by the tokens they have been fed, after they are removed: as long as memory allows.
+        """Keep the histories of these rows (row → the tokens that it was fed) after removal, while memory allows.
 
-        What is `wanted` (numbers of `Known`) does not make room for them.
+        `wanted`: numbers of kept histories that must not be dropped for these.
         """
         ...
 
-    def recall(self, prompt: tuple[int, ...]) -> Known | None:
-        """The longest beginning of a prompt that is remembered; never all of it, for its last token is to predict."""
+    def recall(self, prompt: tuple[int, ...]) -> KnownPrefix | None:
+        """The longest kept beginning of a prompt. It never covers all of it: the last token must still be run, because
+        its logits predict the first token of the response."""
         ...
 
     def forget(self) -> None:
-        """The weights have changed: what is remembered of rows that are gone is worthless."""
+        """Drop all kept histories, because the weights have changed."""
         ...
 
     def clear(self) -> None:
@@ -104,15 +106,18 @@ class PackedDecoder:
         store = self.store
         store.make_room()
         pools = [pool for pool in store.pools if pool.rows]
-        # Pools gain the new rows below; what decodes now is what is there before.
+        # This list is taken before the new rows get their slots below: only rows that run already decode a token.
         decoding = [np.array(pool.rows) for pool in pools]
-        # Equal lengths side by side: their attention is one call, their keys land in neighbouring slots.
+        # Prompts are sorted by length, because slots are given out in this order. Prompts of equal length then get
+        # adjacent slots: their keys are stored in one copy, and on a CPU their attention is one call.
         fresh = sorted((p for p in prefills if p.known is None), key=lambda prefill: prefill.length)
         extended = sorted(
             (p for p in prefills if p.known is not None),
             key=lambda prefill: (store.pool_index(prefill.length), len(prefill.token_ids)),
         )
         prefills = [*fresh, *extended]
+        # First all rows that are read in this step, then their siblings, whose slots are filled by a copy afterwards:
+        # a sibling between two prompts would leave a gap in the slots that the plan writes.
         for prefill in prefills:
             store.place([prefill.row], length=prefill.length)
         for prefill in prefills:
@@ -144,7 +149,7 @@ class PackedDecoder:
     def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
         self.store.keep(histories, wanted=wanted)
 
-    def recall(self, prompt: tuple[int, ...]) -> Known | None:
+    def recall(self, prompt: tuple[int, ...]) -> KnownPrefix | None:
         known = self.store.kept.find(prompt)
         return known and known._replace(length=min(known.length, len(prompt) - 1))
 
@@ -155,7 +160,10 @@ class PackedDecoder:
         self.store.clear()
 
     def _forward_or_make_room(self, inputs: dict[str, Any]) -> Tensor:
-        """Again without the kept histories, if they were in the way: a plan stores the same thing twice."""
+        """Run the forward; if memory runs out, drop the kept histories and run it again.
+
+        A second run is safe, because the plan only writes the same keys to the same places once more.
+        """
         try:
             return self._forward(**inputs)
         except torch.OutOfMemoryError:
@@ -193,13 +201,13 @@ class PackedDecoder:
 
 
 class DecodePlan:
-    """The attention of one step. Made for one forward call; knows where each stream token's keys belong."""
+    """The attention of one step. It is made for one forward call, and knows where the keys of each token are stored."""
 
     def __init__(
         self,
         store: KVStore,
         *,
-        pools: Sequence[Pool],
+        pools: Sequence[SlotPool],
         decoding: Sequence[np.ndarray],
         fresh: Sequence[Prefill],
         extended: Sequence[Prefill],
@@ -210,8 +218,8 @@ class DecodePlan:
             self._parts.append(_PoolPart(pool, store.lengths[rows], start=start, device=store.device))
             start += len(rows)
         self._prompt_start = start
-        self._prompt_slots: list[tuple[Pool, int, int, int]] = []
-        """(pool, first slot, prompts, length) of neighbours that share pool and length."""
+        self._prompt_slots: list[tuple[SlotPool, int, int, int]] = []
+        """(pool, first slot, prompts, length) of runs of prompts in adjacent slots of one pool, with equal length."""
         for prefill in fresh:
             pool, slot = store.slot(prefill.row)
             length = prefill.length
@@ -282,7 +290,7 @@ class DecodePlan:
 class _PoolPart:
     """The decoding rows of one pool: stream tokens start … start+n-1 are slots 0 … n-1."""
 
-    def __init__(self, pool: Pool, lengths: np.ndarray, *, start: int, device: torch.device) -> None:
+    def __init__(self, pool: SlotPool, lengths: np.ndarray, *, start: int, device: torch.device) -> None:
         self._pool = pool
         self._stream = slice(start, start + len(lengths))
         self._slots = torch.arange(len(lengths), device=device)
@@ -290,19 +298,20 @@ class _PoolPart:
         self._longest = int(lengths.max()) + 1
         self._even = bool((lengths == lengths[0]).all())
         if device.type == "cuda" and not self._even:
-            # CUDA's masked attention copies a mask whose rows are not aligned. Capacities are, or nearly so.
+            # CUDA's masked attention copies a mask whose rows are not aligned to 16, so the length is rounded up.
             self._longest = min(pool.capacity, -(-self._longest // 16) * 16)
         self._masks: dict[int | None, Tensor | None] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
-        """Store this token's key and value, then attend to the whole history → [n, Hq, D]."""
+        """Store the key and value of each row's token, then attend to the row's whole history → [n, Hq, D]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         keys[self._slots, :, self._positions] = k_THD[self._stream]
         values[self._slots, :, self._positions] = v_THD[self._stream]
         n, L, H = len(self._slots), self._longest, keys.shape[1]
-        # The G query heads of a key-value head stand where SDPA expects queries: keys are read once, not G times.
+        # The G query heads that share a key-value head are passed as G queries: SDPA then reads the keys once, not G
+        # times. There is one query per row, so the query dimension is free for this.
         q_nHGD = q_THD[self._stream].unflatten(1, (H, -1))
         out_nHGD = F.scaled_dot_product_attention(
             q_nHGD, keys[:n, :, :L], values[:n, :, :L], attn_mask=self._mask(window, q_THD.dtype), scale=scaling
@@ -310,7 +319,7 @@ class _PoolPart:
         return out_nHGD.flatten(1, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[n, 1, 1, L]: 0 where a row may look, -inf elsewhere; None when every row looks everywhere."""
+        """[n, 1, 1, L]: 0 where a row may attend, -inf elsewhere; None where every row may attend everywhere."""
         if window not in self._masks:
             mask = None
             if not self._even or (window is not None and window < self._longest):
@@ -325,7 +334,7 @@ class _PoolPart:
 
 
 def _alike(store: KVStore, prefills: Sequence[Prefill]) -> list[list[Prefill]]:
-    """Neighbours of one pool, cut so that padding at most doubles a group's tokens and masks stay small."""
+    """Group adjacent prompts of one pool, so that padding at most doubles a group's tokens and masks stay small."""
     groups: list[list[Prefill]] = []
     for prefill in prefills:
         pool, _ = store.slot(prefill.row)
@@ -344,7 +353,7 @@ def _alike(store: KVStore, prefills: Sequence[Prefill]) -> list[list[Prefill]]:
 
 
 class _ExtensionPart:
-    """Prompts with a known beginning, in neighbouring slots of one pool. Their new tokens are padded to E each."""
+    """Prompts with a known beginning, in adjacent slots of one pool. Their new tokens are padded to E each."""
 
     def __init__(self, store: KVStore, prefills: Sequence[Prefill], *, start: int) -> None:
         self._pool, self._first = store.slot(prefills[0].row)
@@ -365,7 +374,7 @@ class _ExtensionPart:
     def attend(
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
-        """Store the new keys and values, then attend to all up to each token → [tokens of this part, Hq, D]."""
+        """Store the new keys and values, then let each token attend to all before it → [tokens of this part, Hq, D]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         keys[self._slots, :, self._positions] = k_THD[self._stream]
         values[self._slots, :, self._positions] = v_THD[self._stream]
@@ -385,7 +394,7 @@ class _ExtensionPart:
         return out_nHGED[self._row, :, :, self._offset].flatten(1, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype, *, repeat: int) -> Tensor:
-        """[n, 1, G·E, L]: 0 where a token may look, -inf elsewhere."""
+        """[n, 1, G·E, L]: 0 where a token may attend, -inf elsewhere."""
         if window not in self._masks:
             E = self._shape[1]
             query_nE1 = (self._before[:, None] + torch.arange(E, device=self._before.device))[:, :, None]
@@ -396,3 +405,81 @@ class _ExtensionPart:
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
             self._masks[window] = mask.repeat(1, repeat, 1)[:, None]
         return self._masks[window]
+
+
+_TOLERANCE = {torch.float32: 1e-3}
+_LOW_PRECISION_TOLERANCE = 5e-2
+_ADVICE = "load it with its native attention instead: it then decodes one request at a time"
+
+
+def packed_decoder(model: Any, *, max_rows: int, max_length: int) -> PackedDecoder:
+    """A decoder for `model`, after a check: two short sequences must get the same logits by steps as in one forward.
+
+    Raises ValueError, naming the model, where they do not (for example, where layers have a state of their own).
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if kind := _batch_dependent_rope(config):
+        raise ValueError(
+            f"the embedded engine cannot batch {name}: its {kind!r} rotary embedding depends on the longest sequence "
+            f"of a batch; {_ADVICE}"
+        )
+    device = next(model.parameters()).device
+    long, short = _probe_ids(config.vocab_size, 5), _probe_ids(config.vocab_size, 3)
+    recorder = _Recorder(PackedAttention(torch.tensor([0, 5, 8], dtype=torch.int32, device=device), 5))
+    expected = model(
+        input_ids=torch.from_numpy(np.concatenate([long, short])).to(device)[None],
+        position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=device),
+        attention_plan=recorder,
+        use_cache=False,
+    ).logits[0]
+    if recorder.problem or not recorder.shapes:
+        why = recorder.problem or "its layers do not attend by plan"
+        raise ValueError(f"the embedded engine cannot batch {name}: {why}; {_ADVICE}")
+
+    store = partial(KVStore, recorder.shapes, dtype=recorder.dtype, device=device)
+    probe = PackedDecoder(model, store(max_rows=2, max_length=8))
+    probe.step(np.zeros(2, np.int64), [Prefill(0, long[:3]), Prefill(1, short[:1])])
+    second = probe.step(np.array([long[3], short[1]]), [])
+    third = probe.step(np.array([long[4], short[2]]), [])
+    decoded = torch.stack([step.logits[step.rows.tolist().index(row)] for step in (second, third) for row in (0, 1)])
+    whole = expected[[3, 6, 4, 7]].float()
+    # The median of the four errors is tested, because in low precision a router may send one token to another expert.
+    error = ((decoded.float() - whole).norm(dim=-1) / whole.norm(dim=-1)).median().item()
+    if not error <= _TOLERANCE.get(recorder.dtype, _LOW_PRECISION_TOLERANCE):
+        raise ValueError(
+            f"the embedded engine cannot batch {name}: decoded step by step its logits differ by {error:.1e} from one "
+            f"forward over the whole sequence; {_ADVICE}"
+        )
+    return PackedDecoder(model, store(max_rows=max_rows, max_length=max_length))
+
+
+class _Recorder:
+    """A packed plan that records the shapes of each layer's keys and values."""
+
+    def __init__(self, plan: PackedAttention) -> None:
+        self._plan = plan
+        self.shapes: dict[int, LayerShape] = {}
+        self.dtype: torch.dtype | None = None
+        self.problem = ""
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None or layer in self.shapes:
+            self.problem = f"{type(module).__name__} has no layer_idx of its own"
+        else:
+            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+            self.dtype = key.dtype
+        return self._plan(module, query, key, value, **kwargs)
+
+
+def _batch_dependent_rope(config: Any) -> str:
+    """The kind of the rotary embedding, if it depends on the longest position of a forward call; otherwise ""."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    return next(iter(kinds & {"dynamic", "longrope"}), "")
+
+
+def _probe_ids(vocab_size: int, count: int) -> np.ndarray:
+    """Ids of ordinary tokens, from the middle of the vocabulary: special tokens usually are at its ends."""
+    return (np.arange(count) * 7 + vocab_size // 3) % vocab_size

@@ -24,13 +24,11 @@ import torch
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.models.attention import ATTENTION
 from openrlhf.rollout.base import check_prompt
-from openrlhf.rollout.embedded.batch import Columns, Request, RunningBatch
-from openrlhf.rollout.embedded.decoder import Decoder, Prefill
+from openrlhf.rollout.embedded.batch import Request, RunningBatch, SampledTokens, StreamedParts
+from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
 from openrlhf.rollout.embedded.fallback import CachedDecoder
-from openrlhf.rollout.embedded.probe import packed_decoder
 from openrlhf.rollout.embedded.sampler import sample
-from openrlhf.rollout.embedded.stopping import StopStrings, eos_token_ids, finished_text
-from openrlhf.rollout.embedded.streaming import StreamedParts
+from openrlhf.rollout.generated_text import StopStrings, eos_token_ids, finished_text
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils import waits
 
@@ -195,7 +193,7 @@ class EmbeddedEngine:
         """Finish every request now, with the tokens it has: reason ABORT."""
         self._finish(self._running(), FinishReason.ABORT)
         while self._waiting:
-            self._resolve(self._waiting.popleft(), Columns([], [], []), FinishReason.ABORT)
+            self._resolve(self._waiting.popleft(), SampledTokens([], [], []), FinishReason.ABORT)
 
     def release(self) -> None:
         """Give the key-value memory back. The next request allocates it anew."""
@@ -345,7 +343,7 @@ class EmbeddedEngine:
         for request, column in zip(requests, columns, strict=True):
             self._resolve(request, column, reason)
 
-    def _resolve(self, request: Request, columns: Columns, reason: FinishReason) -> None:
+    def _resolve(self, request: Request, columns: SampledTokens, reason: FinishReason) -> None:
         if request.future.done():
             return
         params = request.params

@@ -1,4 +1,4 @@
-"""Decoding with the model's own cache, one row at a time: slow, and right for every causal model."""
+"""Decoding with the model's own cache, one row at a time: slow, but correct for every causal model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CachedDecoder:
     def step(self, last_tokens: np.ndarray, prefills: Sequence[Prefill]) -> StepLogits:
         work = [(row, last_tokens[row : row + 1]) for row in self._caches]
         for prefill in prefills:
-            # A cache is the model's private business: siblings read the prompt themselves.
+            # The layout of a model's own cache is unknown, so it cannot be copied: siblings read the prompt themselves.
             work += [(row, prefill.token_ids) for row in (prefill.row, *prefill.siblings)]
         logits = [self._forward(row, token_ids) for row, token_ids in work]
         return StepLogits(np.array([row for row, _ in work], dtype=np.int64), torch.stack(logits))
@@ -37,20 +37,20 @@ class CachedDecoder:
             del self._caches[row], self._lengths[row]
 
     def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
-        """Nothing: a cache with a state cannot be cut back to a common beginning."""
+        """Keeps nothing: a cache that may hold a recurrent state cannot be cut back to a common beginning."""
 
     def recall(self, prompt: tuple[int, ...]) -> None:
         return None
 
     def forget(self) -> None:
-        """There is nothing to forget."""
+        """Does nothing, since nothing is kept."""
 
     def clear(self) -> None:
         self._caches.clear()
         self._lengths.clear()
 
     def _forward(self, row: int, token_ids: np.ndarray) -> Tensor:
-        """Logits [V] after the row's new tokens."""
+        """The logits [V] after the row's new tokens."""
         seen = self._lengths.get(row, 0)
         output = self.model(
             input_ids=torch.from_numpy(token_ids).to(self._device)[None],

@@ -5,15 +5,21 @@ slot, slots 0 … n-1 in use without holes. Attention runs pool by pool over con
 row of the pool, so a long row does not slow the short ones down and no row wastes more than half its slot.
 A row that outgrows its slot moves to the next pool; when one leaves, the last row of the pool takes its slot.
 
-What finished rows have stored can be kept beside the pools, in at most as much memory, and is the first thing to go
-when memory is short.
+The keys and values of finished rows can be kept beside the pools (`KeptHistories`), in at most as much memory, because
+the next turn of an episode begins with all that the episode has read and written so far. They are dropped first when
+memory is short.
 
-Shapes: S slots, H key-value heads, C capacity, D head dimension.
+A kept history is found by its blocks of BLOCK tokens. Each block has a hash of itself and of everything before it, so
+the last block of a prompt with a known hash names the history with the longest common beginning, in time linear in the
+prompt. The tokens themselves are compared before a history is used, because two hashes may collide.
+
+Shapes: S slots, H key-value heads, C capacity, D head dimension, L tokens of a history.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.rollout.embedded.kept import History, KeptHistories, Known
-
 MIN_CAPACITY = 64
 _GIB = 2**30
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer stores for one token."""
+    """The shape of what one attention layer stores for one token."""
 
     heads: int
     key_dim: int
@@ -37,7 +41,7 @@ class LayerShape(NamedTuple):
 
 
 @dataclass(slots=True)
-class Pool:
+class SlotPool:
     """Slots of one capacity."""
 
     capacity: int
@@ -45,13 +49,13 @@ class Pool:
     """[S, H, C, D] by layer index."""
     values: dict[int, Tensor]
     rows: list[int]
-    """Which row holds slot i."""
+    """The row in slot i."""
     slots: int = 0
-    """S: how many are allocated."""
+    """S: the number of slots that are allocated."""
 
 
 class KVStore:
-    """Where each row's keys and values are. Rows are numbered 0 … max_rows-1 by the caller."""
+    """The keys and values of all rows. The caller numbers rows 0 … max_rows-1."""
 
     def __init__(
         self,
@@ -67,12 +71,12 @@ class KVStore:
         self.dtype = dtype
         self.device = device
         self.lengths = np.zeros(max_rows, dtype=np.int64)
-        """Tokens stored for each row."""
+        """The number of tokens stored for each row."""
         capacities = [MIN_CAPACITY]
         while capacities[-1] < max_length:
             capacities.append(capacities[-1] * 2)
         capacities[-1] = min(capacities[-1], max(max_length, MIN_CAPACITY))
-        self.pools = [Pool(capacity, {}, {}, []) for capacity in capacities]
+        self.pools = [SlotPool(capacity, {}, {}, []) for capacity in capacities]
         self._pool_of: dict[int, int] = {}
         self._slot_of: dict[int, int] = {}
         self.kept = KeptHistories()
@@ -83,10 +87,10 @@ class KVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Allocated for rows now."""
+        """The bytes that are allocated for rows now."""
         return sum(pool.slots * pool.capacity for pool in self.pools) * self.bytes_per_token
 
-    def slot(self, row: int) -> tuple[Pool, int]:
+    def slot(self, row: int) -> tuple[SlotPool, int]:
         return self.pools[self._pool_of[row]], self._slot_of[row]
 
     def place(self, rows: Sequence[int], *, length: int) -> None:
@@ -119,7 +123,7 @@ class KVStore:
                 self._copy_slots(pool, movers, pool, holes, length=length)
 
     def copy(self, source: int, targets: Sequence[int], *, length: int) -> None:
-        """The first `length` tokens of `source` become those of `targets`, neighbours in a pool without a history."""
+        """Copy the first `length` tokens of `source` to `targets` (in adjacent slots, without tokens yet)."""
         pool, slot = self.slot(source)
         target_pool, first = self.slot(targets[0])
         for caches in ((pool.keys, target_pool.keys), (pool.values, target_pool.values)):
@@ -127,7 +131,7 @@ class KVStore:
                 caches[1][layer][first : first + len(targets), :, :length] = tensor[slot, :, :length]
 
     def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int] = ()) -> None:
-        """Keep what these rows have stored, under the tokens it was stored for, where memory and `wanted` allow it."""
+        """Keep the keys and values of these rows under their tokens, as far as memory and `wanted` histories allow."""
         spare = _spare_bytes(self.device)
         for row, token_ids in histories.items():
             if len(token_ids) != self.lengths[row]:
@@ -142,21 +146,21 @@ class KVStore:
                     {layer: cache[slot, :, : len(token_ids)].clone() for layer, cache in caches.items()}
                     for caches in (pool.keys, pool.values)
                 )
-            except RuntimeError:  # no memory after all, and nothing that is worth an error
+            except RuntimeError:  # out of memory after all; keeping histories only saves time, so this is no error
                 self.kept.clear()
                 return
-            self.kept.add(History(token_ids, keys, values, num_bytes))
+            self.kept.add(StoredHistory(token_ids, keys, values, num_bytes))
             spare -= num_bytes
 
-    def restore(self, known: Known, row: int) -> None:
-        """The known beginning of a history becomes that of `row`, which has been placed."""
+    def restore(self, known: KnownPrefix, row: int) -> None:
+        """Copy the known beginning of a history into `row`, which has a slot already."""
         pool, slot = self.slot(row)
         for caches in ((known.history.keys, pool.keys), (known.history.values, pool.values)):
             for layer, tensor in caches[0].items():
                 caches[1][layer][slot, :, : known.length] = tensor[:, : known.length]
 
     def make_room(self) -> None:
-        """Move every row whose slot is full to the next pool: after this each row can take one more token."""
+        """Move every row whose slot is full to the next pool. Afterwards each row can take one more token."""
         for index, pool in enumerate(self.pools[:-1]):
             if not pool.rows:
                 continue
@@ -175,9 +179,10 @@ class KVStore:
                 self._pool_of[row], self._slot_of[row] = index + 1, slot
 
     def _copy_slots(
-        self, source: Pool, slots: Sequence[int], target: Pool, targets: Sequence[int], *, length: int
+        self, source: SlotPool, slots: Sequence[int], target: SlotPool, targets: Sequence[int], *, length: int
     ) -> None:
-        """Slot by slot on CPU, where each copy runs at memory speed; at once on a GPU, where each would be a launch."""
+        """Copies one slot at a time on a CPU, where a copy runs at memory speed; on a GPU all at once, because there
+        each copy would be a kernel launch."""
         if self.device.type == "cpu":
             pairs = [(int(a), int(b)) for a, b in zip(slots, targets, strict=True)]
         else:
@@ -202,14 +207,14 @@ class KVStore:
                 return index
         return len(self.pools) - 1
 
-    def _reserve(self, pool: Pool, slots: int) -> None:
+    def _reserve(self, pool: SlotPool, slots: int) -> None:
         if slots <= pool.slots:
             return
         slots = min(self.max_rows, max(slots, 2 * pool.slots, 8))
         wanted = slots * pool.capacity * self.bytes_per_token
         free = _free_bytes(self.device)
         if free is not None and wanted > free:
-            free += self.kept.num_bytes  # what the process frees it can use again, even before the system knows
+            free += self.kept.num_bytes  # memory that this process frees can be used at once, before the system sees it
             self.kept.clear()
             if wanted > free:
                 raise MemoryError(self._does_not_fit(wanted, slots, pool.capacity, f"{free / _GIB:.2f} GiB are free"))
@@ -221,7 +226,7 @@ class KVStore:
             self.kept.clear()
             self._reserve(pool, slots)
 
-    def _allocate(self, pool: Pool, slots: int) -> None:
+    def _allocate(self, pool: SlotPool, slots: int) -> None:
         for layer, shape in self.layers.items():
             for cache, dim in ((pool.keys, shape.key_dim), (pool.values, shape.value_dim)):
                 # Zeros, not empty: masked positions still meet the softmax's zeros, and 0 · NaN is NaN.
@@ -240,7 +245,7 @@ class KVStore:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory that an allocation may use, where it can be told. Linux hands out more than it has, then kills."""
+    """The memory that an allocation may use; None: not known. Linux would grant more than it has, and kill later."""
     if device.type != "cpu":
         return None
     try:
@@ -253,8 +258,112 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _spare_bytes(device: torch.device) -> int:
-    """Memory that nobody would miss now; none where it cannot be told."""
+    """The memory that is free now; 0 where that is not known."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return _free_bytes(device) or 0
+
+
+BLOCK = 8
+"""Common beginnings shorter than this are not looked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredHistory:
+    """Tokens, and their keys and values in all layers."""
+
+    token_ids: tuple[int, ...]
+    keys: dict[int, Tensor]
+    """[H, L, D] by layer index."""
+    values: dict[int, Tensor]
+    num_bytes: int
+
+
+class KnownPrefix(NamedTuple):
+    """The beginning of a prompt whose keys and values are kept, so that it need not be read again."""
+
+    history: StoredHistory
+    length: int
+    """The number of first tokens that the history and the prompt have in common."""
+    number: int
+    """The number of the history, for `make_room`."""
+
+
+class KeptHistories:
+    """The most recently used histories, up to a number of bytes. None of them is the beginning of another."""
+
+    def __init__(self) -> None:
+        self._histories: OrderedDict[int, StoredHistory] = OrderedDict()
+        """By number of arrival; the most recently used one is at the end."""
+        self._by_block: dict[int, int] = {}
+        self._arrivals = 0
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    def find(self, token_ids: tuple[int, ...]) -> KnownPrefix | None:
+        """The history that has the longest beginning in common with `token_ids`, if it is at least one block."""
+        found = None
+        for end, block in _blocks(token_ids):
+            if block in self._by_block:
+                found = self._by_block[block], end
+        if found is None:
+            return None
+        number, length = found
+        history = self._histories[number]
+        if history.token_ids[:length] != token_ids[:length]:
+            return None
+        longest = min(len(history.token_ids), len(token_ids))
+        while length < longest and history.token_ids[length] == token_ids[length]:
+            length += 1
+        self._histories.move_to_end(number)
+        return KnownPrefix(history, length, number)
+
+    def make_room(
+        self, token_ids: tuple[int, ...], num_bytes: int, *, budget: int, wanted: Container[int] = ()
+    ) -> bool:
+        """Drop histories until one of these tokens fits. False: it does not fit, or is not worth keeping.
+
+        The least recently used ones go first, but none that is `wanted`: where more conversations take turns than fit,
+        plain LRU would drop each of them just before its turn, and would never find one.
+        """
+        if num_bytes > budget or len(token_ids) < BLOCK:
+            return False
+        known = self.find(token_ids)
+        if known is not None and known.length == len(token_ids):
+            return False
+        if known is not None and known.length == len(known.history.token_ids):
+            self._remove(known.number)
+        for number in [number for number in self._histories if number not in wanted]:
+            if self.num_bytes + num_bytes <= budget:
+                break
+            self._remove(number)
+        return self.num_bytes + num_bytes <= budget
+
+    def add(self, history: StoredHistory) -> None:
+        self._histories[self._arrivals] = history
+        self._by_block.update((block, self._arrivals) for _, block in _blocks(history.token_ids))
+        self._arrivals += 1
+        self.num_bytes += history.num_bytes
+
+    def clear(self) -> None:
+        self._histories.clear()
+        self._by_block.clear()
+        self.num_bytes = 0
+
+    def _remove(self, number: int) -> None:
+        history = self._histories.pop(number)
+        self.num_bytes -= history.num_bytes
+        for _, block in _blocks(history.token_ids):
+            if self._by_block.get(block) == number:
+                del self._by_block[block]
+
+
+def _blocks(token_ids: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """For each whole block: where it ends, and the hash of everything up to there."""
+    before = 0
+    for end in range(BLOCK, len(token_ids) + 1, BLOCK):
+        before = hash((before, token_ids[end - BLOCK : end]))
+        yield end, before

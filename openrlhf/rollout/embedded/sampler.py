@@ -1,7 +1,8 @@
-"""From logits to tokens. A row's token depends on its own logits, parameters and uniform only, never on its batch.
+"""From logits to tokens. The token of a row depends on its own logits, parameters and random number only.
 
-Token i of a request with seed s is drawn with the uniform `uniforms(s, i)`, a hash, by inverse CDF: retries,
-batch-mates and order do not change what is sampled.
+Token i of a request with seed s is drawn by inverse CDF with the random number `uniforms(s, i)`, a hash. There is no
+generator whose state the order of requests could change, so retries, other requests in the batch, and their order do
+not change what is sampled.
 
 Shapes: B rows, V vocabulary.
 """
@@ -37,20 +38,21 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _hash(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """uint64 [B]. Seeds are mixed first: neighbouring seeds would otherwise share a shifted sequence."""
+    """uint64 [B]. Seeds are mixed before the counter is added: otherwise seeds s and s + golden would give the same
+    sequence, shifted by one."""
     return _mix(_mix(seeds + _GOLDEN) + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     """float64 [B] in [0, 1): a pure function of (seeds[b], counters[b]), uint64 and int64 [B].
 
-    48 bits, so that u · total < total holds in float64 for every total.
+    48 bits of the hash are used, so that u · total < total holds in float64 for every total.
     """
     return (_hash(seeds, counters) >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
 class Penalty(NamedTuple):
-    """What one row pays for tokens that it has read or said."""
+    """The penalties of one row for tokens that are in its prompt or its response."""
 
     row: int
     prompt_ids: np.ndarray
@@ -161,8 +163,8 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 def _search(cumulative: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
     """First index per row of `cumulative` [B, N] beyond the target, and how far the target lies into it.
 
-    A target past the end (the block's sum was rounded) is pulled just inside, so that the index is one where
-    the cumulative sum grows.
+    A target past the end (the block's sum was rounded in another order) is moved just inside, so that the index is one
+    where the cumulative sum grows: a token with probability above 0.
     """
     total = cumulative[:, -1]
     if scale:
@@ -182,7 +184,8 @@ def _truncate(probs: Tensor, *, top_p: np.ndarray, top_k: np.ndarray) -> Tensor:
     k = np.where(top_k > 0, np.minimum(top_k, V), V)
     width = int(k.max())
     if width > _CANDIDATES:
-        # Only rows with a nucleus need a ranking this deep, and few of them do.
+        # A full ranking is needed only for a top-p nucleus of more than _CANDIDATES tokens, which is rare. So the first
+        # candidates are tried, and the whole vocabulary is sorted only if they do not cover p.
         widest_k = int(k[top_k > 0].max(initial=0))
         width = min(V, max(_CANDIDATES, widest_k))
     values, token_ids = probs.topk(width, dim=-1)
@@ -193,7 +196,7 @@ def _truncate(probs: Tensor, *, top_p: np.ndarray, top_k: np.ndarray) -> Tensor:
         values, token_ids = probs.sort(dim=-1, descending=True)
     values = values.masked_fill(torch.arange(values.shape[-1], device=probs.device) >= k_column, 0.0)
     cumulative = values.cumsum(-1)
-    # With no top-k the candidates need not hold all the mass, whose sum is 1.
+    # Without top-k the total is that of the whole distribution, 1, and the candidates may hold less.
     total = torch.where(k_column < V, cumulative[:, -1:], torch.ones_like(cumulative[:, -1:]))
     values = values.masked_fill(cumulative - values >= p_column * total, 0.0)
     values[:, 0].clamp_(min=torch.finfo(values.dtype).tiny)

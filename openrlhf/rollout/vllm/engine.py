@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.rollout.base import EngineError, check_prompt
-from openrlhf.rollout.embedded.stopping import eos_token_ids
+from openrlhf.rollout.generated_text import eos_token_ids
 from openrlhf.rollout.vllm.sampling import sampling_arguments
 from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, sockets_folder, worker_environment
 from openrlhf.rollout.vllm.texts import PartTexts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.rollout.embedded.stopping import GrowingText, finished_text
+from openrlhf.rollout.generated_text import GrowingText, finished_text
 from openrlhf.types import SamplingParams
 
 

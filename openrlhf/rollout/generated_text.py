@@ -1,4 +1,4 @@
-"""When a generation has said enough, and what its text is: end-of-sequence ids, stop strings, growing text."""
+"""The text of a generation and where it ends: end-of-sequence ids, stop strings, text that grows token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REPLACEMENT = "\ufffd"
 
 
 def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
-    """Every id that ends a sequence, ascending: those of the generation config, the model's config, the tokenizer."""
+    """All ids that end a sequence, ascending: those of the generation config, the model's config and the tokenizer."""
     found: set[int] = set()
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -22,16 +22,16 @@ def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """The text as it is: "cleaning up" would delete spaces that the policy wrote."""
+    """The text exactly as the policy wrote it. The tokenizers' "clean up" would delete spaces."""
     return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
 class GrowingText:
-    """The text of a generation, a token at a time; what it has said it never takes back.
+    """The text of a generation, token by token. Text that was handed out never changes afterwards.
 
-    Decodes only a short tail per token: of `_ids` the first `_read` are known as text already, and are decoded again
-    only to see how the next ones join them (a tokenizer may write a space, or the rest of a character, only when it
-    sees the neighbour).
+    Only a short tail is decoded per token. The text of the first `_read` of `_ids` was handed out already; these ids
+    are decoded again only to see how the next ones join them, because a tokenizer may write a space, or the rest of a
+    character, only when it sees the token before.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
@@ -40,10 +40,10 @@ class GrowingText:
         self._ids: list[int] = []
         self._read = 0
         self.open = ""
-        """Text of the last tokens that the next one may still change."""
+        """The text of the last tokens, which the next token may still change."""
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain now and was not before."""
+        """Add a token. Returns the text that has become certain with it."""
         self._ids.append(token_id)
         known, whole = len(self._decode(self._ids[: self._read])), self._decode(self._ids)
         certain = self._certain(whole)
@@ -56,11 +56,11 @@ class GrowingText:
         return whole[known:end]
 
     def _certain(self, whole: str) -> int:
-        """How many of the ids have text that stays.
+        """How many of the ids have text that later tokens cannot change.
 
-        A character cut in the middle decodes to a replacement sign until its last byte has come. Text that really
-        holds the sign must not wait for ever: a character has at most four bytes, so of four tokens at least one
-        ends what came before.
+        A character that is cut in the middle decodes to a replacement sign until its last byte has come. A text that
+        really contains the sign must not wait for ever. A character has at most four bytes, so among four tokens there
+        is at least one place where a character ends.
         """
         if not whole.endswith(_REPLACEMENT):
             return len(self._ids)
@@ -78,7 +78,7 @@ class GrowingText:
 class FoundStop(NamedTuple):
     string: str
     tail: str
-    """The text from its first character to the end: more than the string if the last token says more."""
+    """The text from the string's first character to the end. It is longer than the string if the last token goes on."""
 
 
 class StopStrings:
@@ -90,7 +90,7 @@ class StopStrings:
         self._keep = max(len(stop) for stop in stops) - 1
         self._tail = ""
         self.found: FoundStop | None = None
-        """The first one that ends in the text the last token added."""
+        """The first stop string that ends in the text of the last token; None: there is none."""
 
     def feed(self, token_id: int) -> bool:
         """Whether a stop string ends in the text that this token adds."""
@@ -105,7 +105,7 @@ class StopStrings:
 
     @property
     def begun(self) -> int:
-        """How many of the last certain characters may turn out to begin a stop string."""
+        """How many of the last certain characters may be the beginning of a stop string."""
         lengths = (n for stop in self._stops for n in range(1, len(stop)) if self._tail.endswith(stop[:n]))
         return max(lengths, default=0)
 
