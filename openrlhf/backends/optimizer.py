@@ -41,7 +41,7 @@ class OptimizerSettings:
     max_norm: float = 1.0
     """Gradient clip; 0 disables. Hardly matters to Muon, whose steps have the same size whatever the gradient's."""
     scheduler: str = "constant"
-    """One of `config.optimizer.SCHEDULES`."""
+    """One of `config.training.SCHEDULES`."""
     warmup_ratio: float = 0.0
     min_lr_ratio: float = 0.1
     """Used by the `*_with_min_lr` schedules."""
@@ -237,7 +237,7 @@ def rate_factor(name: str, *, total_steps: int, warmup_ratio: float, min_lr_rati
     """The schedule `name` as a function: learning rate ÷ peak, given the number of optimizer steps already done.
 
     A factor of the step alone, so that one schedule serves parameters with different peaks, and resuming needs only
-    the number of steps. `name` is one of `config.optimizer.SCHEDULES`; `min_lr_ratio` is for `*_with_min_lr`.
+    the number of steps. `name` is one of `config.training.SCHEDULES`; `min_lr_ratio` is for `*_with_min_lr`.
 
     The w steps of a warm-up have 1/w, 2/w … 1. Transformers begins most of its schedules at 0/w, with a step that
     changes nothing.

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from openrlhf.checking.display import MOST_CHARACTERS, PIPE_WIDTH, shown
 from openrlhf.config.commands import DPOConfig, RLConfig, RMConfig, SFTConfig
-from openrlhf.config.errors import ConfigError, NotBuiltError
+from openrlhf.config.fields import ConfigError, NotBuiltError
 from openrlhf.config.parser import parse
 from openrlhf.data.errors import DataError
 from openrlhf.data.examples import Example, TokenisedSet

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from openrlhf.checkpoint.export import VALUE_HEAD_FILE, export_policy, export_value_model
 from openrlhf.config.commands import LoraCombinerConfig
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.models.loading import ModelLoadError, has_tokenizer, load_policy, load_value_model, silence_progress_bars
 from openrlhf.models.value import Normalisation
 from openrlhf.utils.foreign_lines import start_logging

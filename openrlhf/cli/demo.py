@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import yaml
 
-    from openrlhf.config.entry import enter
+    from openrlhf.config.parser import enter
     from openrlhf.demo import hunt, sorting
     from openrlhf.observability.run_directory import free_directory
 

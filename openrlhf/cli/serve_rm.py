@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from openrlhf.config import ServeRMConfig
-from openrlhf.config.entry import enter
+from openrlhf.config.parser import enter
 
 
 def main(argv: Sequence[str] | None = None, *, name: str | None = None) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from openrlhf.cluster.placement import Fit, Node, Placement, PlacementPlan, fit
 from openrlhf.cluster.stack_probes import LOOKING
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.utils import interrupts, waits
 from openrlhf.utils.parent_death import RUN_FOLDER
 

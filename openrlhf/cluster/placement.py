@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 
 
 class Role(StrEnum):

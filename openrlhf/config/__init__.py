@@ -10,7 +10,7 @@ from openrlhf.config.commands import (
     ServeRMConfig,
     SFTConfig,
 )
-from openrlhf.config.errors import ConfigError, NotBuiltError
+from openrlhf.config.fields import ConfigError, NotBuiltError
 from openrlhf.config.not_implemented import refuse_unbuilt
 from openrlhf.config.parser import parse
 from openrlhf.config.rules import require_runnable

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.config.errors import ConfigError
-from openrlhf.config.fields import Flag, Shape, convert
+from openrlhf.config.fields import ConfigError, Flag, Shape, convert
 from openrlhf.config.legacy_flags import (
     CLIP_HALVES,
     FOREIGN,

@@ -51,18 +51,22 @@ class ValueHeadSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    rank: Annotated[int, Flag("LoRA rank; 0 = train all weights", flat="lora_rank")] = 0
-    alpha: Annotated[int, Flag("LoRA alpha", flat="lora_alpha", only_with=".rank")] = 16
+    rank: Annotated[int, Flag("LoRA rank; 0 = train all weights", flat="lora_rank", at_least=0)] = 0
+    alpha: Annotated[int, Flag("LoRA alpha", flat="lora_alpha", only_with=".rank", above=0)] = 16
     target_modules: Annotated[
         tuple[str, ...], Flag("modules that get an adapter", flat="target_modules", only_with=".rank")
     ] = ("all-linear",)
-    dropout: Annotated[float, Flag("LoRA dropout", flat="lora_dropout", only_with=".rank")] = 0.0
+    dropout: Annotated[float, Flag("LoRA dropout", flat="lora_dropout", only_with=".rank", within=(0, 1))] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSection(InferenceBackendSection):
-    zero_stage: Annotated[int, Flag("ZeRO stage of trained models", flat="zero_stage", only_with=DEEPSPEED)] = 2
-    zpg: Annotated[int, Flag("ZeRO++ partition size (stage 3)", flat="zpg", only_with=f"{DEEPSPEED} .zero_stage=3")] = 1
+    zero_stage: Annotated[
+        int, Flag("ZeRO stage of trained models", flat="zero_stage", only_with=DEEPSPEED, within=(0, 3))
+    ] = 2
+    zpg: Annotated[
+        int, Flag("ZeRO++ partition size (stage 3)", flat="zpg", only_with=f"{DEEPSPEED} .zero_stage=3", above=0)
+    ] = 1
     adam_offload: Annotated[bool, Flag("optimizer state in CPU memory", flat="adam_offload", only_with=DEEPSPEED)] = (
         False
     )
@@ -71,10 +75,12 @@ class BackendSection(InferenceBackendSection):
         bool, Flag("overlap reduction of gradients with backward", flat="overlap_comm", only_with=DEEPSPEED)
     ] = False
     deepcompile: Annotated[bool, Flag("compile the layers of models", flat="deepcompile torch_compile")] = False
-    tensor_parallel_size: Annotated[int, Flag("devices that share one layer", flat="ds_tensor_parallel_size")] = 1
-    ring_attn_size: Annotated[int, Flag("devices that share one sequence", flat="ring_attn_size")] = 1
+    tensor_parallel_size: Annotated[
+        int, Flag("devices that share one layer", flat="ds_tensor_parallel_size", above=0)
+    ] = 1
+    ring_attn_size: Annotated[int, Flag("devices that share one sequence", flat="ring_attn_size", above=0)] = 1
     ring_attn_head_stride: Annotated[
-        int, Flag("heads per step of the ring", flat="ring_head_stride", only_with=".ring_attn_size!=1")
+        int, Flag("heads per step of the ring", flat="ring_head_stride", only_with=".ring_attn_size!=1", above=0)
     ] = 1
     use_universal_ckpt: Annotated[
         bool, Flag("read a DeepSpeed universal checkpoint", flat="use_ds_universal_ckpt universal_ckpt")

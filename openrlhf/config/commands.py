@@ -36,7 +36,6 @@ from openrlhf.config.models import (
     SFTModelSection,
     TrustSection,
 )
-from openrlhf.config.optimizer import AdamSection, OptimizerSection
 from openrlhf.config.reporting import (
     EvalSection,
     LoggerSection,
@@ -48,7 +47,7 @@ from openrlhf.config.reporting import (
     logger_for,
 )
 from openrlhf.config.rl import AlgoSection, RolloutSection, VLLMSection
-from openrlhf.config.training import RLTrainSection, SupervisedTrainSection
+from openrlhf.config.training import AdamSection, OptimizerSection, RLTrainSection, SupervisedTrainSection
 
 RewardSource = Literal["agent", "function", "http", "model"]
 
@@ -94,7 +93,11 @@ class RLConfig(TrainerSection):
     )
     max_steps: Annotated[
         int | None,
-        Flag("turns a multi-turn episode may have; unset: the environment decides", only_with="train.agent_func_path"),
+        Flag(
+            "turns a multi-turn episode may have; unset: the environment decides",
+            only_with="train.agent_func_path",
+            above=0,
+        ),
     ] = None
 
     @property
@@ -310,21 +313,24 @@ class ServeRMConfig(HubSection):
     ds: ServeBackendSection = field(default=ServeBackendSection())
     model: TrustSection = field(default=TrustSection())
     host: Annotated[str, Flag("address to listen on; 0.0.0.0 = every network this machine is in")] = "127.0.0.1"
-    port: Annotated[int, Flag("port to listen on")] = 5000
+    port: Annotated[int, Flag("port to listen on", within=(0, 65535))] = 5000
     batch_size: Annotated[
-        int | None, Flag("queries per forward, whoever asked; unset: as many as max_tokens_per_gpu allows")
+        int | None, Flag("queries per forward, whoever asked; unset: as many as max_tokens_per_gpu allows", above=0)
     ] = None
-    max_tokens_per_gpu: Annotated[int, Flag("tokens per forward; a longer query goes alone")] = 16192
+    max_tokens_per_gpu: Annotated[int, Flag("tokens per forward; a longer query goes alone", above=0)] = 16192
     max_queue: Annotated[
-        int, Flag("queries that may be under way, of all callers together; beyond it the answer is 503")
+        int, Flag("queries that may be under way, of all callers together; beyond it the answer is 503", above=0)
     ] = 4096
-    max_request_bytes: Annotated[int, Flag("a larger request is answered with 413")] = 16 * 2**20
+    max_request_bytes: Annotated[int, Flag("a larger request is answered with 413", above=0)] = 16 * 2**20
     max_query_chars: Annotated[
-        int, Flag("a longer query is answered with 413; a shorter one keeps its last data.max_len tokens")
+        int, Flag("a longer query is answered with 413; a shorter one keeps its last data.max_len tokens", above=0)
     ] = 1_000_000
     read_timeout: Annotated[
         float,
-        Flag("seconds in which the headers of a request must arrive, and then its body; what is slower is closed"),
+        Flag(
+            "seconds in which the headers of a request must arrive, and then its body; what is slower is closed",
+            above=0,
+        ),
     ] = 60.0
     api_key: Annotated[str | None, Flag("callers must send it as a bearer token", secret=True)] = field(
         default=None, repr=False

@@ -9,16 +9,17 @@ from openrlhf.config.fields import Flag
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSection:
-    max_len: Annotated[int, Flag("longest sequence in tokens; in RL prompt and response together", flat="max_len")] = (
-        2048
-    )
+    max_len: Annotated[
+        int, Flag("longest sequence in tokens; in RL prompt and response together", flat="max_len", above=0)
+    ] = 2048
     disable_fast_tokenizer: Annotated[bool, Flag("use the slow tokenizer", flat="disable_fast_tokenizer")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(TokenizerSection):
     max_samples: Annotated[
-        int, Flag("take at most this many records, of the mixture; of evaluation data as well", flat="max_samples")
+        int,
+        Flag("take at most this many records, of the mixture; of evaluation data as well", flat="max_samples", above=0),
     ] = 1_000_000
     input_template: Annotated[
         str | None,
@@ -42,7 +43,7 @@ class DataSection(TokenizerSection):
         Flag("JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"),
     ] = None
     dataloader_num_workers: Annotated[
-        int, Flag("processes that tokenise; 0 = chosen by the data's size", flat="dataloader_num_workers")
+        int, Flag("processes that tokenise; 0 = chosen by the data's size", flat="dataloader_num_workers", at_least=0)
     ] = 0
     trust_remote_code: Annotated[bool, Flag("run Python code that comes with a dataset; off unless you trust it")] = (
         False
@@ -137,11 +138,12 @@ class PromptDataSection(DataSection):
             "accepted; prompts need no loading processes",
             flat="dataloader_num_workers",
             no_effect="prompts need no loading processes",
+            at_least=0,
         ),
     ] = 0
     image_key: Annotated[str, Flag("record key of images", flat="image_key", only_with=".max_images_per_prompt")] = (
         "images"
     )
     max_images_per_prompt: Annotated[
-        int, Flag("images a prompt may have; > 0 turns vision on", flat="max_images_per_prompt")
+        int, Flag("images a prompt may have; > 0 turns vision on", flat="max_images_per_prompt", at_least=0)
     ] = 0

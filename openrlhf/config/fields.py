@@ -1,4 +1,4 @@
-"""What one flag is: its documentation (`Flag`), its type read from the annotation (`Shape`), and conversion to it.
+"""What one flag is: its documentation and bounds (`Flag`), its type (`Shape`), and the conversion of a value to it.
 
 A section declares a flag as an annotated dataclass field:
 
@@ -15,7 +15,14 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openrlhf.config.errors import ConfigError
+
+class ConfigError(ValueError):
+    """What the user wrote cannot be run. The message names the flag (or the file and key) and what to do."""
+
+
+class NotBuiltError(RuntimeError):
+    """The configuration is valid, but it asks for something this version cannot do yet."""
+
 
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
@@ -52,6 +59,32 @@ class Flag:
     """
     no_effect: str = ""
     """Why it changes nothing, of a flag that is accepted for the sake of commands written elsewhere."""
+    above: float | None = None
+    """The value must be more than this. This bound and the next three are checked by `rules.values_are_within_bounds`;
+    an unset flag has no bounds, and each value of a pair is held to them."""
+    at_least: float | None = None
+    """The value must not be less than this."""
+    below: float | None = None
+    """The value must be less than this."""
+    within: tuple[float, float] | None = None
+    """The value must lie between these two, which are allowed themselves."""
+
+    def is_within_bounds(self, value: float) -> bool:
+        low, high = self.within or (-math.inf, math.inf)
+        low = low if self.at_least is None else self.at_least
+        return (
+            low <= value <= high
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, for the error message: "more than 0", "from 0 to 1"."""
+        if self.within is not None:
+            return f"from {self.within[0]} to {self.within[1]}"
+        words = {"more than": self.above, "at least": self.at_least, "less than": self.below}
+        return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.algorithms.preferences import PREFERENCE_LOSSES
 from openrlhf.config.fields import Flag
-from openrlhf.config.optimizer import AdamSection, OptimizerSection
+from openrlhf.config.training import AdamSection, OptimizerSection
 
 NODES = Flag("nodes of this model's worker group", flat="{owner}num_nodes")
 WORKERS = Flag(
@@ -121,7 +121,7 @@ class CriticSection(OptimizerSection, OtherGroupSection):
         Flag("critic to start from (gae only); unset: the first reward model, else the actor", flat="critic_pretrain"),
     ] = None
     value_clip: Annotated[
-        float, Flag("values move at most this far from the old ones", flat="value_clip", unlimited=True)
+        float, Flag("values move at most this far from the old ones", flat="value_clip", unlimited=True, at_least=0)
     ] = 0.5
     freezing_steps: Annotated[
         int,
@@ -208,15 +208,26 @@ class RewardSection(GroupSection, ServedRewardSection):
     ] = (-10.0, 10.0)
     overlong_buffer_len: Annotated[
         float | None,
-        Flag("tokens before the length limit in which the reward falls; unset = off", flat="overlong_buffer_len"),
+        Flag(
+            "tokens before the length limit in which the reward falls; unset = off", flat="overlong_buffer_len", above=0
+        ),
     ] = None
     overlong_penalty_factor: Annotated[
         float,
-        Flag("penalty at the end of that buffer", flat="overlong_penalty_factor", only_with=".overlong_buffer_len"),
+        Flag(
+            "penalty at the end of that buffer",
+            flat="overlong_penalty_factor",
+            only_with=".overlong_buffer_len",
+            at_least=0,
+        ),
     ] = 1.0
     stop_properly_penalty_coef: Annotated[
         float | None,
-        Flag("truncated answers: 0…1 scales the reward, < 0 replaces it", flat="stop_properly_penalty_coef"),
+        Flag(
+            "truncated answers: 0…1 scales the reward, < 0 replaces it",
+            flat="stop_properly_penalty_coef",
+            within=(-float("inf"), 1),
+        ),
     ] = None
     offload: Annotated[
         bool,
@@ -228,7 +239,7 @@ class RewardSection(GroupSection, ServedRewardSection):
     ] = False
     timeout: Annotated[
         float,
-        Flag("seconds a reward call may take, attempts at reward servers together", only_with=".remote_url"),
+        Flag("seconds a reward call may take, attempts at reward servers together", only_with=".remote_url", above=0),
     ] = 180.0
     weights: Annotated[
         tuple[float, ...] | None,
@@ -301,13 +312,17 @@ class DPOModelSection(TrainedModelSection):
             choices=PREFERENCE_LOSSES,
         ),
     ] = "dpo"
-    beta: Annotated[float, Flag("beta of DPO, IPO and KTO", flat="beta")] = 0.1
+    beta: Annotated[float, Flag("beta of DPO, IPO and KTO", flat="beta", above=0)] = 0.1
     ipo_enable: Annotated[bool, Flag("IPO loss instead of DPO", flat="ipo")] = False
     label_smoothing: Annotated[
         float,
-        Flag("share of labels taken as flipped (cDPO)", flat="label_smoothing", only_with="!.ipo_enable"),
+        Flag(
+            "share of labels taken as flipped (cDPO)", flat="label_smoothing", only_with="!.ipo_enable", within=(0, 0.5)
+        ),
     ] = 0.0
-    nll_loss_coef: Annotated[float, Flag("weight of the chosen answers' own NLL", flat="nll_loss_coef")] = 0.0
+    nll_loss_coef: Annotated[float, Flag("weight of the chosen answers' own NLL", flat="nll_loss_coef", at_least=0)] = (
+        0.0
+    )
 
 
 def is_python_file(name: str) -> bool:

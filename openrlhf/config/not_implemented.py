@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.config.commands import Config, DPOConfig, LoraCombinerConfig, RLConfig, RMConfig, ServeRMConfig, SFTConfig
-from openrlhf.config.errors import NotBuiltError
+from openrlhf.config.fields import NotBuiltError
 
 
 @dataclass(frozen=True, slots=True)

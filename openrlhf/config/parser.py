@@ -1,4 +1,4 @@
-"""Command lines and YAML files to a checked configuration. The only place that knows argparse."""
+"""From command lines and YAML files to a checked configuration. Only this file of the package knows argparse."""
 
 import argparse
 import difflib
@@ -6,17 +6,19 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from openrlhf.config.aliases import Given, Vocabulary, resolve, vocabulary
 from openrlhf.config.commands import ROOTS, SHORT_NAMES, Config
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError, NotBuiltError
 from openrlhf.config.help import described, help_of, topics
 from openrlhf.config.legacy_flags import GONE, INERT
-from openrlhf.config.rules import check, notes_on
+from openrlhf.config.not_implemented import refuse_unbuilt
+from openrlhf.config.rules import check, notes_on, require_runnable
 from openrlhf.config.schema import build, flags_of, to_yaml
+from openrlhf.utils import interrupts
 
 
 def parse(command: str, argv: Sequence[str] | None = None, *, name: str | None = None) -> Config:
@@ -205,3 +207,29 @@ def _flatten(tree: dict[Any, Any], *, prefix: str, path: str, words: Vocabulary,
             raise ConfigError(f"{path}: {flag} takes a value, not a mapping")
         else:
             raise ConfigError(_explain_name(f"{path}: key {flag}", flag=flag, words=words, name=name))
+
+
+USAGE_ERROR = 2
+
+
+def enter(
+    command: str, argv: Sequence[str] | None, run: Callable[[Any], int | None], *, name: str | None = None
+) -> int:
+    """Exit status of `command`: 2 for a configuration that cannot run, else that of `run(config)` (None = 0).
+
+    `name`: what the user called it by, `openrlhf rl`, if it was not the module's name.
+    A signal that ends it gives 128 + its number, wherever it comes: 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    with interrupts.handled():
+        try:
+            config = parse(command, argv, name=name)
+            require_runnable(config)
+            refuse_unbuilt(config)
+            return run(config) or 0
+        except (ConfigError, NotBuiltError) as error:
+            for line in str(error).splitlines():
+                print(f"{name or command}: error: {line}", file=sys.stderr)
+            return USAGE_ERROR
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return interrupts.exit_status()

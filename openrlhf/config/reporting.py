@@ -42,10 +42,10 @@ class RLEvalSection(EvalSection):
         Flag("evaluation data: comma list, as for training", flat="eval_dataset", only_with=".steps|.at_start"),
     ] = None
     temperature: Annotated[
-        float, Flag("sampling temperature in evaluation", flat="eval_temperature", only_with=".dataset")
+        float, Flag("sampling temperature in evaluation", flat="eval_temperature", only_with=".dataset", at_least=0)
     ] = 0.6
     n_samples_per_prompt: Annotated[
-        int, Flag("responses per evaluation prompt", flat="eval_n_samples_per_prompt", only_with=".dataset")
+        int, Flag("responses per evaluation prompt", flat="eval_n_samples_per_prompt", only_with=".dataset", above=0)
     ] = 4
     at_start: Annotated[bool, Flag("also evaluate before the first step and after the last", only_with=".dataset")] = (
         False
@@ -66,7 +66,7 @@ class CheckpointSection:
         bool, Flag("checkpoints without training state", flat="disable_ds_ckpt", only_with="ckpt.uses_folder")
     ] = False
     max_num: Annotated[
-        int, Flag("checkpoints kept, best ones apart", flat="max_ckpt_num", only_with="ckpt.uses_folder")
+        int, Flag("checkpoints kept, best ones apart", flat="max_ckpt_num", only_with="ckpt.uses_folder", above=0)
     ] = 3
     load_enable: Annotated[bool, Flag("continue from ckpt.path if something is there", flat="load_checkpoint")] = False
     auto_resume: Annotated[
@@ -78,6 +78,7 @@ class CheckpointSection:
         Flag(
             "seconds that a step has to end, and be saved, after SIGTERM or SIGUSR1; 0 = end at once",
             only_with="ckpt.uses_folder",
+            at_least=0,
         ),
     ] = 90.0
 
@@ -107,9 +108,9 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedCheckpointSection(CheckpointSection):
-    max_mem: Annotated[int, Flag("GiB all checkpoints may take", flat="max_ckpt_mem", only_with="ckpt.uses_folder")] = (
-        100_000_000
-    )
+    max_mem: Annotated[
+        int, Flag("GiB all checkpoints may take", flat="max_ckpt_mem", only_with="ckpt.uses_folder", above=0)
+    ] = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,7 @@ class RLCheckpointSection(CheckpointSection):
             flat="max_ckpt_mem",
             unlimited=True,
             only_with="ckpt.uses_folder",
+            above=0,
         ),
     ] = float("inf")
     best_metric_key: Annotated[
@@ -149,7 +151,7 @@ class WandbSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerSection:
-    logging_steps: Annotated[int, Flag("steps between log lines", flat="logging_steps")] = 1
+    logging_steps: Annotated[int, Flag("steps between log lines", flat="logging_steps", above=0)] = 1
     run_dir: Annotated[
         str | None, Flag("folder of this run's logs; unset: ./runs/<run_name>", shown_default="./runs/<run_name>")
     ] = None
@@ -171,7 +173,7 @@ class LoggerSection:
 class RLLoggerSection(LoggerSection):
     rollouts: Annotated[
         int,
-        Flag("groups of each step kept in rollouts.jsonl: the best, the worst and typical ones; 0 = none"),
+        Flag("groups of each step kept in rollouts.jsonl: the best, the worst and typical ones; 0 = none", at_least=0),
     ] = 4
 
 

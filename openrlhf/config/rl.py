@@ -27,10 +27,15 @@ class AdvantageSection:
             ),
         ),
     ] = "gae"
-    lambd: Annotated[float, Flag("lambda of GAE", flat="lambd", only_with="uses_critic")] = 1.0
+    lambd: Annotated[float, Flag("lambda of GAE", flat="lambd", only_with="uses_critic", within=(0, 1))] = 1.0
     gamma: Annotated[
         float,
-        Flag("discount per action token; group estimators use 1", flat="gamma", only_with="!uses_group_baseline"),
+        Flag(
+            "discount per action token; group estimators use 1",
+            flat="gamma",
+            only_with="!uses_group_baseline",
+            within=(0, 1),
+        ),
     ] = 1.0
     turns: Annotated[
         str | None,
@@ -72,12 +77,14 @@ class AdvantageSection:
 
 @dataclass(frozen=True, kw_only=True)
 class KLSection:
-    init_coef: Annotated[float, Flag("KL coefficient; 0 = no reference model at all", flat="init_kl_coef")] = 0.01
+    init_coef: Annotated[
+        float, Flag("KL coefficient; 0 = no reference model at all", flat="init_kl_coef", at_least=0)
+    ] = 0.01
     target: Annotated[
-        float | None, Flag("KL aimed at by adapting the coefficient; unset: it is fixed", flat="kl_target")
+        float | None, Flag("KL aimed at by adapting the coefficient; unset: it is fixed", flat="kl_target", above=0)
     ] = None
     horizon: Annotated[
-        int, Flag("samples over which the coefficient adapts", flat="kl_horizon", only_with=".target")
+        int, Flag("samples over which the coefficient adapts", flat="kl_horizon", only_with=".target", above=0)
     ] = 10000
     estimator: Annotated[
         str,
@@ -118,13 +125,14 @@ class AlgoSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
-    batch_size: Annotated[int, Flag("prompts per training step", flat="rollout_batch_size")] = 1024
+    batch_size: Annotated[int, Flag("prompts per training step", flat="rollout_batch_size", above=0)] = 1024
     n_samples_per_prompt: Annotated[
         int | None,
         Flag(
             "responses per prompt; unset: 1 for gae and reinforce, 8 for the group estimators",
             flat="n_samples_per_prompt",
             shown_default="1 or 8",
+            above=0,
         ),
     ] = None
     vllm_generate_batch_size: Annotated[
@@ -133,6 +141,7 @@ class RolloutSection:
             "prompts in play at a time; more than batch_size (over-sampling) needs dynamic filtering, async or "
             "abort_stragglers",
             flat="vllm_generate_batch_size",
+            above=0,
         ),
     ] = None
     abort_stragglers: Annotated[
@@ -145,6 +154,7 @@ class RolloutSection:
             "samples per forward when scoring",
             flat="micro_rollout_batch_size micro_forward_batch_size",
             only_with="!train.dynamic_batch_enable",
+            above=0,
         ),
     ] = 1
     max_tokens_per_gpu: Annotated[
@@ -153,12 +163,13 @@ class RolloutSection:
             "token budget of those forwards with dynamic batches; unset: train.max_tokens_per_gpu",
             flat="rollout_max_tokens_per_gpu max_tokens_per_gpu",
             only_with="train.dynamic_batch_enable|uses_reward_model",
+            above=0,
         ),
     ] = None
     max_new_tokens: Annotated[
-        int | None, Flag("longest response in tokens; unset: what data.max_len leaves", flat="max_new_tokens")
+        int | None, Flag("longest response in tokens; unset: what data.max_len leaves", flat="max_new_tokens", above=0)
     ] = None
-    temperature: Annotated[float, Flag("sampling temperature, also in log-probs", flat="temperature")] = 1.0
+    temperature: Annotated[float, Flag("sampling temperature, also in log-probs", flat="temperature", above=0)] = 1.0
     top_p: Annotated[float, Flag("sample from the smallest set with this probability", flat="top_p")] = 1.0
     top_k: Annotated[int, Flag("sample from this many likeliest tokens; -1 = all", flat="top_k")] = -1
     stop: Annotated[
@@ -168,11 +179,13 @@ class RolloutSection:
     agent_hosts: Annotated[
         int | None,
         Flag(
-            "processes for an agent's code; unset: chosen by load, 0: this process", only_with="train.agent_func_path"
+            "processes for an agent's code; unset: chosen by load, 0: this process",
+            only_with="train.agent_func_path",
+            at_least=0,
         ),
     ] = None
     step_timeout: Annotated[
-        float, Flag("seconds one step of an agent's environment may take", only_with="train.agent_func_path")
+        float, Flag("seconds one step of an agent's environment may take", only_with="train.agent_func_path", above=0)
     ] = 600.0
 
 
@@ -183,13 +196,14 @@ class VLLMSection:
         Flag(
             "vLLM engines; 0 = the embedded engine; unset: 0 without a GPU or vLLM, else one per actor device ÷ TP",
             flat="vllm_num_engines",
+            at_least=0,
         ),
     ] = None
     tensor_parallel_size: Annotated[
-        int, Flag("devices that share a layer", flat="vllm_tensor_parallel_size", only_with=".num_engines!=0")
+        int, Flag("devices that share a layer", flat="vllm_tensor_parallel_size", only_with=".num_engines!=0", above=0)
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Flag("stages of layers, each on devices of its own", only_with=".num_engines!=0")
+        int, Flag("stages of layers, each on devices of its own", only_with=".num_engines!=0", above=0)
     ] = 1
     sync_backend: Annotated[
         str,
@@ -240,6 +254,7 @@ class VLLMSection:
             "share of device memory an engine may take",
             flat="vllm_gpu_memory_utilization",
             only_with=".num_engines!=0",
+            within=(0.01, 1),
         ),
     ] = 0.95
     health_timeout: Annotated[
@@ -247,6 +262,7 @@ class VLLMSection:
         Flag(
             "Ray: seconds without a sign of life after which an engine with requests is replaced; 0 = never",
             only_with=".num_engines!=0 train.launcher=ray",
+            at_least=0,
         ),
     ] = 120.0
 

@@ -80,6 +80,11 @@ def _conditions(text: str, *, prefix: str) -> tuple[str, ...]:
     return tuple(re.sub(r"(?<![\w.])\.", prefix, condition) for condition in text.split())
 
 
+def command_of(config: Config) -> str:
+    """The command whose configuration this is."""
+    return next(command for command, root in ROOTS.items() if type(config) is root)
+
+
 def value_at(config: Any, path: str) -> Any:
     """`value_at(config, "actor.adam.lr")` is `config.actor.adam.lr`."""
     return functools.reduce(getattr, path.split("."), config)

@@ -14,7 +14,7 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.ranks import ALONE, Launch, Ranks, join, read_launch
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 
 if TYPE_CHECKING:
     from openrlhf.backends.deepspeed import ZeroSettings

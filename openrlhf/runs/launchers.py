@@ -15,7 +15,7 @@ import torch
 from openrlhf.checkpoint.manager import CheckpointedModel
 from openrlhf.cluster.placement import plan, requested
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.warnings import settled_differently
+from openrlhf.config.effects import newly_without_effect
 from openrlhf.learners.base import Workers
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.base import Engine
@@ -87,7 +87,7 @@ def resolve_launcher(config: RLConfig) -> RLConfig:
 
 def _told(config: RLConfig, settled: RLConfig) -> RLConfig:
     """`settled`; what it leaves of the user's flags without an effect is said."""
-    for line in settled_differently(config, settled):
+    for line in newly_without_effect(config, settled):
         logger.info(line)
     return settled
 

@@ -13,7 +13,7 @@ import torch
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.rl import VLLMSection
 from openrlhf.models.policy import Policy
 from openrlhf.observability.usage import Usage, UsageMeter

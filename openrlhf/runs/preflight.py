@@ -15,7 +15,7 @@ from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError, Claim, ClaimedError
 from openrlhf.checkpoint.manager import ResumePoint, run_on_all_ranks
 from openrlhf.config.commands import Config, RLConfig
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.hub import hub_reachable, offline

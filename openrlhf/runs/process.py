@@ -20,7 +20,7 @@ from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.cluster.launch import ClusterError
 from openrlhf.cluster.workers import WorkerError
 from openrlhf.config.commands import Config
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.sources import DataError

@@ -21,7 +21,7 @@ from openrlhf.cluster.placement import PlacementPlan, Role, plan, requested
 from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.learners.advantages import SampleMaker
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource

@@ -25,7 +25,7 @@ from openrlhf.cluster.engines import EngineLostError
 from openrlhf.cluster.launch import ClusterError
 from openrlhf.cluster.workers import WorkerError
 from openrlhf.config.commands import Config
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.reporting import CheckpointSection, LoggerSection, RLCheckpointSection, SupervisedCheckpointSection
 from openrlhf.config.schema import to_dict
 from openrlhf.runs.process import USER_ERRORS

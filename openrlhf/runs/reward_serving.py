@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from openrlhf.config.commands import ServeRMConfig
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
 from openrlhf.rewards.model import RewardModel
 from openrlhf.rewards.server import BACKLOG, RewardServer, ServerLimits

@@ -8,8 +8,8 @@ import torch
 
 from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.config.backend import LoraSection
-from openrlhf.config.errors import ConfigError
-from openrlhf.config.optimizer import OptimizerSection
+from openrlhf.config.fields import ConfigError
+from openrlhf.config.training import OptimizerSection
 from openrlhf.models.adapters import LoraSettings
 from openrlhf.models.body import NoRoutersError, experts_per_token
 

@@ -19,7 +19,7 @@ from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Checkpointer, CheckpointManager, LocalCheckpointedModel
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
 from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig
-from openrlhf.config.warnings import settled_differently
+from openrlhf.config.effects import newly_without_effect
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
 from openrlhf.data.reading import Format
@@ -84,7 +84,7 @@ def train(config: SupervisedConfig) -> RunResult:
     ranks = distribution.ranks
     device = prepare_process(config.train, ranks)
     settled = dataclasses.replace(config, train=dataclasses.replace(config.train, backend=distribution.backend))
-    for line in settled_differently(config, settled):
+    for line in newly_without_effect(config, settled):
         logger.info(line)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from openrlhf.algorithms.reduction import pass_at_k
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.types import Group, Outcome, Prompt, SamplingParams

@@ -19,7 +19,7 @@ from openrlhf.backends.optimizer import (
     vocabulary_tables,
 )
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.config.optimizer import SCHEDULES
+from openrlhf.config.training import SCHEDULES
 from openrlhf.models.policy import Policy
 
 SMALL = {

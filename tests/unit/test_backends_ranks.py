@@ -8,7 +8,7 @@ import torch
 from openrlhf.backends.deepspeed import ZeroSettings, deepspeed_config
 from openrlhf.backends.ranks import Launch, first_host, name_the_meeting_place, own_device, read_launch
 from openrlhf.config.backend import BackendSection
-from openrlhf.config.errors import ConfigError
+from openrlhf.config.fields import ConfigError
 from openrlhf.runs.distribution import Distribution, uses_deepspeed, zero_settings
 
 ALONE = Launch(0, 1, 0)

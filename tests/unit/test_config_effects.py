@@ -13,9 +13,9 @@ import pytest
 from config_reads import flags_read
 
 from openrlhf.config import ROOTS, NotBuiltError, parse, refuse_unbuilt
+from openrlhf.config.effects import holds, newly_without_effect, parts, why_without_effect
 from openrlhf.config.not_implemented import UNBUILT
 from openrlhf.config.schema import flags_of, value_at
-from openrlhf.config.warnings import holds, parts, settled_differently, why_without_effect
 
 KNOWN = json.loads((Path(__file__).parent / "data" / "flags.json").read_text())
 PAIRS = [(command, path) for command in ROOTS for path in flags_of(command)]
@@ -254,12 +254,12 @@ def test_what_is_left_to_the_machine_is_noted_when_it_is_known(capsys):
     assert len(notes(capsys, "train_ppo_ray", words)) == 1
     left_open = parse("train_ppo_ray", words)
     local = parse("train_ppo_ray", [*words, "--train.launcher", "local", "--vllm.num_engines", "0"])
-    assert list(settled_differently(left_open, local)) == [
+    assert list(newly_without_effect(left_open, local)) == [
         "--vllm.health_timeout is not used with --vllm.num_engines 0",
         "--ds.zero_stage and --ds.adam_offload are not used: they need --train.launcher ray",
     ]
     on_ray = parse("train_ppo_ray", [*words, "--train.launcher", "ray"])
-    assert list(settled_differently(left_open, on_ray)) == []
+    assert list(newly_without_effect(left_open, on_ray)) == []
     assert holds(left_open, "train.launcher=ray")
     assert why_without_effect(left_open, "ds.adam_offload") is None
 

@@ -4,8 +4,8 @@ import pytest
 
 from openrlhf.config import NotBuiltError, ServeRMConfig, parse, refuse_unbuilt, require_runnable
 from openrlhf.config.commands import ROOTS
-from openrlhf.config.entry import enter
 from openrlhf.config.not_implemented import RL, SUPERVISED, UNBUILT
+from openrlhf.config.parser import enter
 
 BUILT = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator {estimator}"
 BASE = BUILT.format(estimator="group_norm").split()

@@ -2,30 +2,30 @@
 
 import pytest
 
-from openrlhf.config import ROOTS, ConfigError, limits, parse, require_runnable, rules
-from openrlhf.config.optimizer import MEASURING_SCHEDULES, SCHEDULES
-from openrlhf.config.schema import flags_of
+from openrlhf.config import ROOTS, ConfigError, parse, require_runnable, rules
+from openrlhf.config.schema import build, flags_of
+from openrlhf.config.training import MEASURING_SCHEDULES, SCHEDULES
 
 RUNNABLE = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator rloo --init_kl_coef 0"
 
 # rule, command, flags it refuses, words of its message, flags it lets pass
 CASES = [
-    ("sizes_are_positive", "train_sft", "--train.batch_size 0", ["--train.batch_size 0"], "--train.batch_size 1"),
-    ("sizes_are_positive", "train_ppo_ray", "--temperature 0", ["--rollout.temperature"], "--temperature 0.1"),
-    ("sizes_are_positive", "train_ppo_ray", "--async_queue_size 0", ["--train.async_queue_size"], ""),
-    ("sizes_are_positive", "serve_rm", "--batch_size 0", ["--batch_size 0"], "--batch_size 1"),
-    ("numbers_are_in_range", "train_ppo_ray", "--gamma 1.5", ["--algo.advantage.gamma 1.5"], "--gamma 0.9"),
-    ("numbers_are_in_range", "train_ppo_ray", "--eval_temperature -1", ["--eval.temperature"], "--eval_temperature 0"),
-    ("numbers_are_in_range", "train_ppo_ray", "--critic.max_norm -1", ["--critic.max_norm"], "--critic.max_norm 0"),
-    ("numbers_are_in_range", "train_ppo_ray", "--vllm_num_engines -1", ["--vllm.num_engines"], "--vllm_num_engines 0"),
-    ("numbers_are_in_range", "train_sft", "--lr_warmup_ratio 2", ["--lr_warmup_ratio 2"], "--lr_warmup_ratio 1"),
-    ("numbers_are_in_range", "train_sft", "--zero_stage 4", ["--ds.zero_stage 4", "from 0 to 3"], "--zero_stage 3"),
-    ("numbers_are_in_range", "serve_rm", "--port 70000", ["--port 70000"], "--port 80"),
-    ("averages_forget", "train_dpo", "--adam_betas 0.9 1", ["--adam.betas 0.9 1.0"], "--adam_betas 0 0.99"),
-    ("averages_forget", "train_ppo_ray", "--critic.adam.betas -1 0", ["--critic.adam.betas"], ""),
-    ("averages_forget", "train_ppo_ray", "--ema_beta 1", ["--train.ema_beta 1.0", "less than 1"], "--ema_beta 0"),
-    ("averages_forget", "train_rm", "--muon.momentum 1", ["--muon.momentum 1.0"], "--muon.momentum 0.9"),
-    ("numbers_are_in_range", "train_ppo_ray", "--actor.muon.ns_steps 100", ["--actor.muon.ns_steps 100", "from 1 to 99"], "--actor.muon.ns_steps 6"),
+    ("values_are_within_bounds", "train_sft", "--train.batch_size 0", ["--train.batch_size 0"], "--train.batch_size 1"),
+    ("values_are_within_bounds", "train_ppo_ray", "--temperature 0", ["--rollout.temperature"], "--temperature 0.1"),
+    ("values_are_within_bounds", "train_ppo_ray", "--async_queue_size 0", ["--train.async_queue_size"], ""),
+    ("values_are_within_bounds", "serve_rm", "--batch_size 0", ["--batch_size 0"], "--batch_size 1"),
+    ("values_are_within_bounds", "train_ppo_ray", "--gamma 1.5", ["--algo.advantage.gamma 1.5"], "--gamma 0.9"),
+    ("values_are_within_bounds", "train_ppo_ray", "--eval_temperature -1", ["--eval.temperature"], "--eval_temperature 0"),
+    ("values_are_within_bounds", "train_ppo_ray", "--critic.max_norm -1", ["--critic.max_norm"], "--critic.max_norm 0"),
+    ("values_are_within_bounds", "train_ppo_ray", "--vllm_num_engines -1", ["--vllm.num_engines"], "--vllm_num_engines 0"),
+    ("values_are_within_bounds", "train_sft", "--lr_warmup_ratio 2", ["--lr_warmup_ratio 2"], "--lr_warmup_ratio 1"),
+    ("values_are_within_bounds", "train_sft", "--zero_stage 4", ["--ds.zero_stage 4", "from 0 to 3"], "--zero_stage 3"),
+    ("values_are_within_bounds", "serve_rm", "--port 70000", ["--port 70000"], "--port 80"),
+    ("values_are_within_bounds", "train_dpo", "--adam_betas 0.9 1", ["--adam.betas 0.9 1.0"], "--adam_betas 0 0.99"),
+    ("values_are_within_bounds", "train_ppo_ray", "--critic.adam.betas -1 0", ["--critic.adam.betas"], ""),
+    ("values_are_within_bounds", "train_ppo_ray", "--ema_beta 1", ["--train.ema_beta 1.0", "less than 1"], "--ema_beta 0"),
+    ("values_are_within_bounds", "train_rm", "--muon.momentum 1", ["--muon.momentum 1.0"], "--muon.momentum 0.9"),
+    ("values_are_within_bounds", "train_ppo_ray", "--actor.muon.ns_steps 100", ["--actor.muon.ns_steps 100", "from 1 to 99"], "--actor.muon.ns_steps 6"),
     ("schedules_are_known", "train_ppo_ray", "--actor.lr_scheduler cosin", ["--actor.lr_scheduler cosin is not a schedule; did you mean cosine?", "inverse_sqrt"], "--actor.lr_scheduler cosine"),
     ("schedules_are_known", "train_sft", "--lr_scheduler xyz", ["--lr_scheduler xyz is not a schedule (choose from constant,"], "--lr_scheduler polynomial"),
     ("schedules_are_known", "train_ppo_ray", "--critic.lr_scheduler greedy", ["--critic.lr_scheduler greedy follows a loss"], "--critic.lr_scheduler linear"),
@@ -69,7 +69,7 @@ CASES = [
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2 3", ["--reward.weights has 3 values for the 1"], "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2"),
     ("reward_weights_match", "train_ppo_ray", "--reward_pretrain r,s --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.model_name_or_path"], "--reward_pretrain r,s --reward.weights 1 2"),
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py,b.py --reward.weights 0 0", ["--reward.weights: with all weights 0"], "--remote_rm_url a.py,b.py --reward.weights 1 0"),
-    ("sizes_are_positive", "serve_rm", "--max_queue 0", ["--max_queue 0"], "--max_queue 1"),
+    ("values_are_within_bounds", "serve_rm", "--max_queue 0", ["--max_queue 0"], "--max_queue 1"),
     ("api_key_is_a_key", "serve_rm", "--api_key=", ["--api_key is empty"], "--api_key k"),
     ("api_key_is_a_key", "serve_rm", "--api_key schlüssel", ["--api_key", "ASCII"], ""),
     ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url localhost:5000", ["--reward.remote_url localhost:5000 is neither"], "--remote_rm_url http://localhost:5000"),
@@ -102,13 +102,31 @@ def test_rule_refuses_and_lets_pass(rule, command, bad, expected, good):
 
 
 def test_every_rule_is_tested():
-    listed = {rule.__name__ for rule in (*rules.COMMON_RULES, *(r for some in rules.RULES.values() for r in some))}
-    assert listed == {case[0] for case in CASES}
+    assert {rule.__name__ for rule in rules.CONTRADICTIONS} == {case[0] for case in CASES}
 
 
-def test_every_limit_is_on_a_flag_that_exists():
-    known = {path for command in ROOTS for path in flags_of(command)}
-    assert known >= {*limits.POSITIVE, *limits.RANGES, *limits.OPTIMIZER_RANGES}
+BOUNDED = [(command, path) for command in ROOTS for path, spec in flags_of(command).items() if spec.flag.bounds]
+
+
+@pytest.mark.parametrize(("command", "path"), BOUNDED)
+def test_a_bound_holds_its_flag_on_both_sides(command, path):
+    """The bound itself passes where the words say that it may, a number just beyond it never does."""
+    spec = flags_of(command)[path]
+    flag, pair = spec.flag, spec.shape.count == 2
+    low, high = flag.within or (flag.above if flag.at_least is None else flag.at_least, flag.below)
+
+    def refused(number):
+        value = (number, spec.default[1]) if pair else number
+        problems = list(rules.values_are_within_bounds(build(command, {path: value})))
+        assert len(problems) <= 1
+        assert all(problem.startswith(f"--{path} {number}") and problem.endswith(flag.bounds) for problem in problems)
+        return bool(problems)
+
+    assert list(rules.values_are_within_bounds(build(command, {}))) == []
+    for bound, outwards, strict in ((low, -1, flag.above is not None), (high, 1, flag.below is not None)):
+        if bound is not None and abs(bound) != float("inf"):
+            assert refused(bound) == strict
+            assert refused(bound + outwards)
 
 
 def test_every_schedule_of_transformers_is_offered_or_refused_by_name():
@@ -171,7 +189,7 @@ def test_every_attention_of_transformers_is_known(name):
 
 
 def test_every_need_is_tested_and_a_complete_run_needs_nothing():
-    assert {rule.__name__ for some in rules.NEEDS.values() for rule in some} == {need[0] for need in NEEDS}
+    assert {rule.__name__ for rule in rules.REQUIREMENTS} == {need[0] for need in NEEDS}
     require_runnable(parse("train_ppo_ray", RUNNABLE.split()))
     require_runnable(parse("train_ppo_ray", f"{RUNNABLE} --rollout_batch_size 4 --train_batch_size 32".split()))
     require_runnable(parse("train_sft", ["--pretrain", "m", "--dataset", "d"]))
@@ -220,7 +238,7 @@ def test_a_choice_that_is_not_followed_is_noted(rule, command, argv, expected, c
 
 
 def test_every_note_is_tested_and_defaults_are_silent(capsys):
-    noted = {rule.__name__ for some in rules.NOTES.values() for rule in some} | {"flags_without_effect"}
+    noted = {rule.__name__ for rule in rules.NOTES} | {"flags_without_effect"}
     assert noted == {note[0] for note in NOTED}
     for command in ("train_sft", "train_rm", "train_dpo", "train_ppo_ray", "serve_rm", "lora_combiner"):
         parse(command, [])

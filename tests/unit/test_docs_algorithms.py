@@ -15,7 +15,7 @@ from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.config import parse, refuse_unbuilt, require_runnable
 from openrlhf.config.aliases import vocabulary
-from openrlhf.config.optimizer import SCHEDULES
+from openrlhf.config.training import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -1,16 +1,12 @@
-"""What the user wrote and a run will not do as written: told, not refused.
-
-Most of it is declared on the flags themselves (`Flag.only_with`, `Flag.no_effect`), and told here of those that were
-given. A function below is for what takes more than that.
-"""
+"""Flags without an effect: what a flag needs is declared on it (`Flag.only_with`, `Flag.no_effect`), and a user who
+gives it in vain is told so."""
 
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from openrlhf.config.commands import ROOTS, Config, RLConfig, ServeRMConfig, SFTConfig
-from openrlhf.config.schema import flags_of, value_at
+from openrlhf.config.commands import Config
+from openrlhf.config.schema import command_of, flags_of, value_at
 
 NEEDED = {
     "uses_critic": "a critic (--algo.advantage.estimator gae)",
@@ -58,16 +54,16 @@ def flags_without_effect(config: Config, given: Sequence[tuple[str, ...]]) -> It
             yield f"{', '.join(flags[:-1])} and {flags[-1]} {reason.of_several}"
 
 
-def settled_differently(config: Config, settled: Config) -> Iterator[str]:
+def newly_without_effect(config: Config, settled: Config) -> Iterator[str]:
     """The same for what turned out when a run began: `settled` has the choices that `config` left to the machine."""
-    specs = flags_of(_command(config)).values()
+    specs = flags_of(command_of(config)).values()
     changed = [spec.path for spec in specs if value_at(config, spec.path) != spec.default]
     yield from flags_without_effect(settled, [(path,) for path in changed if why_without_effect(config, path) is None])
 
 
 def why_without_effect(config: Config, path: str) -> Reason | None:
     """None: the flag has an effect, or asks for nothing."""
-    spec = flags_of(_command(config))[path]
+    spec = flags_of(command_of(config))[path]
     value = value_at(config, path)
     if value is None or (isinstance(value, int) and not is_on(value) and spec.default is not True):
         return None  # unset, a switch that is off, a group of no workers
@@ -122,89 +118,3 @@ def _needed(operator: str, name: str, values: str) -> str:
     if operator in ("!", "!="):
         return f"no {shown} {values.replace(',', ' or ')}".rstrip()
     return f"{shown} {values.replace(',', ' or ')}".rstrip()
-
-
-def _command(config: Config) -> str:
-    return next(command for command, root in ROOTS.items() if type(config) is root)
-
-
-def template_is_not_used(config: Any) -> Iterator[str]:
-    template = config.data.input_template
-    if template is None:
-        return
-    if "{}" not in template:
-        yield "--data.input_template has no {} for the prompt: it is not used"
-    elif "\\n" in template:
-        yield "--data.input_template contains a backslash and an n, not a line break: write $'…\\n…' in the shell"
-
-
-def raw_text_has_no_template(config: SFTConfig) -> Iterator[str]:
-    if config.model.pretrain_mode_enable and config.data.apply_chat_template:
-        yield "--data.apply_chat_template is for lists of messages: --model.pretrain_mode_enable learns text as it is"
-
-
-def stop_text_is_meant(config: RLConfig) -> Iterator[str]:
-    if any("\\n" in text for text in config.rollout.stop or ()):
-        yield "--rollout.stop contains a backslash and an n, not a line break: write $'…\\n…' in the shell"
-
-
-def kl_estimator_fits_its_use(config: RLConfig) -> Iterator[str]:
-    kl = config.algo.kl
-    if not config.uses_reference:
-        return
-    if kl.use_loss and kl.estimator == "k1":
-        yield "--algo.kl.estimator k1 has the wrong gradient as a loss: k2 or k3 is recommended with --algo.kl.use_loss"
-    if not kl.use_loss and kl.estimator != "k1":
-        yield (
-            f"--algo.kl.estimator {kl.estimator} has the wrong gradient as a reward: "
-            "k1 is recommended without --algo.kl.use_loss"
-        )
-
-
-def agent_replaces_remote_reward(config: RLConfig) -> Iterator[str]:
-    if config.train.agent_func_path and config.reward.remote_url:
-        yield "--reward.remote_url judges only episodes to which the agent of --train.agent_func_path gives no reward"
-
-
-def reward_servers_have_a_path(config: RLConfig) -> Iterator[str]:
-    for source in config.reward.sources:
-        for url in source.names if source.kind == "http" else ():
-            if not urlsplit(url).path.strip("/"):
-                yield f"--reward.remote_url {url} names no path: {url.rstrip('/')}/get_reward is asked"
-
-
-def evaluations_beside_training_are_saved(config: RLConfig) -> Iterator[str]:
-    measured, saved = config.eval.period, config.ckpt.period
-    follows = config.eval.dataset and config.ckpt.best_metric_key != "none"
-    if config.train.async_enable and follows and measured and saved and measured % saved:
-        yield (
-            f"--eval.steps {measured}: evaluations go on beside training, so a checkpoint is written at each as well, "
-            "in case it is the best (--ckpt.best_metric_key none leaves these out)"
-        )
-
-
-def async_engines_have_own_devices(config: RLConfig) -> Iterator[str]:
-    if config.train.async_enable and config.train.colocate_all and not config.train.async_share_device:
-        yield (
-            "--train.colocate_all with --train.async_enable: the models share devices, the engines have their own "
-            "(on a single device add --train.async_share_device)"
-        )
-
-
-def local_launcher_is_one_process(config: RLConfig) -> Iterator[str]:
-    world = config.actor.world_size
-    if config.train.launcher == "local" and world is not None and world > 1:
-        yield (
-            f"--train.launcher local is one process on this machine: the actor's {world} workers "
-            "(--actor.num_nodes × --actor.num_gpus_per_node) become 1"
-        )
-
-
-def nothing_to_go_on_from(config: Any) -> Iterator[str]:
-    if config.ckpt.auto_resume and config.ckpt.period is None:
-        yield "--ckpt.auto_resume without --ckpt.save_steps: a checkpoint is written only when a signal stops the run"
-
-
-def server_is_open(config: ServeRMConfig) -> Iterator[str]:
-    if config.api_key is None and config.host not in ("127.0.0.1", "localhost", "::1"):
-        yield f"--host {config.host} without --api_key: whoever reaches this machine may ask the reward model"
