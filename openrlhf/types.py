@@ -1,9 +1,10 @@
-"""Every record that crosses a stage, in the order in which a prompt meets them.
+"""The records that stages hand to each other, in the order in which a prompt meets them.
 
     Prompt → SamplingParams → Generation → StepResult → Segment → Trajectory → Group
            → TrainingSample → TrainingBatch → PackedTokens / PackedBatch (one micro-batch)
 
-Records check themselves when they are made: a wrong length fails where it arose, not three stages later.
+Records check themselves when they are made, so that a wrong length fails where it arose, not three stages later.
+Records that only one stage uses live in that stage's package.
 
 Shapes: T tokens of one stream, N sequences, A action tokens, G samples of a group, V vocabulary. A token's
 column entry describes the token itself: `logprobs[t]` is log π(token t | tokens before t), never that of t + 1.
@@ -25,14 +26,14 @@ from torch import Tensor
 
 
 class SampleKey(NamedTuple):
-    """Where a segment comes from. Unique for the whole run, so retries and resumes can be told apart."""
+    """The origin of a segment. It is unique in the whole run, so that retries and resumed runs can be told apart."""
 
     prompt: int
     """Ordinal of the prompt in the prompt stream."""
     sample: int
-    """Which of the prompt's n samples."""
+    """The index among the prompt's n samples."""
     segment: int = 0
-    """Which segment of the episode; 0 unless a client rewrote its history."""
+    """The index among the segments of the episode; 0 unless a client rewrote its history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,11 @@ class Prompt:
     ordinal: int
     """Position in the endless prompt stream (not in the data set): the identity of this task."""
     text: str
-    """What the policy reads."""
+    """The text that the policy reads."""
     label: Any = ""
     """Ground truth for rewards and environments; "" when the data has none."""
     datasource: str = "default"
-    """Which source evaluation reports it under."""
+    """The name under which evaluation reports it."""
     where: str = ""
     """Where it was read, for messages: `record 12 of train.jsonl`."""
     images: tuple[Any, ...] = ()
@@ -181,14 +182,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """The token limit."""
     ABORT = "abort"
-    """The engine was told to give it up."""
+    """The engine was told to end the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What an engine returns for one request: the tokens it really sampled, and how likely they were.
+    """The answer of an engine to one request: the tokens that it sampled, and their log-probs.
 
-    A streamed generation comes in parts of the same form, each with what is new since the part before.
+    A streamed generation comes in parts of the same form, each with the tokens since the part before.
     """
 
     token_ids: list[int]
@@ -198,9 +199,9 @@ class Generation:
     versions: list[int]
     """Weight version that produced each token."""
     finish_reason: FinishReason | None
-    """None for a part with others to follow."""
+    """None for a part that is not the last one."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for everything else."""
+    """The stop token or stop string that ended it; None if something else did."""
     text: str = ""
     """Decoded tokens, in the form the sampling parameters ask for."""
     _outputs: list[CompletionOutput] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -214,7 +215,7 @@ class Generation:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """The same as vLLM's `RequestOutput` shows it, for users' agents: `generation.outputs[0].text`."""
+        """The generation in the form of vLLM's `RequestOutput`, for users' agents: `generation.outputs[0].text`."""
         if not self._outputs:
             self._outputs.append(CompletionOutput(self))
         return self._outputs
@@ -257,21 +258,24 @@ class StepResult:
     """An environment's answer to one action, parsed from what the user's `step` returned."""
 
     reward: float
-    """Earned by this turn alone."""
+    """The reward of this turn alone."""
     done: bool
     score: float | None = None
-    """Success in [0, 1] for filtering and evaluation; None: the sum of rewards so far."""
+    """Success in [0, 1], for filtering and evaluation; None: the sum of rewards so far."""
     feedback: str = ""
-    """Text the policy reads before its next turn."""
+    """The text that the policy reads before its next turn."""
     sampling_params: SamplingParams | None = None
-    """Replaces the caller's for the next turn."""
+    """The sampling parameters of the next turn; None: those of the caller."""
     extra_logs: dict[str, float] = field(default_factory=dict)
     images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One contiguous token history that the policy saw and wrote. Made by `agents.recorder.TokenRecorder` only.
+    """One contiguous token history that the policy read and wrote.
+
+    `agents.recorder.TokenRecorder` is the only code that appends to a history. Elsewhere segments are only read back
+    (from a saved file, or from another process) or get their rewards (`Trajectory.with_reward`).
 
     A two-turn example, a = action, o = observation:
 
@@ -321,14 +325,15 @@ class Segment:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of its actions; None without any."""
+        """The oldest weight version of its actions; None without actions."""
         return int(self.versions[self.action_mask].min()) if bool(self.action_mask.any()) else None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Columns cross processes as arrays: pickle makes an archive of every tensor, 0.9 ms a segment and not 0.06."""
+        """Columns cross processes as numpy arrays: pickle would make an archive of every tensor, which takes 0.9 ms per
+        segment instead of 0.06."""
         columns = [getattr(self, name) for name in SEGMENT_COLUMNS]
         arrays = [None if column is None else column.numpy() for column in columns]
         return _segment_from_arrays, (arrays, self.position_ids, self.multimodal)
@@ -339,9 +344,9 @@ class Segment:
 
     @property
     def turn_ends_A(self) -> Tensor:
-        """bool [A]: action tokens that end a turn.
+        """bool [A]: the action tokens that end a turn.
 
-        Where it was not recorded: those that an observation follows, or that earned something.
+        Where this was not recorded: the action tokens that an observation follows, or that have a reward.
         """
         if self.turn_ends is not None:
             return self.turn_ends[self.action_mask]
@@ -369,7 +374,7 @@ class Outcome(StrEnum):
     TRUNCATED = "truncated"
     """A token or turn limit cut it."""
     FAILED = "failed"
-    """Environment or reward error. Has no reward, enters no statistic, is counted in `rollout/failed`."""
+    """The environment or the reward failed. It has no reward, enters no statistic, and counts in `rollout/failed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,20 +384,20 @@ class Trajectory:
     key: SampleKey
     """(prompt ordinal, sample); the segment entry is 0."""
     segments: tuple[Segment, ...]
-    """One is the rule; empty only when the episode failed."""
+    """Usually one; empty only when the episode failed."""
     outcome: Outcome
     reward: float | None = None
     """Sum of its turn rewards, raw; None until scored."""
     reward_size: float | None = None
-    """Sum of the absolute values of what the reward was added up from, where several sources gave it; it says how much
-    of the reward may be rounding. None: the turn rewards are all that was added."""
+    """The sum of the absolute values of the terms of the reward, where several sources gave it. It tells how much of
+    the reward may be rounding error. None: the turn rewards are the only terms."""
     score: float | None = None
     """Success in [0, 1]; falls back to the reward."""
     text: str = ""
-    """Prompt and everything after it, decoded with special tokens: what a reward function reads as query."""
+    """The prompt and everything after it, decoded with special tokens: the `query` of a reward function."""
     extra_logs: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    """Why it failed, for people."""
+    """The reason of a failure, for messages."""
 
     def __post_init__(self) -> None:
         if self.outcome is Outcome.FAILED:
@@ -416,7 +421,7 @@ class Trajectory:
     def with_reward(
         self, reward: float, *, score: float | None, extra_logs: dict[str, float], size: float | None = None
     ) -> Trajectory:
-        """The same episode, its reward placed on the last action token."""
+        """The same episode with its reward on the last action token."""
         last = self.segments[-1]
         placed = torch.zeros_like(last.turn_rewards)
         actions = last.action_mask.nonzero()
@@ -457,15 +462,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One segment with what the update needs to know of its episode and group."""
+    """One segment, and the numbers of its episode and group that the update needs."""
 
     key: SampleKey
     segment: Segment
     rewards_A: Tensor
-    """float32 [A]: what each action token earned, after penalties and clip; a turn's reward stands on its last one."""
+    """float32 [A]: the reward of each action token, after penalties and clip. A turn's reward is on its last token."""
     compared_A: Tensor | None = None
-    """float32 [A]: what each action token gets from the comparison with the prompt's other samples. None under
-    estimators that compare none."""
+    """float32 [A]: the result of the comparison with the prompt's other samples, for each action token. None under
+    estimators that do not compare samples."""
 
     def __post_init__(self) -> None:
         for name, column in (("rewards", self.rewards_A), ("comparisons", self.compared_A)):
@@ -484,30 +489,30 @@ COLUMNS = (
     "returns_A",
     "advantages_A",
 )
-"""What `TrainingBatch` and `PackedBatch` know about each action token; None until its stage has run, or for good."""
+"""The columns of `TrainingBatch` and `PackedBatch`, one number per action token; None until a stage fills it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingBatch:
-    """The samples that one rank trains on in a round, and what the stages have worked out about them so far.
+    """The samples that one rank trains on in a round, and the columns that the stages have computed so far.
 
     Columns ending in `_A` are 1-D over all action tokens of all samples, sample after sample: sample i owns
-    entries `action_offsets[i] : action_offsets[i + 1]`. The segments of an episode stand side by side, in order.
+    entries `action_offsets[i] : action_offsets[i + 1]`. The segments of an episode are adjacent and in order.
     """
 
     samples: list[TrainingSample]
     action_offsets: list[int] = field(init=False)
     rollout_logprobs_A: Tensor | None = field(init=False)
-    """log π of the weights that sampled, as the engine reported it; NaN on samples whose engine was not asked for it.
-    None when none was."""
+    """log π of the weights that sampled, as the engine reported it; NaN on samples without it. None when no sample has
+    it."""
     old_logprobs_A: Tensor | None = None
     """log π of the weights before this round's updates. None when provably equal to the current ones."""
     reference_logprobs_A: Tensor | None = None
     """log π of the reference model. None without one."""
     values_A: Tensor | None = None
-    """What the critic expected before this round's updates. None without a critic."""
+    """The critic's values before this round's updates. None without a critic."""
     returns_A: Tensor | None = None
-    """What the critic is trained towards."""
+    """The targets of the critic."""
     advantages_A: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -527,22 +532,22 @@ class TrainingBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample."""
+        """The number of tokens of each sample."""
         return [len(sample) for sample in self.samples]
 
     @property
     def episode_offsets(self) -> list[int]:
-        """Where each episode begins in the `_A` columns, and the end."""
+        """The index in the `_A` columns where each episode begins, and the end."""
         episodes = [sample.key._replace(segment=0) for sample in self.samples]
         firsts = [i for i in range(len(episodes)) if i == 0 or episodes[i] != episodes[i - 1]]
         return [*(self.action_offsets[i] for i in firsts), self.num_actions]
 
     def actions_of(self, index: int) -> slice:
-        """Where sample `index` stands in the `_A` columns."""
+        """The entries of sample `index` in the `_A` columns."""
         return slice(self.action_offsets[index], self.action_offsets[index + 1])
 
     def per_action(self, values: Sequence[float]) -> Tensor:
-        """float32 [A]: each sample's number on all of its action tokens."""
+        """float32 [A]: the number of each sample, repeated for all of its action tokens."""
         counts = [sample.segment.num_actions for sample in self.samples]
         return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
 
@@ -567,7 +572,7 @@ def _sampled_logprobs(segment: Segment) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """Several sequences laid end to end, without padding: what a model's forward takes.
+    """Several sequences laid end to end, without padding: the input of a model's forward.
 
     Two sequences of 3 and 2 tokens:
 
@@ -581,7 +586,7 @@ class PackedTokens:
     position_ids: Tensor
     """int64 [T], restarting at 0 with every sequence."""
     cu_seqlens: Tensor
-    """int32 [N+1]: where each sequence begins, and the end."""
+    """int32 [N+1]: the position where each sequence begins, and the end."""
     action_positions: Tensor
     """int64 [A]: stream positions of the tokens whose log-probs are wanted, ascending."""
     max_seqlen: int
@@ -604,7 +609,7 @@ class PackedTokens:
     ) -> PackedTokens:
         """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted.
 
-        `shared_prefixes` as the field; the caller vouches for it.
+        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here.
         """
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) == 0:
@@ -627,7 +632,7 @@ class PackedTokens:
 
     @staticmethod
     def from_segments(segments: Sequence[Segment]) -> PackedTokens:
-        """Pack segments; neighbours that begin with the same prompt share it."""
+        """Pack segments. Adjacent segments that begin with the same prompt share it."""
         return PackedTokens.from_sequences(
             [s.token_ids for s in segments],
             [s.action_mask for s in segments],
@@ -647,7 +652,7 @@ class PackedTokens:
         return self.action_positions.shape[0]
 
     def action_sequences(self) -> Tensor:
-        """int64 [A]: which sequence each action token belongs to."""
+        """int64 [A]: the index of the sequence of each action token."""
         return torch.bucketize(self.action_positions, self.cu_seqlens[1:].to(torch.int64), right=True)
 
     def split(self) -> Iterator[PackedTokens]:
@@ -679,7 +684,7 @@ class PackedBatch:
 
     tokens: PackedTokens
     rows: Tensor
-    """int64 [A]: where these actions stand in the `TrainingBatch` columns."""
+    """int64 [A]: the indices of these actions in the `TrainingBatch` columns."""
     rollout_logprobs_A: Tensor | None = None
     old_logprobs_A: Tensor | None = None
     reference_logprobs_A: Tensor | None = None
@@ -704,7 +709,7 @@ class PackedBatch:
 
 
 def _shared_prompt(first: Segment, second: Segment) -> int:
-    """Tokens before the first action, if both segments begin with the same ones; else 0."""
+    """The number of tokens before the first action, if they are the same in both segments; otherwise 0."""
     prompt = int(second.action_mask.int().argmax())
     if int(first.action_mask.int().argmax()) != prompt:
         return 0

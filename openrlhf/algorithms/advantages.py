@@ -4,17 +4,16 @@ Estimators that compare a prompt's samples give an action token of turn k
 
     A = (x − b) / s,
 
-where x is what the token has to show for itself, and b and s come from the same thing of the prompt's other samples:
-baseline and scale are what distinguishes the estimators. What x is, is said by `Turns`: the episode's total, its
-return to go from turn k on, or its rewards turn by turn. Some estimators are then whitened over all action tokens of
-the round.
+where x is the return that the token is credited with, and the baseline b and the scale s come from the returns of the
+prompt's samples. The estimators differ in b and s. `Turns` says what x is: the total of the episode, its return to go
+from turn k on, or its rewards turn by turn. Some estimators are then whitened over all action tokens of the round.
 
-The others credit a token with what comes after it, R_t = Σ_{i ≥ t} γ^(i−t) r_i over action tokens i of the same
+The others credit a token with the rewards after it, R_t = Σ_{i ≥ t} γ^(i−t) r_i over action tokens i of the same
 episode, where r_i is the turn's reward if token i ends a turn, else 0; with a critic, `gae` takes the place of R_t.
 
 Environment tokens between turns are in no column: they neither discount nor carry a value. Columns hold several
-samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode stand next to each other
-and in order, as one sample.
+samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode are adjacent and in
+order, as one sample.
 
 Adding an estimator is one entry in `ESTIMATORS`: the command line reads its choices there, which is why this file
 imports no torch.
@@ -42,11 +41,11 @@ ROUNDING = 4 * FLOAT32_EPSILON
 """Sums of float32 rewards that differ by no more than this part of what was added up do not differ.
 
 A float32 reward r may be off by ε/2 · |r|, and so a sum of such rewards by ε/2 · Σ|r|, and the difference of two sums
-by ε · Σ|r|. Four times that leaves room for whoever added in float32 before we did."""
+by ε · Σ|r|. Four times that leaves room for sums that users' code has taken in float32 before."""
 
 
 class Shaping(NamedTuple):
-    """What is made of each value of a group: (value − baseline) / scale. Shaped as the values."""
+    """How each value of a group is normalised: (value − baseline) / scale. Shaped as the values."""
 
     baseline_M: Tensor
     scale_M: Tensor
@@ -113,7 +112,7 @@ def get_estimator(name: str) -> Estimator:
 
 
 class Turns(StrEnum):
-    """What an action token of turn k has to show for itself where a prompt's samples are compared."""
+    """The return x that an action token of turn k is credited with where a prompt's samples are compared."""
 
     OUTCOME = "outcome"
     """The total of its episode: every action token of an episode has the same advantage."""
@@ -127,13 +126,13 @@ class Turns(StrEnum):
 
 
 class TurnRewards(NamedTuple):
-    """What one episode earned, turn by turn."""
+    """The rewards of one episode, turn by turn."""
 
     rewards_K: Tensor
     """float64 [K]"""
     sizes_K: Tensor
-    """float64 [K]: the sum of the absolute values of what each reward was added up from. It says how much of the reward
-    may be rounding."""
+    """float64 [K]: the sum of the absolute values of each reward's terms. It tells how much of the reward may be
+    rounding error."""
 
 
 def turn_advantages(
@@ -189,7 +188,7 @@ def _agree(values_M: Tensor, sizes_M: Tensor) -> Tensor:
 
 
 def _alike(episodes: Sequence[TurnRewards]) -> bool:
-    """All have as many turns, and earned the same in each."""
+    """Whether all episodes have the same number of turns, and the same reward in each turn."""
     import torch
 
     if len({len(episode.rewards_K) for episode in episodes}) > 1:
@@ -209,11 +208,11 @@ def discounted_returns(rewards_A: Tensor, offsets: Sequence[int], *, gamma: floa
 
 
 class GAE(NamedTuple):
-    """What a critic's values make of rewards."""
+    """Advantages and returns from rewards and a critic's values."""
 
     advantages_A: Tensor
     returns_A: Tensor
-    """A + V: what the critic is trained towards."""
+    """A + V: the targets of the critic."""
 
 
 def gae(
@@ -248,7 +247,7 @@ class Moments(NamedTuple):
 
     @staticmethod
     def merged(parts: Iterable[Moments]) -> Moments:
-        """Those of all ranks' values together."""
+        """The sums over the values of all ranks."""
         totals, squares, sizes = zip(*parts, strict=True)
         return Moments(sum(totals), sum(squares), sum(sizes))
 
@@ -258,7 +257,7 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """Of the population, over `size` values."""
+        """The variance of the population, over `size` values."""
         return max(self.total_squared / max(self.size, 1) - self.mean**2, 0.0)
 
 
@@ -289,7 +288,7 @@ def overlong_penalty(length: int, *, limit: int, buffer: float, factor: float) -
 
 
 def stop_properly(turn_rewards: Tensor, *, coef: float) -> Tensor:
-    """What a truncated episode keeps of its rewards (ProRL's stop-properly penalty). Not for those that ended.
+    """The rewards that a truncated episode keeps (ProRL's stop-properly penalty). Other episodes are not changed.
 
     coef in [0, 1]: every reward times coef. coef < 0: the total becomes coef, on the last turn, whatever was earned.
     """

@@ -31,7 +31,7 @@ class CorrectionInputs(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """What the token losses are multiplied by."""
+    """The factors of the token losses."""
 
     weights_A: Tensor
     touched_A: Tensor

@@ -1,4 +1,4 @@
-"""How far the policy is from its reference: estimates per action token, and who sets the price of it.
+"""The KL divergence of the policy from its reference: estimates per action token, and controllers of its coefficient.
 
 With d = log π(t) − log π_ref(t) of a token sampled from π (John Schulman, "Approximating KL divergence",
 http://joschu.net/blog/kl-approx.html):
@@ -59,7 +59,7 @@ class KLController(Protocol):
     def coef(self) -> float: ...
 
     def update(self, kl: float, samples: int) -> None:
-        """Told once a round: the mean KL per action token, and how many samples it is of."""
+        """Called once a round with the mean KL per action token and the number of samples."""
         ...
 
     def state_dict(self) -> dict[str, float]: ...

@@ -38,7 +38,7 @@ class LossInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """What the losses are told."""
+    """The parameters of the policy losses."""
 
     clip_low: float
     """ε_low: the ratio's lower bound is 1 − ε_low."""
@@ -53,7 +53,7 @@ class LossSettings:
 
 
 class TokenLoss(NamedTuple):
-    """A policy loss and what people want to know about it."""
+    """A policy loss per token, and which tokens its clip has touched."""
 
     loss_A: Tensor
     clipped_A: Tensor
@@ -156,7 +156,7 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 
 class ValueLoss(NamedTuple):
-    """The critic's loss and what people want to know about it."""
+    """The critic's loss per token, and which tokens its clip has touched."""
 
     loss_A: Tensor
     clipped_A: Tensor

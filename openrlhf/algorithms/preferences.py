@@ -4,7 +4,7 @@
     DPO, IPO       log π(y|x) − log π_ref(y|x)      compares log-ratios of a chosen and a rejected answer
     KTO            the same, one answer at a time   compares a log-ratio with a reference point
 
-How they are summed is the trainer's business: a mean over an optimizer step. Adding a loss is one entry in a registry:
+The trainer sums them: a mean over an optimizer step. Adding a loss is one entry in a registry:
 the command line reads its choices there, which is why this file imports no torch.
 
 Shapes: P pairs, N answers.
@@ -104,7 +104,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 PREFERENCE_LOSSES = ("dpo", "kto")
-"""What train_dpo chooses between. They read different data: pairs, or single answers with a label. IPO and cDPO are
+"""The losses of train_dpo. They read different data: pairs, or single answers with a label. IPO and cDPO are
 variants on pairs, with switches of their own."""
 
 RewardLoss = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]

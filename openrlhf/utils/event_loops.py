@@ -1,7 +1,7 @@
 """Event loops in threads of their own, whose tasks go on while the caller blocks.
 
-LoopThread          coroutines from any thread, each wait with a name and a deadline
-BackgroundRunner    `asyncio.Runner` whose loop goes on between two calls of `run`
+LoopThread          runs coroutines for any thread; each wait has a name and a deadline
+BackgroundRunner    an `asyncio.Runner` whose loop also runs between two calls of `run`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openrlhf.utils import waits
 
 _T = TypeVar("_T")
 _CLOSING_SECONDS = 20.0
-"""After this long a loop that does not answer is left to end with the process."""
+"""After this long, a loop that does not answer is left alone; it ends with the process."""
 
 
 class LoopThread:
@@ -33,15 +33,15 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether anything on its loop goes on. It dies of what ends an interpreter: a task that calls `sys.exit`."""
+        """Whether the loop still runs. A task that raises SystemExit (`sys.exit`) ends it."""
         return self._thread.is_alive()
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        """Cancelling the future cancels the work."""
+        """Start the coroutine. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, _T], what: str, *, deadline: float) -> _T:
-        """Block until it is done. After `deadline` seconds it is cancelled, and a TimeoutError says what it was for."""
+        """Run the coroutine and wait for it. After `deadline` seconds it is cancelled; the TimeoutError names it."""
         future, end = self.submit(work), time.monotonic() + deadline
         with waits.waiting(what, deadline=deadline) as wait:
             while not concurrent.futures.wait([future], timeout=min(1.0, max(0.0, end - time.monotonic()))).done:
@@ -53,7 +53,7 @@ class LoopThread:
         return future.result()
 
     def close(self) -> None:
-        """Cancel what is left, and end the thread. Closing twice is fine."""
+        """Cancel all tasks and end the thread. It may be called twice."""
         if self._loop.is_closed():
             return
         if self.alive:
@@ -77,19 +77,19 @@ _DEAD = "the thread that plays episodes has ended; nobody will finish what is in
 
 
 class LoopRunner(Protocol):
-    """Runs coroutines to their end, one call after the other: `asyncio.Runner`, or one whose loop never rests."""
+    """Runs coroutines to their end, one call after the other: `asyncio.Runner` or `BackgroundRunner`."""
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T: ...
 
 
 class BackgroundRunner:
-    """While open, tasks on its loop go on between two calls of `run`, and during everything else."""
+    """While open, the tasks on its loop also go on between two calls of `run`."""
 
     def __init__(self, name: str = "rollout") -> None:
         self._thread = LoopThread(name)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Block until it is done. Who is interrupted meanwhile gives it up, as `asyncio.Runner` does."""
+        """Run the coroutine and wait for it. A KeyboardInterrupt cancels it, as with `asyncio.Runner`."""
         if not self._thread.alive:
             work.close()
             raise RuntimeError(_DEAD)
@@ -107,7 +107,7 @@ class BackgroundRunner:
             raise asyncio.CancelledError from None
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        """Begin it, and come back at once."""
+        """Start the coroutine and return at once."""
         return self._thread.submit(work)
 
     def __enter__(self) -> BackgroundRunner:

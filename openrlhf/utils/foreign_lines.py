@@ -1,4 +1,4 @@
-"""What other libraries may say on a run's terminal: errors, and a warning once. Imports the standard library only."""
+"""Log lines of other libraries on the terminal: all errors, each warning once. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LIBRARIES = (
     "urllib3",
     "vllm",
 )
-"""First names of their loggers and modules. Other names are ours or the user's, whose lines are all shown."""
+"""The first part of their loggers' and modules' names. All lines of other loggers, ours and the user's, are shown."""
 
 _IDLE = {
     "bitsandbytes": (
-        # For a layout of 4-bit weights that ours never have.
+        # It concerns a layout of 4-bit weights that is not used here.
         "Failed to load CPU gemm_4bit_forward",
     ),
     "transformers": (
@@ -38,33 +38,33 @@ _IDLE = {
         "Ignoring clean_up_tokenization_spaces=True",
     ),
     "vllm": (
-        # Tables of sines and cosines, which no file holds, and a head that is tied to the embeddings: no push sends
-        # them, so at every push.
+        # It comes at every push, for tensors that a push never sends: tables of sines and cosines, and a head that is
+        # tied to the embeddings.
         r"\w*(RotaryEmbedding|LMHead): Failed to load weights",
         # Weights come in the policy's order.
         r"Allocating .* of device memory to buffers to load",
-        # The first of each kind of request.
+        # It comes with the first request of each kind.
         "Triton kernel JIT compilation during inference",
         "No FlashInfer autotune cache entries found",
-        # What follows from our own arguments.
+        # These follow from our own arguments.
         "Enforce eager set",
         "Inductor compilation was disabled",
         "Passing raw prompts to InputProcessor is deprecated",
-        # An engine on a CPU.
+        # These come with an engine on a CPU.
         r"Triton is (not )?installed",
         "Model Runner V2 requires Triton",
         "Reset SSM cache type",
         r"\w+ is not found in LD_PRELOAD",
     ),
 }
-"""Beginnings of warnings, by library, that mean nothing in our runs and that no user can do anything about."""
+"""By library, the beginnings of warnings that mean nothing in our runs and that a user cannot do anything about."""
 
 
 class ForeignLines(logging.Filter):
-    """Of other libraries, lets pass: every error; of warnings, each text once, and none that is known to be idle."""
+    """Lets all errors of other libraries pass, and each of their warnings once, except for those in `_IDLE`."""
 
     def __init__(self, *, level: int = logging.WARNING) -> None:
-        """`level`: what they say below it is left out."""
+        """`level`: lines of other libraries below this level are left out."""
         super().__init__()
         self._level = level
         self._said: set[tuple[str, str]] = set()
@@ -76,7 +76,7 @@ class ForeignLines(logging.Filter):
         text = record.getMessage()
         if record.levelno < self._level or any(re.match(idle, text) for idle in _IDLE.get(library, ())):
             return False
-        # The text before its numbers are put in: a count or a time makes no other warning of it.
+        # This is the text before its numbers are put in: the same warning with another count is no new warning.
         said = (record.name, str(record.msg))
         if said in self._said:
             return False
@@ -85,10 +85,10 @@ class ForeignLines(logging.Filter):
 
 
 def start_logging(*, is_main: bool = True) -> None:
-    """Lines go to stderr: ours with what they inform about, those of other libraries as `ForeignLines` has them.
+    """Write log lines to stderr: ours from INFO on, those of other libraries through `ForeignLines`.
 
-    A process that is not the main one says what is wrong with itself; warnings of libraries, which are the same in all,
-    are the main one's.
+    A process that is not the main one logs its own warnings and the errors of libraries. Their warnings are the same in
+    all processes, so only the main one shows them.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(ForeignLines(level=logging.WARNING if is_main else logging.ERROR))
@@ -98,14 +98,14 @@ def start_logging(*, is_main: bool = True) -> None:
 
 
 def filter_unhandled() -> None:
-    """For a process that has set no logging up, or not yet: what Python then prints of warnings is filtered alike."""
+    """Filter the lines that Python prints in a process that has not set up logging, in the same way."""
     if logging.lastResort is not None and not logging.lastResort.filters:
         logging.lastResort.addFilter(ForeignLines())
     _ignore_deprecations()
 
 
 def _ignore_deprecations() -> None:
-    """They are for whoever maintains the library. A user's own files are told, and who asks Python for all of them."""
+    """Hide deprecation warnings of libraries. A user sees those of their own files, and all with `python -W`."""
     if not sys.warnoptions:
         for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(LIBRARIES)})(\.|$)")

@@ -1,4 +1,4 @@
-"""Python's garbage collector, and the objects that it need not look at."""
+"""Python's garbage collector, and the objects that it need not scan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def frozen_gc() -> Iterator[None]:
-    """While open, what is there already is taken to stay.
+    """While open, the garbage collector does not scan the objects that exist already.
 
-    Libraries and models are a million objects. A full collection walks them all, in the middle of generation, and takes
-    as long as everything else that a round of 512 samples costs this process.
+    Libraries and models are a million objects. A full collection scans them all, in the middle of generation, and takes
+    as long as everything else that this process does for a round of 512 samples.
     """
     gc.collect()
     gc.freeze()

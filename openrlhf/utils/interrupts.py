@@ -1,10 +1,10 @@
 """Signals that end a run: Ctrl-C, SIGTERM and SIGHUP at once, SIGTERM and SIGUSR1 after the running step.
 
-At once: the run is unwound. Logs are closed, the report is written, users' code is ended. Another signal during that
-ends the process where it stands. Each signal has its own exit status.
+At once: logs are closed, the report is written, and the processes with users' code are ended. Another signal during
+that ends the process immediately. Each signal has its own exit status.
 
-After the step: while a run trains (`deferred`), SIGTERM and SIGUSR1 ask it to save and stop. Before and after that
-SIGUSR1 has nothing to say. Imports the standard library only.
+After the step: while a run trains (`deferred`), SIGTERM and SIGUSR1 ask it to save a checkpoint and stop. Before and
+after that, SIGUSR1 has no effect. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _before_the_end: Callable[[], None] | None = None
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, and SIGUSR1 is ignored. Handlers are put back
-    afterwards.
+    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, and SIGUSR1 is ignored. The former handlers
+    are restored afterwards.
 
-    Signals that are ignored (`nohup`), or that somebody else handles already, are left alone.
+    Signals that are ignored (`nohup`), or that have another handler already, are left alone.
     """
     global _latest
     if threading.current_thread() is not threading.main_thread():
@@ -40,16 +40,17 @@ def handled() -> Iterator[None]:
     _latest = signal.SIGINT
     deaf = before[signal.SIGINT] is signal.SIG_IGN
     if deaf:
-        # Background jobs of shells ignore Ctrl-C. Blocked it stays unheard as well, and event loops, which take over
-        # from the default handler only, can wind up in order for the other signals.
+        # Background jobs of shells ignore Ctrl-C. Here it is blocked instead, which has the same effect. An event loop
+        # installs its orderly shutdown only where SIGINT has Python's default handler, and SIGTERM and SIGHUP need
+        # that shutdown too (`_like_ctrl_c`).
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in LIKE_CTRL_C:
         if before[number] is signal.SIG_DFL:
             signal.signal(number, _like_ctrl_c)
     if before[signal.SIGUSR1] is signal.SIG_DFL:
-        # Processes that are started from now on ignore it as well: SLURM sends it to them too, and a run whose engine
-        # is gone has nothing to save.
+        # Processes that are started from now on inherit this. SLURM sends the signal to them too; if it ended an
+        # engine, the run could not finish its step and save.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
@@ -62,25 +63,25 @@ def handled() -> Iterator[None]:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the run. The text, if there is one, says what is left of it and how it goes on."""
+    """A signal ended the run. The text, if there is one, says what was saved and how to continue."""
 
     def __init__(self, by: signal.Signals, text: str = "", *, saved: bool = True) -> None:
-        """`saved`: at the end of a step, as the signal had asked for."""
+        """`saved`: the run has saved a checkpoint at the end of a step, as the signal asked it to."""
         super().__init__(text)
         self.by = by
         self.saved = saved
 
 
 class StopRequest:
-    """Whether a signal has asked for the end, and how long it waits. Never, unless `deferred` made it."""
+    """Whether a signal has asked the run to stop. Only a request that `deferred` made can receive signals."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.overdue = False
-        """The deadline has passed before anybody accepted."""
+        """The deadline passed before the loop accepted the request."""
 
     def accept(self) -> signal.Signals | None:
-        """Who has asked, if anybody: the caller saves and stops now, however long that takes."""
+        """The signal that has asked, if any. The caller then saves and stops, and the deadline no longer counts."""
         if self.asked is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return self.asked
@@ -88,9 +89,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def deferred(deadline: float) -> Iterator[StopRequest]:
-    """Inside, SIGTERM and SIGUSR1 ask for the end of the run, and are Ctrl-C after so many seconds; 0: at once.
+    """Inside, SIGTERM and SIGUSR1 ask the run to stop; after `deadline` seconds they act like Ctrl-C (0: at once).
 
-    Only the first counts: launchers pass on what their processes have been sent already. Ctrl-C itself does not wait.
+    Only the first signal counts, because launchers pass signals on to processes that have received them already.
+    Ctrl-C itself does not wait.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -129,17 +131,17 @@ def deferred(deadline: float) -> Iterator[StopRequest]:
 
 
 def latest() -> signal.Signals:
-    """That ended a run at once; Ctrl-C until another one does."""
+    """The signal that ended the run at once; SIGINT unless it was another one."""
     return _latest
 
 
 def exit_status() -> int:
-    """Of a process that the latest signal ended: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    """The exit status after the latest signal: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
     return 128 + _latest
 
 
 def end_at_once_on_the_next(*, last: Callable[[], None]) -> None:
-    """The run is being wound up: one more signal calls `last` and ends the process without waiting for anything."""
+    """The run is shutting down: one more signal calls `last` and ends the process without waiting for anything."""
     global _before_the_end
     if threading.current_thread() is not threading.main_thread():
         return
@@ -152,7 +154,7 @@ def end_at_once_on_the_next(*, last: Callable[[], None]) -> None:
 def _like_ctrl_c(number: int, frame: FrameType | None) -> None:
     global _latest
     _latest = signal.Signals(number)
-    # An event loop has a handler of its own for Ctrl-C, which cancels its tasks in order.
+    # An event loop has its own handler for Ctrl-C, which cancels its tasks in order.
     handler = signal.getsignal(signal.SIGINT)
     (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 

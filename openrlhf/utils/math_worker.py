@@ -1,7 +1,8 @@
-"""The inside of a grading process: compares answers with math-verify, one at a time.
+"""The program of a grading process: it compares answers with math-verify, one at a time.
 
-Lines of JSON on two private descriptors: `sys.path` comes first and is answered with `null` or, if the library cannot
-be imported, the reason; then [given, truth, seconds] is answered with true or false. Ends when its requests do.
+It reads and writes lines of JSON on two private descriptors. The first request is `sys.path`; the answer is `null` or,
+if the library cannot be imported, the reason. Each later request [given, truth, seconds] is answered with true or
+false. The process ends when its requests end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from typing import IO, Any
 
 MEMORY_BYTES = 4 << 30
-"""Of address space: an expression may ask for more than the machine has, long before its time is up."""
+"""Limit of the address space: an expression may need more memory than the machine has, long before its time is up."""
 
 
 def serve(requests: IO[str], replies: IO[str]) -> None:
@@ -24,8 +25,8 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    # Not a Python handler: one long multiplication would keep it waiting. The kernel ends the process, so that it ends
-    # even if whoever asked is gone.
+    # The default action, not a Python handler: a handler would wait until one long multiplication has ended. The kernel
+    # ends the process, also if the process that asked is gone.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         import math_verify
@@ -38,14 +39,14 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds + 1.0)
         try:
             answer = _equal(math_verify, given, truth)
-        except Exception:  # what cannot be read or compared is not equal; MemoryError and RecursionError among it
+        except Exception:  # answers that cannot be read or compared are not equal; MemoryError counts as well
             answer = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, answer)
 
 
 def _equal(library: Any, given: str, truth: str) -> bool:
-    # Boxes only, and no fallback: otherwise the library picks some number out of what it cannot read as a whole.
+    # Without these settings the library would pick some number out of a text that it cannot read as a whole.
     config = library.LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
     wanted, got = (
         library.parse(
@@ -63,7 +64,7 @@ def _reply(replies: IO[str], value: Any) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks; this process ends with its requests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends with its requests
     requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

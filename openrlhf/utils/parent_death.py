@@ -16,14 +16,14 @@ RUN_FOLDER = "OPENRLHF_RUN_FOLDER"
 
 
 def exit_with_parent(owner: int, *, leaving_nothing_in: str | None = None) -> None:
-    """When the process `owner` is gone this one ends, and so does whatever process stands between the two.
+    """When the process `owner` is gone, this process ends, and so does a process between the two.
 
-    Without a word: nobody is there who would hear it, and what they hold, a GPU's memory for instance, is wanted.
-    `leaving_nothing_in`: a folder that goes with them.
+    It ends without cleaning up: nothing can be reported any more, and the memory of its GPU must become free.
+    `leaving_nothing_in`: a folder that is removed then.
     """
     between = os.getppid()
     try:
-        watched = os.pidfd_open(owner)  # not the number, which the next process may get
+        watched = os.pidfd_open(owner)  # not its number, which the system may give to another process
     except ProcessLookupError:
         os._exit(1)
 
@@ -42,7 +42,7 @@ def exit_with_parent(owner: int, *, leaving_nothing_in: str | None = None) -> No
 
 
 GRACE_SECONDS = 2.0
-"""How long process groups may take to end by themselves once their owner is gone."""
+"""How long process groups may take to end by themselves after their owner is gone."""
 
 # Reads "123" (take care of this group) and "-123" (it has ended). The pipe's end means that the owner is done or gone,
 # and the pidfd says so too where a forked child of the owner holds the pipe open.
@@ -97,7 +97,7 @@ class Guard:
                 self._write(group)
 
     def forget(self, group: int) -> None:
-        """It has ended."""
+        """The group has ended."""
         with self._lock:
             if group not in self._groups:
                 return
@@ -124,7 +124,7 @@ class Guard:
 
     def _write(self, number: int) -> None:
         if self._process is not None:
-            with contextlib.suppress(OSError):  # somebody has ended it; the next `watch` starts another
+            with contextlib.suppress(OSError):  # the guard was ended from outside; the next `watch` starts another
                 self._process.stdin.write(b"%d\n" % number)  # type: ignore[union-attr]
 
 
