@@ -459,6 +459,16 @@ class Group:
     def scored(self) -> tuple[Trajectory, ...]:
         return tuple(t for t in self.trajectories if not t.failed and t.reward is not None)
 
+    @property
+    def rewards(self) -> list[float]:
+        """Of `scored`."""
+        return [t.reward for t in self.scored if t.reward is not None]
+
+    @property
+    def scores(self) -> list[float]:
+        """Of `scored`."""
+        return [t.score for t in self.scored if t.score is not None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:

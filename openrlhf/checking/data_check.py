@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from openrlhf.checking.display import MOST_CHARACTERS, PIPE_WIDTH, shown
-from openrlhf.config.commands import DPOConfig, RLConfig, RMConfig, SFTConfig
+from openrlhf.config.commands import RLConfig, RMConfig, TrainerConfig
 from openrlhf.config.fields import ConfigError, NotBuiltError
 from openrlhf.config.parser import parse
 from openrlhf.data.errors import DataError
@@ -30,8 +30,6 @@ from openrlhf.models.loading import ModelLoadError
 
 COMMANDS = {"sft": "train_sft", "rm": "train_rm", "dpo": "train_dpo", "kto": "train_dpo", "rl": "train_ppo_ray"}
 """What a data set may be for -> the command that trains on it."""
-TrainingConfig = RLConfig | SFTConfig | RMConfig | DPOConfig
-"""Of these commands."""
 
 
 ABOUT = {
@@ -103,18 +101,18 @@ def guess(record: Record, flags: Sequence[str] = ()) -> str:
     return "sft" if chat is not None and chat[-1]["role"] == "assistant" else "rl"
 
 
-def configure(purpose: str, data: str, model: str, flags: Sequence[str]) -> TrainingConfig:
+def configure(purpose: str, data: str, model: str, flags: Sequence[str]) -> TrainerConfig:
     """The configuration of a run on this data. Raises ConfigError."""
     where, what = ("actor", "prompt_dataset") if purpose == "rl" else ("model", "dataset")
     words = [f"--{where}.model_name_or_path", model, f"--data.{what}", data]
     if purpose == "kto":
         words += ["--model.loss_type", "kto"]
     config = parse(COMMANDS[purpose], [*words, *flags])
-    assert isinstance(config, TrainingConfig)
+    assert isinstance(config, TrainerConfig)
     return config
 
 
-def read(config: TrainingConfig) -> tuple[TokenisedSet[Any] | PromptSet, Any]:
+def read(config: TrainerConfig) -> tuple[TokenisedSet[Any] | PromptSet, Any]:
     """Its data as a run reads it, and the tokenizer. Raises DataError and ModelLoadError."""
     if isinstance(config, RLConfig):
         from openrlhf.runs.preflight import policy_tokenizer
@@ -170,7 +168,7 @@ def lines_of(record: ShownRecord, purpose: str) -> list[str]:
     return lines
 
 
-def summary(samples: TokenisedSet[Any] | PromptSet, config: TrainingConfig) -> str:
+def summary(samples: TokenisedSet[Any] | PromptSet, config: TrainerConfig) -> str:
     """All records in a sentence or two."""
     if isinstance(samples, PromptSet):
         return (

@@ -140,4 +140,4 @@ def _readable(argument: Any) -> Any:
     """vLLM takes views of memory, not arrays."""
     if not isinstance(argument, dict):
         return argument
-    return {name: memoryview(value) if isinstance(value, np.ndarray) else value for name, value in argument.items()}
+    return {name: value.data if isinstance(value, np.ndarray) else value for name, value in argument.items()}

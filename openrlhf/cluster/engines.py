@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -67,7 +68,7 @@ class EngineSlot:
         self._node = placed.node_id(first)
         self._options = placed.options(first) | {"max_concurrency": MOST_REQUESTS}
         self._build = build
-        self._seats = [ray.remote(Seat).options(**placed.options(place)).remote() for place in others]
+        self._seats: list[Any] = [ray.remote(Seat).options(**placed.options(place)).remote() for place in others]
         self.processes: list[ProcessId] = []
         """Of an engine that has started."""
         self.sit()
@@ -76,7 +77,8 @@ class EngineSlot:
         """Start a new process. Nothing is waited for."""
         import ray
 
-        self.actor: Any = ray.remote(EngineShell).options(**self._options).remote()
+        actor_class: Any = ray.remote(EngineShell)  # Ray's own types know no methods of actors
+        self.actor: Any = actor_class.options(**self._options).remote()
         devices = [seat.devices.remote() for seat in (self.actor, *self._seats)]
         self.start = self.actor.start.remote(self._build, os.getcwd(), *devices)
         """Answers with its processes."""
@@ -232,7 +234,7 @@ class RayEngines:
                 self._waiting.append(waiter)
             await asyncio.wrap_future(waiter)
 
-    def _cause(self, engine: int, error: Exception) -> str:
+    def _cause(self, engine: int, error: BaseException) -> str:
         """Why it is lost. What an engine refuses is its caller's doing, and raised."""
         import ray
 
@@ -345,14 +347,19 @@ class RayEngines:
     def _at_work(self) -> Mapping[Hashable, Callable[[], Future[object]]]:
         """What asks whom for a sign of life: engines with requests, while they are to sample."""
         busy = {} if self.held else {e: actor for e, actor in self.sampling.items() if self._balancer.running[e]}
-        return {(e, actor): lambda actor=actor: actor.call.remote("check_health").future() for e, actor in busy.items()}
+
+        def ask(actor: Any) -> Future[object]:
+            return actor.call.remote("check_health").future()
+
+        return {(e, actor): functools.partial(ask, actor) for e, actor in busy.items()}
 
     def _unwell(self, who: Any, error: BaseException) -> None:
         import ray
 
         engine, actor = who
-        ours = isinstance(error, ray.exceptions.RayError)
-        self._lose(engine, actor, self._cause(engine, error) if ours else f"{self._slots[engine].name}: {error}")
+        ray_says = isinstance(error, ray.exceptions.RayError)
+        cause = self._cause(engine, error) if ray_says else f"{self._slots[engine].name}: {error}"
+        self._lose(engine, actor, cause)
 
     def _lose(self, engine: int, actor: Any, cause: str) -> None:
         """It gets no more requests, and another takes its place. Only the first who notices makes a difference."""

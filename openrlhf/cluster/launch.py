@@ -116,7 +116,7 @@ def ray_cluster() -> Iterator[Cluster]:
         import ray
     except ImportError as error:
         raise ClusterError("this run needs Ray: pip install -e '.[ray]' in the repository") from error
-    from ray._raylet import Config
+    from ray._raylet import Config  # type: ignore[attr-defined]  # it is written in Cython
 
     # Ray reads the environment when it is imported. It may have been imported before the variables above were set.
     Config.initialize("")

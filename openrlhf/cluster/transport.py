@@ -65,7 +65,7 @@ class PackedSamples:
         compared_A = None if self.compared_A is None else torch.from_numpy(self.compared_A.copy())
         result, token, action = [], 0, 0
         for header in self.headers:
-            own = {name: column[token : token + header.tokens] for name, column in columns.items()}
+            own: dict[str, Any] = {name: column[token : token + header.tokens] for name, column in columns.items()}
             if not header.has_logprobs:
                 own["rollout_logprobs"] = None
             position_ids, multimodal = header.beside

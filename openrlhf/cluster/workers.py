@@ -56,7 +56,7 @@ class Calls:
         with waits.waiting(lambda: f"{what}: {late()}", deadline=seconds) as wait:
             while pending:
                 wait.check()
-                done, pending = ray.wait(pending, timeout=min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
+                done, pending = ray.wait(list(pending), timeout=min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
                 if not done and time.monotonic() >= end:
                     raise WorkerError(waits.with_stacks(f"waited {seconds:g} s {what}: {late()}"))
                 for call in done:
@@ -76,7 +76,7 @@ class Calls:
 
         end = time.monotonic() + DEATH_NOTICE_SECONDS
         while pending and time.monotonic() < end:
-            done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
+            done, pending = ray.wait(list(pending), timeout=max(0.0, end - time.monotonic()))
             for call in done:
                 try:
                     self._look_at(call, list(calls).index(call))
@@ -97,7 +97,7 @@ class Calls:
             raise gone(self._names[index], error) from error
 
 
-def gone(name: str, error: Exception) -> WorkerError:
+def gone(name: str, error: BaseException) -> WorkerError:
     """The error of an actor that has died, with Ray's message but without Ray's list of possible causes."""
     why = str(error).strip().splitlines()[-1].split("Some common causes")[0].strip()
     return WorkerError(f"{name} is gone: {why}")
@@ -171,7 +171,7 @@ class WorkerGroup:
         self._order = threading.Lock()
         """Held while a call is sent to all ranks. Several threads call; if two ranks got them in different orders,
         their collectives would wait for each other for ever."""
-        actor_class = ray.remote(WorkerActor)
+        actor_class: Any = ray.remote(WorkerActor)  # Ray's own types know no methods of actors
         self._actors = [actor_class.options(**placed.options(place)).remote() for place in spec.placements]
         names = [f"{spec.name} rank {rank} on {placed.address(place)}" for rank, place in enumerate(spec.placements)]
         self._calls = Calls(names)

@@ -349,7 +349,9 @@ class LoraCombinerConfig:
     model: TrustSection = field(default=TrustSection())
 
 
-Config = RLConfig | SFTConfig | RMConfig | DPOConfig | ServeRMConfig | LoraCombinerConfig
+SupervisedConfig = SFTConfig | RMConfig | DPOConfig
+TrainerConfig = SupervisedConfig | RLConfig
+Config = TrainerConfig | ServeRMConfig | LoraCombinerConfig
 
 ROOTS: dict[str, type[Config]] = {
     "train_sft": SFTConfig,

@@ -12,11 +12,20 @@ Bounds of single values stand on their fields (`Flag.above`, `Flag.within` …).
 import difflib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
-from openrlhf.config.commands import Config, DPOConfig, LoraCombinerConfig, RLConfig, RMConfig, ServeRMConfig, SFTConfig
+from openrlhf.config.commands import (
+    Config,
+    DPOConfig,
+    LoraCombinerConfig,
+    RLConfig,
+    ServeRMConfig,
+    SFTConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from openrlhf.config.effects import flags_without_effect
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.models import is_python_file, split_commas
@@ -24,8 +33,7 @@ from openrlhf.config.schema import command_of, flags_of, value_at
 from openrlhf.config.training import MEASURING_SCHEDULES, SCHEDULES
 
 Rule = Callable[[Any], Iterator[str]]
-SupervisedConfig = SFTConfig | RMConfig | DPOConfig
-TrainerConfig = SupervisedConfig | RLConfig
+T = TypeVar("T")
 
 CONTRADICTIONS: list[Rule] = []
 REQUIREMENTS: list[Rule] = []
@@ -55,6 +63,12 @@ def check(config: Config) -> None:
 def require_runnable(config: Config) -> None:
     """Raise `ConfigError` with everything a run of this configuration still needs."""
     _refuse(_messages(REQUIREMENTS, config))
+
+
+def required(value: T | None) -> T:
+    """The value of a flag that a requirement or another flag asks for: a run that has begun has it."""
+    assert value is not None
+    return value
 
 
 def notes_on(config: Config, given: Sequence[tuple[str, ...]] = ()) -> Iterator[str]:

@@ -27,7 +27,7 @@ class PromptFormat:
     apply_chat_template: bool = False
 
 
-AnyFormat = TypeVar("AnyFormat", ExampleFormat, PairFormat, JudgedFormat, PromptFormat)
+AnyFormat = TypeVar("AnyFormat", bound=ExampleFormat | PairFormat | JudgedFormat | PromptFormat)
 
 
 def recognise(records: Records, format: AnyFormat, *, flag: str) -> AnyFormat:

@@ -58,7 +58,7 @@ class ScoreFilter:
             return True
         self._rejected += 1
         self._rejected_in_a_row.append(score)
-        reward = math.fsum(t.reward for t in group.scored) / len(group.scored)
+        reward = math.fsum(group.rewards) / len(group.rewards)
         self._scores = (min(self._scores[0], score), max(self._scores[1], score))
         self._rewards = (min(self._rewards[0], reward), max(self._rewards[1], reward))
         if len(self._rejected_in_a_row) == self._warn_after:

@@ -14,16 +14,16 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
     metrics = Metrics()
     judged = [t for group in groups for t in group.scored]
     count = len(judged)
-    rewards = [t.reward for t in judged]
+    rewards = [reward for group in groups for reward in group.rewards]
     truncated = sum(t.outcome is Outcome.TRUNCATED for t in judged)
     responses = sum(t.num_actions for t in judged)
-    metrics.mean("score", sum(t.score for t in judged), count)
+    metrics.mean("score", sum(score for group in groups for score in group.scores), count)
     metrics.mean("response_length", responses, count)
     metrics.mean("total_length", sum(t.num_tokens for t in judged), count)
     metrics.mean("truncated", truncated, count)
     metrics.mean("response_clip_ratio", sum(t.num_tokens >= max_length for t in judged), count)
-    compared = [group for group in groups if len(group.scored) > 1]
-    spread = sum(stdev(t.reward for t in group.scored) for group in compared)
+    compared = [group.rewards for group in groups if len(group.rewards) > 1]
+    spread = sum(stdev(rewards) for rewards in compared)
     metrics.mean("group_reward_std", spread, len(compared))
     for trajectory in judged:
         for name, value in trajectory.extra_logs.items():

@@ -97,7 +97,7 @@ class Distribution:
         """A module that is only run forward. `offload`: it waits in CPU memory. A whole one is fetched by whoever runs
         it (`backends.offload.on_device`), one that is shared out comes by itself."""
         module.requires_grad_(False)
-        if not self.shares_out_weights:
+        if self._zero is None or not self.shares_out_weights:
             return module.to("cpu") if offload else module
         from openrlhf.backends.deepspeed import shard_frozen
 

@@ -6,9 +6,11 @@ import logging
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.rules import required
+from openrlhf.models.policy import Policy
+from openrlhf.models.value import ValueModel
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.runs.rl_models import RLModels
 from openrlhf.runs.settings import model_dtype
@@ -27,7 +29,7 @@ class EngineMemory(NamedTuple):
 def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, *, engines: int = 1) -> VllmSettings:
     """Of one of so many engines."""
     return VllmSettings(
-        model=config.actor.model_name_or_path,
+        model=required(config.actor.model_name_or_path),
         max_model_len=config.data.max_len,
         dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
         max_num_seqs=places(-(-config.generate_batch_size * config.samples_per_prompt // engines)),
@@ -97,7 +99,7 @@ def engine_memory(config: RLConfig, models: RLModels, device: torch.device) -> E
     return EngineMemory(share, sleeps=sleeps)
 
 
-def _shape(module: nn.Module, *, checkpointing: bool) -> TrainedShape:
+def _shape(module: Policy | ValueModel, *, checkpointing: bool) -> TrainedShape:
     config = module.model.config.get_text_config()
     trained = [p for p in module.parameters() if p.requires_grad]
     return TrainedShape(

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.folder import CheckpointError, Claim, ClaimedError
 from openrlhf.checkpoint.manager import ResumePoint, run_on_all_ranks
-from openrlhf.config.commands import Config, RLConfig
+from openrlhf.config.commands import RLConfig, TrainerConfig
 from openrlhf.config.fields import ConfigError
+from openrlhf.config.rules import required
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.hub import hub_reachable, offline
@@ -66,7 +67,7 @@ def claimed_model_dir(folder: Path, ranks: Ranks = ALONE) -> Iterator[None]:
             claim.release(remove=True)
 
 
-def create_run_directory(config: Config, found: ResumePoint | None = None) -> RunDirectory:
+def create_run_directory(config: TrainerConfig, found: ResumePoint | None = None) -> RunDirectory:
     """That of the run which wrote the checkpoint `found`, or a new one. Raises ConfigError."""
     directory, continued = run_directory_of(config.logger, found)
     try:
@@ -99,7 +100,7 @@ def reading_model(path: str, *, flag: str) -> Iterator[None]:
 
 def policy_tokenizer(config: RLConfig) -> Any:
     """Of the model that an RL run trains, in whatever process. Raises ModelLoadError."""
-    path = config.actor.model_name_or_path
+    path = required(config.actor.model_name_or_path)
     with reading_model(path, flag="--actor.model_name_or_path"):
         tokenizer = load_tokenizer(
             path,

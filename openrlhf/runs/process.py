@@ -19,7 +19,7 @@ from openrlhf.backends.state import NotFiniteError
 from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.cluster.launch import ClusterError
 from openrlhf.cluster.workers import WorkerError
-from openrlhf.config.commands import Config
+from openrlhf.config.commands import TrainerConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
@@ -148,18 +148,19 @@ class Observers:
 
 @contextlib.contextmanager
 def observed(
-    config: Config, run_dir: RunDirectory | None, watchdog: Watchdog, *, steps: int, title: str
+    config: TrainerConfig, run_dir: RunDirectory | None, watchdog: Watchdog, *, steps: int, title: str
 ) -> Iterator[Observers]:
     """Progress and logs of a run, which has to go on; the report is written however it ends.
 
     Without a directory nobody is told.
     """
-    with watchdog.stalls_count(run_dir and run_dir.path), _told(config, run_dir, steps=steps, title=title) as observers:
+    path = None if run_dir is None else run_dir.path
+    with watchdog.stalls_count(path), _told(config, run_dir, steps=steps, title=title) as observers:
         yield observers
 
 
 @contextlib.contextmanager
-def _told(config: Config, run_dir: RunDirectory | None, *, steps: int, title: str) -> Iterator[Observers]:
+def _told(config: TrainerConfig, run_dir: RunDirectory | None, *, steps: int, title: str) -> Iterator[Observers]:
     if run_dir is None:
         with open(os.devnull, "w") as nowhere, Progress(steps, title, stream=nowhere, live=False) as progress:
             yield Observers(logger=NullLogger(), progress=progress, warnings=NoWarnings())

@@ -52,7 +52,7 @@ class _Rank:
         self._device = prepare_process(config.train, self._distribution.ranks)
 
     def service(self, roles: Collection[Role]) -> RankService:
-        beside = {"judges": self._judges() if Role.REWARD in roles else ()}
+        beside: dict[str, Any] = {"judges": self._judges() if Role.REWARD in roles else ()}
         if Role.ACTOR in roles:
             return self._policy(roles, beside)
         if Role.CRITIC in roles:
@@ -85,6 +85,7 @@ class _Rank:
         config, ranks = self._config, self._distribution.ranks
         with self._loading():
             critic = load_critic(config, self._device)
+        assert critic is not None  # this rank was started for it
         steps = step_settings(config)
         settings = optimizer_settings(config.critic, total_steps=self._total_steps)
         backend = self._distribution.train(critic, settings)

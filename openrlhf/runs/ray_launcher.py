@@ -22,6 +22,7 @@ from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerGroup, worker_groups
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
+from openrlhf.config.rules import required
 from openrlhf.learners.advantages import SampleMaker
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
@@ -128,9 +129,10 @@ class RayLauncher:
             return None
         # Which dtype "auto" is follows from the devices of the ranks, not from this one's.
         cuda = self.placed.cluster.kind.resource == "GPU"
-        with reading_model(self.config.actor.model_name_or_path, flag=ACTOR_FLAG):
+        path = required(self.config.actor.model_name_or_path)
+        with reading_model(path, flag=ACTOR_FLAG):
             model_config = load_config(
-                self.config.actor.model_name_or_path,
+                path,
                 trust_remote_code=self.config.actor.trust_remote_code,
                 flag=ACTOR_FLAG,
             )
@@ -145,10 +147,15 @@ class RayLauncher:
         shares = self.placed.plan.request.engines_share and not self.config.train.async_enable
         sleeping = shares and self.placed.cluster.kind.resource == "GPU" and self.config.engines_sleep is not False
         trained = {groups[role] for role in (Role.ACTOR, Role.CRITIC) if role in groups}
+
+        def release() -> None:
+            for group in trained:
+                group.call("release", deadline=DEADLINE)
+
         return HybridSwitch(
             engines=[EngineSleep(engines)] if sleeping else (),
             backends=[GroupSleep(group) for group in trained] if shares and self.config.ds.enable_sleep else (),
-            release=lambda: [group.call("release", deadline=DEADLINE) for group in trained],
+            release=release,
         )
 
     @contextlib.contextmanager

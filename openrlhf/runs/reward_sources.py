@@ -118,8 +118,10 @@ def load_reward_model(
             flag=FLAG,
         )
     warn_of_positions(model.model.config, max_len=config.data.max_len)
+    # Under stage 3 it is DeepSpeed's engine around the model, which has the model's attributes.
+    frozen: Any = distribution.freeze(model.eval(), offload=offload)
     return RewardModel(
-        distribution.freeze(model.eval(), offload=offload),
+        frozen,
         tokenizer,
         max_length=config.data.max_len,
         name=path,

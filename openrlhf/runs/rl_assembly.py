@@ -17,6 +17,7 @@ from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.rules import required
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.recognising import PromptFormat, recognise
 from openrlhf.data.sources import load_records
@@ -124,13 +125,15 @@ def _train(
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
         )
-        evaluation = held_out and PromptEvaluation(
-            prompts=held_out,
-            runner=runner,
-            loop=loop,
-            samples_per_prompt=config.eval.n_samples_per_prompt,
-            sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
-        )
+        evaluation = None
+        if held_out is not None:
+            evaluation = PromptEvaluation(
+                prompts=held_out,
+                runner=runner,
+                loop=loop,
+                samples_per_prompt=config.eval.n_samples_per_prompt,
+                sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
+            )
         parts = pipeline(
             config,
             bound,
@@ -141,7 +144,7 @@ def _train(
             evaluation=evaluation,
         )
         run_dir = create_run_directory(config, checkpoints.found)
-        title = f"{Path(config.actor.model_name_or_path).name} · {config.algo.advantage.estimator}"
+        title = f"{Path(required(config.actor.model_name_or_path)).name} · {config.algo.advantage.estimator}"
         with (
             observed(config, run_dir, watching, steps=schedule.rounds, title=title) as seen,
             contextlib.closing(RolloutLog(run_dir.rollouts, tokenizer, groups=config.logger.rollouts)) as rollout_log,
@@ -196,7 +199,7 @@ def _checkpointer(
         "--rollout.n_samples_per_prompt": str(config.samples_per_prompt),
         "--train.batch_size": str(config.train.batch_size),
         # Neither the reference nor the model below an adapter is in the checkpoint.
-        "the digest of --actor.model_name_or_path's weights": weights_digest(config.actor.model_name_or_path),
+        "the digest of --actor.model_name_or_path's weights": weights_digest(required(config.actor.model_name_or_path)),
     }
     return CheckpointManager(
         checkpoints.folder,
@@ -212,9 +215,8 @@ def _checkpointer(
 def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:
     """Training or evaluation prompts, rendered and checked."""
     flag = "--eval.dataset" if evaluation else "--data.prompt_dataset"
-    spec = config.eval.dataset if evaluation else config.data.prompt_dataset
     records = load_records(
-        spec,
+        required(config.eval.dataset if evaluation else config.data.prompt_dataset),
         split=config.eval.split if evaluation else config.data.prompt_split,
         max_samples=config.data.max_samples,
         probs=None if evaluation else config.data.prompt_probs,
@@ -249,7 +251,7 @@ def _episodes(config: RLConfig, engine: Engine, tokenizer: Any) -> Episodes:
         )
     settings = EpisodeSettings(
         agent_file=config.train.agent_func_path,
-        tokenizer=config.actor.model_name_or_path,
+        tokenizer=required(config.actor.model_name_or_path),
         use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.actor.trust_remote_code,
         max_length=config.data.max_len,

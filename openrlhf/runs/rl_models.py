@@ -18,6 +18,7 @@ from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.rules import required
 from openrlhf.learners.advantages import AdvantageSettings, RewardShaping, SampleMaker
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.local import LocalWorkers
@@ -81,7 +82,7 @@ def _load_policy(
     gradient_checkpointing: bool = False,
     lora: LoraSettings | None = None,
 ) -> Policy:
-    path = config.actor.model_name_or_path
+    path = required(config.actor.model_name_or_path)
     with reading_model(path, flag="--actor.model_name_or_path"):
         return load_policy(
             path,
@@ -142,9 +143,10 @@ class RLTraining:
             optimizer_settings(config.actor, total_steps=total_steps),
             ema_beta=config.train.ema_beta if config.train.enable_ema else None,
         )
-        self._critic_backend = models.critic and distribution.train(
-            models.critic, optimizer_settings(config.critic, total_steps=total_steps)
-        )
+        self._critic_backend: Backend | None = None
+        if models.critic is not None:
+            critic_settings = optimizer_settings(config.critic, total_steps=total_steps)
+            self._critic_backend = distribution.train(models.critic, critic_settings)
         self.learners = self._learners(device)
         self.workers = LocalWorkers(self.learners, SampleMaker(advantage_settings(config)))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.algorithms.preferences import get_reward_loss
 from openrlhf.backends.base import Backend
@@ -18,11 +18,11 @@ from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Checkpointer, CheckpointManager, LocalCheckpointedModel
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
-from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig
+from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from openrlhf.config.effects import newly_without_effect
+from openrlhf.config.rules import required
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
-from openrlhf.data.reading import Format
 from openrlhf.data.recognising import recognise
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import load_records
@@ -65,7 +65,6 @@ from openrlhf.utils.interrupts import Stopped
 
 logger = logging.getLogger(__name__)
 
-SupervisedConfig = SFTConfig | RMConfig | DPOConfig
 MODEL_FLAG = "--model.model_name_or_path"
 MODEL = "model"
 """The trained model's folder in a checkpoint."""
@@ -128,7 +127,7 @@ def _train(
     parts = kind.assemble(config, place)
     backend = distribution.train(parts.module, optimizer_settings(config, total_steps=len(schedule)))
     run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None
-    title = f"{Path(config.model.model_name_or_path).name} · {_kind(config)}"
+    title = f"{Path(required(config.model.model_name_or_path)).name} · {_kind(config)}"
     objective = _balanced(config, parts, parts.objective(samples))
     checkpointer = _checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks)
     if checkpoints.universal and checkpointer:
@@ -184,11 +183,11 @@ def _checkpointer(
         "what is trained": _kind(config),
         "the digest of --data.dataset's tokens": samples.digest,
         # Of the model below an adapter nothing is in the checkpoint.
-        f"the digest of {MODEL_FLAG}'s weights": weights_digest(config.model.model_name_or_path),
+        f"the digest of {MODEL_FLAG}'s weights": weights_digest(required(config.model.model_name_or_path)),
     }
     if isinstance(config, DPOConfig):
         # What it said of the samples is in the checkpoint.
-        identity["the digest of the reference model's weights"] = weights_digest(config.reference_path)
+        identity["the digest of the reference model's weights"] = weights_digest(required(config.reference_path))
     return CheckpointManager(
         checkpoints.folder,
         {
@@ -241,7 +240,7 @@ class _Place(NamedTuple):
 class _Parts:
     """A model to train, what it learns from some samples, and how it is written."""
 
-    module: nn.Module
+    module: Policy | ValueModel
     objective: Callable[[Any], Objective]
     export: Callable[[Any, Path, Mapping[str, float], Mapping[str, Tensor] | None], object]
     """Given the tokenizer, the folder, the last evaluation, and the weights where the model does not hold them."""
@@ -252,7 +251,7 @@ class _Kind:
     """One of the things this loop trains."""
 
     samples: type[TokenisedSet[Any]]
-    format: Callable[[Any], Format]
+    format: Callable[[Any], ExampleFormat | PairFormat | JudgedFormat]
     assemble: Callable[[Any, _Place], _Parts]
     stand_in: Callable[[TokenisedSet[Any]], _First | None] = lambda samples: None
     """What is evaluated without evaluation data."""
@@ -277,7 +276,7 @@ def _sft(config: SFTConfig, place: _Place) -> _Parts:
 
 
 def _reward_model(config: RMConfig, place: _Place) -> _Parts:
-    path = config.model.model_name_or_path
+    path = required(config.model.model_name_or_path)
     loading = _loading(config, place.device)
     with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
         model = load_value_model(path, head_prefix=config.ds.value_head_prefix, seed=config.train.seed, **loading)
@@ -341,7 +340,7 @@ def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> 
 
 
 def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
-    path, loading = config.model.model_name_or_path, _loading(config, place.device)
+    path, loading = required(config.model.model_name_or_path), _loading(config, place.device)
     with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
         policy = load_policy(path, use_liger_kernel=config.ds.use_liger_kernel, **loading)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
@@ -349,7 +348,7 @@ def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
 
 
 def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
-    path, loading = config.reference_path, _loading(config, place.device)
+    path, loading = required(config.reference_path), _loading(config, place.device)
     if config.reference_is_base:
         return Reference(WithoutAdapter(policy), device=place.device)
     flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
@@ -382,7 +381,7 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
 
 def tokenizer_of(config: SupervisedConfig) -> Any:
     """Of the model that is trained, with the chat template of the run. Raises ModelLoadError."""
-    path = config.model.model_name_or_path
+    path = required(config.model.model_name_or_path)
     with reading_model(path, flag=MODEL_FLAG):
         tokenizer = load_tokenizer(
             path,
@@ -398,7 +397,7 @@ def samples_of(config: SupervisedConfig, tokenizer: Any, *, evaluation: bool = F
     kind = _KINDS[_kind(config)]
     flag = "--eval.dataset" if evaluation else "--data.dataset"
     records = load_records(
-        config.eval.dataset if evaluation else config.data.dataset,
+        required(config.eval.dataset if evaluation else config.data.dataset),
         split=config.eval.split if evaluation else config.data.dataset_split,
         max_samples=config.data.max_samples,
         probs=None if evaluation else config.data.dataset_probs,

@@ -96,13 +96,13 @@ def evaluation_metrics(groups: Sequence[Group], *, k: int) -> Metrics:
         metrics.sum("eval_failed", failed)
         if not members:
             continue
-        scores = [t.score for t in members]
+        scores = group.scores
         lengths = sum(t.num_actions for t in members)
         truncated = sum(t.outcome is Outcome.TRUNCATED for t in members)
         metrics.mean(f"{source}_pass1", sum(scores), count)
         if 1 < k <= count:
             metrics.mean(f"{source}_pass{k}", pass_at_k(count, sum(score >= 1 for score in scores), k), 1)
-        metrics.mean(f"{source}_mean", sum(t.reward for t in members), count)
+        metrics.mean(f"{source}_mean", sum(group.rewards), count)
         metrics.mean(f"{source}_response_length_mean", lengths, count)
         metrics.mean(f"{source}_truncated_rate", truncated, count)
         metrics.mean("eval_response_length_mean", lengths, count)

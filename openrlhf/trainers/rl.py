@@ -219,6 +219,7 @@ class RLTrainer:
         if values is None:
             return False
         step, self.last_evaluation, self.evaluating = self.evaluated_after, values, False
+        assert step is not None  # `evaluate` has set it
         self.progress.evaluation(step, values)
         is_best = self.best.update(step, values)
         best = {} if self.best.value is None else {"eval_best": self.best.value}

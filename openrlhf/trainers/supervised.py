@@ -361,4 +361,4 @@ def measure(
 if TYPE_CHECKING:
     from openrlhf.learners.accumulation import MicroBatchSource
 
-    _: type[MicroBatchSource[Batch]] = SupervisedMicroBatches
+    _: type[MicroBatchSource[Sequence[int]]] = SupervisedMicroBatches
