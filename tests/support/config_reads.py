@@ -58,7 +58,7 @@ def flags_read() -> frozenset[Place]:
         if path.parent.name != "config" and "openrlhf.config" in path.read_text(encoding="utf-8")
     ]
     names: dict[str, Places] = {}
-    for tree in trees:
+    for tree in (ast.parse((PACKAGE / "config" / "commands.py").read_text(encoding="utf-8")), *trees):
         for node in tree.body:  # SupervisedConfig = SFTConfig | RMConfig | DPOConfig
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 named = _Reader(names, {}).annotation(node.value) if isinstance(node.value, ast.BinOp) else NOWHERE
