@@ -131,22 +131,25 @@ def accepts(function: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def place_of(thing: Any) -> str:
-    """`agent.py:12`: where a function or class begins; its file if the line is unknown."""
+UNKNOWN_FILE = Path("<unknown file>")
+
+
+def place_of(thing: Any, *, unknown: Path = UNKNOWN_FILE) -> str:
+    """`agent.py:12`: where a function or class begins; its file if the line is unknown; else `unknown`."""
     thing = inspect.unwrap(thing)
     code = getattr(thing, "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
-    file = file_of(thing)
+    file = file_of(thing, unknown=unknown)
     try:
         return f"{file}:{max(1, inspect.getsourcelines(thing)[1])}"
     except (OSError, TypeError):
         return str(file)
 
 
-def file_of(thing: Any) -> Path:
-    """The file a class or function was read from."""
+def file_of(thing: Any, *, unknown: Path = UNKNOWN_FILE) -> Path:
+    """The file that a class or function was read from."""
     try:
         return Path(inspect.getfile(thing))
     except (OSError, TypeError):  # made in an interactive session
-        return Path("<unknown file>")
+        return unknown

@@ -1,18 +1,22 @@
-"""Numbers, token ids and sampling parameters in whatever form users' code gives them. Imports no tensor library."""
+"""Values that users' code returns, in any of the forms it may use, as plain numbers, token ids and parameters.
+
+Agents, reward files and reward servers share it. It imports no tensor library: hosts of reward files start with it.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from openrlhf.types import SamplingParams
+if TYPE_CHECKING:
+    from openrlhf.types import SamplingParams
 
 MOST_CHARACTERS = 120
-"""Of a value in a message."""
+"""The length at which a value is cut in a message."""
 
 
 class BadValueError(ValueError):
@@ -82,10 +86,10 @@ def as_token_ids(value: Any, *, what: str) -> list[int]:
 
 
 def as_list(value: Any, *, what: str, of: str) -> list[Any]:
-    plain = _plain(value)
-    if not isinstance(plain, (list, tuple)):
+    items = plain(value)
+    if not isinstance(items, list):
         raise BadValueError(f"{what} must be a list of {of}, got {shown(value)}")
-    return list(plain)
+    return items
 
 
 def as_logs(value: Any, *, what: str) -> dict[str, float]:
@@ -112,6 +116,8 @@ def as_sampling_params(value: Any, *, what: str) -> SamplingParams:
         raise BadValueError(
             f"{what} must be sampling parameters (those that were given, or a changed copy), got {shown(value)}"
         )
+    from openrlhf.types import SamplingParams  # imports torch
+
     given = {field.name: getattr(value, field.name) for field in fields(SamplingParams) if hasattr(value, field.name)}
     try:
         for name in given.keys() & _CONVERTERS.keys():
@@ -123,17 +129,20 @@ def as_sampling_params(value: Any, *, what: str) -> SamplingParams:
         raise BadValueError(f"{what} cannot be used: {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """Arrays and tensors as numbers and lists; known by `tolist`, so that neither library is imported."""
+def plain(value: Any) -> Any:
+    """Arrays and tensors as numbers and lists (they are known by `tolist`, so that neither library is imported), and
+    other ordered iterables as lists."""
     if hasattr(value, "tolist") and not isinstance(value, type):
         return (value.detach() if hasattr(value, "detach") else value).tolist()
+    if isinstance(value, Iterable) and not isinstance(value, (list, str, bytes, Mapping, Set)):
+        return list(value)
     return value
 
 
 def _float(value: Any, what: str) -> float:
-    item = _plain(value)
-    while isinstance(item, (list, tuple)) and len(item) == 1:
-        item = _plain(item[0])
+    item = plain(value)
+    while isinstance(item, list) and len(item) == 1:
+        item = plain(item[0])
     if isinstance(item, (str, bytes, complex)) or not hasattr(type(item), "__float__"):
         raise BadValueError(f"{what} must be one number, got {shown(value)}")
     number = float(item)
@@ -144,7 +153,7 @@ def _float(value: Any, what: str) -> float:
 
 def _whole(value: Any, what: str) -> int:
     try:
-        return operator.index(_plain(value))
+        return operator.index(plain(value))
     except TypeError:
         raise BadValueError(f"{what} must be a whole number, got {shown(value)}") from None
 

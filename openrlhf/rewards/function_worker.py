@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from openrlhf.agents.user_calls import place_of, plan_call
 from openrlhf.agents.user_file import UserFileError, describe_error, load_module, public_functions
-from openrlhf.rewards.values import RewardValueError, RewardValues, parse_rewards
+from openrlhf.agents.values import BadValueError
+from openrlhf.rewards.values import RewardValues, parse_rewards
 
 PARAMETERS = ("queries", "prompts", "labels")
 
@@ -29,7 +31,7 @@ class RewardFunction:
             raise UserFileError(
                 f"{self._file} defines no function reward_func(queries, prompts, labels); it has {there}"
             )
-        self._place = _place(function, self._file)
+        self._place = place_of(function, unknown=self._file)
         self._function = adapt(function, place=self._place)
 
     def score(
@@ -57,7 +59,7 @@ class RewardFunction:
     def _checked(self, returned: Any, *, count: int) -> RewardValues:
         try:
             return parse_rewards(returned, count=count)
-        except RewardValueError as error:
+        except BadValueError as error:
             raise UserFileError(f"{self._place}: what reward_func returned cannot be used: {error}") from None
 
 
@@ -66,31 +68,9 @@ def adapt(function: Callable[..., Any], *, place: str) -> Callable[[list[str], l
 
     Parameters that bear these names are passed by name; others by position, if it takes three.
     """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins: nothing is known of them
-        return function
-    parameters = signature.parameters.values()
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = [p.name for p in parameters if p.name in PARAMETERS and p.kind in by_name]
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        named = list(PARAMETERS)
-    if named and _accepts(signature, **dict.fromkeys(named)):
-        return lambda *lists: function(**{name: lists[PARAMETERS.index(name)] for name in named})
-    if _accepts(signature, None, None, None):
-        return function
-    raise UserFileError(f"{place}: reward_func takes {signature}, but is called with (queries, prompts, labels)")
-
-
-def _accepts(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _place(function: Any, file: Path) -> str:
-    """`reward.py:12`: where the function begins."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(file)
+    plan = plan_call(function, PARAMETERS, fewest=len(PARAMETERS))
+    if plan is None:
+        raise UserFileError(
+            f"{place}: reward_func takes {inspect.signature(function)}, but is called with (queries, prompts, labels)"
+        )
+    return lambda *lists: plan.call(function, dict(zip(PARAMETERS, lists, strict=True)))

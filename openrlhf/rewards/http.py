@@ -27,9 +27,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
+from openrlhf.agents.values import BadValueError
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest
 from openrlhf.rewards.servers import DOWN_AFTER, NoServerError, Server, ServerPool
-from openrlhf.rewards.values import RewardValueError, RewardValues, parse_rewards
+from openrlhf.rewards.values import RewardValues, parse_rewards
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ class HttpReward:
             raise AttemptError(text, Remedy.ANOTHER_SERVER, blame=status in (401, 403, 404, 405) or status < 400)
         try:
             return parse_rewards(json.loads(raw), count=count)
-        except RewardValueError as error:
+        except BadValueError as error:
             raise AttemptError(f"{url}: what it answered cannot be used: {error}", Remedy.LUCK) from None
         except (ValueError, RecursionError):
             raise AttemptError(f"{url} answered something that is not JSON: {shown}", Remedy.LUCK) from None

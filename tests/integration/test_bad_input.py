@@ -269,9 +269,9 @@ def test_reward_file_that_is_not_there(cli):
         ("raise ValueError('one\\ntwo\\n' * 1000)", "ValueError: one two"),
         ("return [1.0] * (n - 1)", "its rewards has 1 values for 2 samples"),
         ("return [1.0] * (n + 1)", "its rewards has 3 values for 2 samples"),
-        ("return [float('nan')] * n", "its rewards[0] is nan, which must be finite"),
+        ("return [float('nan')] * n", "its rewards[0] must be finite, got nan"),
         ("return None", "it returned None: is a `return` missing?"),
-        ("return ['1'] * n", "its rewards[0] must be a number, got '1' (str)"),
+        ("return ['1'] * n", "its rewards[0] must be one number, got '1' (str)"),
         ("os._exit(3)", "the process ended with exit code 3"),
     ],
 )

@@ -187,7 +187,7 @@ class TestFailures:
             (200, "<html>", "answered something that is not JSON: <html> (given up after 5 attempts in "),
             (200, "", "answered something that is not JSON: (nothing)"),
             (200, '{"rewards": [1]}', "what it answered cannot be used: its rewards has 1 values for 2 samples: [1]"),
-            (200, '{"rewards": [1, NaN]}', "its rewards[1] is nan, which must be finite"),
+            (200, '{"rewards": [1, NaN]}', "its rewards[1] must be finite, got nan"),
             (200, '{"error": "no"}', "a dict without 'rewards' (with 'error')"),
         ],
     )  # fmt: skip

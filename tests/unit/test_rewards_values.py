@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.rewards.values import RewardValueError, parse_rewards
+from openrlhf.agents.values import BadValueError
+from openrlhf.rewards.values import parse_rewards
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = st.lists(FLOAT32, min_size=1, max_size=8)
@@ -22,7 +23,7 @@ def float32(x: float) -> float:
 
 
 def refused(returned, count):
-    with pytest.raises(RewardValueError) as caught:
+    with pytest.raises(BadValueError) as caught:
         parse_rewards(returned, count=count)
     return str(caught.value)
 
@@ -88,7 +89,7 @@ def test_a_one_element_list_is_not_one_number():
     """A function that looks at queries[0] only must be noticed: [r] for 4 samples is a mistake, not a short form."""
     message = refused({"rewards": [0.5]}, 4)
     assert message == (
-        "its rewards has 1 values for 4 samples: [0.5] (list). "
+        "its rewards has 1 values for 4 samples: [0.5] (list of 1). "
         'Expected {"rewards": 4 numbers, one per sample}, with "scores" and "extra_logs" if wanted'
     )
 
@@ -114,25 +115,28 @@ def test_none_is_the_same_as_left_out():
         (None, "it returned None: is a `return` missing? Expected"),
         ({}, "it returned a dict without 'rewards' (with no keys). Expected"),
         ({"reward": [1, 2]}, "it returned a dict without 'rewards' (with 'reward'). Expected"),
-        ({"rewards": None}, "its rewards must be a number, got None (NoneType). Expected"),
-        ([1, None], "its rewards[1] must be a number, got None (NoneType)"),
-        ("1.0", "its rewards must be a number, got '1.0' (str)"),
-        (["1", "2"], "its rewards[0] must be a number, got '1' (str)"),
-        ([1 + 2j, 0], "its rewards[0] must be a number, got (1+2j) (complex)"),
-        ({1.0, 2.0}, "its rewards must be a number, got {1.0, 2.0} (set)"),
-        ([{"a": 1}, 2], "its rewards[0] must be a number, got {'a': 1} (dict)"),
-        ([], "its rewards has 0 values for 2 samples: [] (list)"),
-        ([1.0, float("nan")], "its rewards[1] is nan, which must be finite"),
-        (float("inf"), "its rewards is inf, which must be finite"),
-        (torch.tensor([0.0, -torch.inf]), "its rewards[1] is -inf, which must be finite"),
-        ([1e39, 0], "its rewards[0] is 1e+39 (float), which is too large for a float32"),
-        ([10**400, 0], "which is too large for a float32"),
+        ({"rewards": None}, "its rewards must be one number, got None. Expected"),
+        ([1, None], "its rewards[1] must be one number, got None"),
+        ("1.0", "its rewards must be one number, got '1.0' (str)"),
+        (["1", "2"], "its rewards[0] must be one number, got '1' (str)"),
+        ([1 + 2j, 0], "its rewards[0] must be one number, got (1+2j) (complex)"),
+        ({1.0, 2.0}, "its rewards must be one number, got {1.0, 2.0} (set)"),
+        ([{"a": 1}, 2], "its rewards[0] must be one number, got {'a': 1} (dict)"),
+        ([], "its rewards has 0 values for 2 samples: [] (list of 0)"),
+        ([1.0, float("nan")], "its rewards[1] must be finite, got nan (float)"),
+        (float("inf"), "its rewards must be finite, got inf (float)"),
+        (torch.tensor([0.0, -torch.inf]), "its rewards[1] must be finite, got -inf (float)"),
+        ([1e39, 0], "its rewards[0] is too large for a float32: 1e+39 (float)"),
+        ([10**400, 0], "is too large for a float32"),
         ({"rewards": [1, 2], "scores": [1]}, "its scores has 1 values for 2 samples"),
-        ({"rewards": [1, 2], "scores": [1, float("nan")]}, "its scores[1] is nan"),
-        ({"rewards": [1, 2], "extra_logs": [1, 2]}, "its 'extra_logs' must be a dict of numbers, got [1, 2] (list)"),
+        ({"rewards": [1, 2], "scores": [1, float("nan")]}, "its scores[1] must be finite, got nan"),
+        (
+            {"rewards": [1, 2], "extra_logs": [1, 2]},
+            "its 'extra_logs' must be a dict of numbers, got [1, 2] (list of 2)",
+        ),
         ({"rewards": [1, 2], "extra_logs": {"x": [1]}}, "its extra_logs['x'] has 1 values for 2 samples"),
-        ({"rewards": [1, 2], "extra_logs": {"x": "y"}}, "its extra_logs['x'] must be a number, got 'y' (str)"),
-        (object(), "its rewards must be a number, got <object object at"),
+        ({"rewards": [1, 2], "extra_logs": {"x": "y"}}, "its extra_logs['x'] must be one number, got 'y' (str)"),
+        (object(), "its rewards must be one number, got <object object at"),
     ],
 )
 def test_what_cannot_be_used(returned, message):
