@@ -138,7 +138,7 @@ def test_ids_of_calls_and_names_that_the_template_does_not_show_are_no_rewriting
     assert prompt.continues
 
 
-def test_other_tools_are_another_prompt():
+def test_chat_history_with_other_tools_is_another_prompt():
     chat = Chat(tools=True)
     chat.say(user("hi"), answer="yes")
     chat.tools = None
@@ -189,7 +189,7 @@ CLIENTS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(CLIENTS, st.sampled_from(sorted(TEMPLATES)))
-def test_whatever_a_client_does_its_segments_are_what_was_read_and_written(steps, template):
+def test_chat_history_segments_are_what_the_engine_read_and_wrote(steps, template):
     """A prompt that goes on begins with an earlier call's tokens; any other is the template's text. A client that only
     goes on gives one segment. Prompts say what the template says; up to the policy's spaces, where it trims those, and
     to the close that it wrote by itself, where the template has none."""

@@ -32,7 +32,7 @@ def follower() -> ScriptedEngine:
     return ScriptedEngine(go)
 
 
-def test_it_follows_the_api_of_gymnasium():
+def test_gymnasium_environment_follows_its_api():
     spec = importlib.util.spec_from_file_location("agent_func_gymnasium", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,7 +42,7 @@ def test_it_follows_the_api_of_gymnasium():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_reads_the_directions_finds_it(seed):
+def test_gymnasium_example_can_be_solved(seed):
     """1 for the last step and 0.1 for each before it."""
     episode = play(follower(), label=seed)
     assert episode.score == 1.0

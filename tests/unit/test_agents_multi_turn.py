@@ -89,7 +89,7 @@ def test_two_turns_as_they_are_trained_on():
     assert episode.text == "ask12no:3yes"
 
 
-def test_what_a_step_is_told():
+def test_multi_turn_step_arguments():
     cls = environment({"environment_feedback": "no:"}, {})
     play(MultiTurnAgentExecutor(cls), says("12", "3"), label={"answer": 3})
     (instance,) = cls.made
@@ -160,7 +160,7 @@ def test_a_long_observation_is_cut_from_the_left_to_leave_room_for_a_turn():
     assert engine.asked[0][0] == [ord(c) for c in "bcdefgh"]  # no limit per turn: room for one token
 
 
-def test_each_turn_has_its_own_limit_and_the_episode_one():
+def test_multi_turn_limits_of_a_turn_and_of_the_episode():
     """max_length 10, 4 a turn: "ask" 3, turn 7, feedback 8, turn 10. Nothing is left for a third."""
     engine = says("123456789")
     cls = environment({"environment_feedback": "!"}, {"environment_feedback": "!"}, {})
@@ -196,7 +196,7 @@ def test_a_generation_cut_by_its_limit_is_reported():
 # Sampling parameters ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_step_does_to_its_parameters_counts_only_if_it_returns_them():
+def test_multi_turn_step_changes_parameters_only_by_returning_them():
     seen = []
 
     class Cooling(AgentInstanceBase):
@@ -226,7 +226,7 @@ def test_a_turns_seed_depends_on_the_episodes_and_on_its_index():
     assert all(params.logprobs for _, params in engine.asked)  # the run wants them, whatever a step says
 
 
-def test_without_a_seed_the_engine_picks_one():
+def test_multi_turn_without_a_seed_leaves_it_to_the_engine():
     engine = says("1")
     play(MultiTurnAgentExecutor(environment({}, {})), engine, params=SamplingParams())
     assert [params.seed for _, params in engine.asked] == [None, None]
@@ -278,7 +278,7 @@ def engine_of(script: Script) -> ScriptedEngine:
 
 @settings(deadline=None, max_examples=80)
 @given(scripts)
-def test_what_is_trained_on_is_what_the_engine_read_and_wrote(script):
+def test_multi_turn_tokens_are_those_the_engine_read_and_wrote(script):
     tokenizer, engine = bpe_tokenizer(), engine_of(script)
     cls = environment(*script.turns, reset=script.reset)
     params = SamplingParams(seed=1, max_tokens=script.max_tokens)

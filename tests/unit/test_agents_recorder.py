@@ -75,14 +75,14 @@ def test_an_episode_begins_with_a_prompt():
         TokenRecorder([])
 
 
-def test_one_turn_without_logprobs_makes_the_column_unknown_not_zero():
+def test_recorder_column_of_logprobs_is_unknown_if_one_turn_has_none():
     recorder = TokenRecorder([1])
     recorder.append_action(said([2]))
     recorder.append_action(said([3], logprobs=False))
     assert recorder.segment().rollout_logprobs is None
 
 
-def test_what_an_engine_was_given_does_not_change_under_it():
+def test_recorder_does_not_change_tokens_given_to_the_engine():
     recorder = TokenRecorder([1, 2])
     given_to_engine = recorder.token_ids
     recorder.append_action(said([3]))

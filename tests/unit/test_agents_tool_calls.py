@@ -43,7 +43,7 @@ def test_calls_and_the_text_around_them(text, content, calls):
         GET + "<tool_call>",
     ],
 )
-def test_what_is_malformed_stays_text(text):
+def test_tool_calls_that_are_malformed_stay_text(text):
     assert parse_reply(text) == Reply(text)
 
 

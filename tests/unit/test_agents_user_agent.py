@@ -424,7 +424,7 @@ def test_turn_rewards_may_be_given_per_range(agent):
     assert episode.segments[0].turn_rewards.tolist() == [0, 0, 0, 0, 0.5, 0, 1.5]
 
 
-def test_what_stands_beyond_the_limit_is_cut_and_what_follows_the_last_action_left_out(agent):
+def test_user_agent_tokens_are_cut_at_the_limit_and_after_the_last_action(agent):
     """max_length 6: "ask12!" keeps "ask12"; of two actions beyond it the reward moves to the last one kept."""
     body = """
         ids = hf_tokenizer(prompt)["input_ids"]
@@ -440,7 +440,7 @@ def test_what_stands_beyond_the_limit_is_cut_and_what_follows_the_last_action_le
     assert (shown(episode), turn_rewards(episode), episode.truncated) == (["ask[12]![AB]"], [1.0], False)
 
 
-def test_without_tokens_the_engines_calls_are_the_episode(agent):
+def test_user_agent_without_tokens_is_recorded_from_its_engine_calls(agent):
     """Older executors return text; what was sampled is known all the same, and a rewritten history gives two segments."""
     body = """
         ids = hf_tokenizer(prompt)["input_ids"]
@@ -473,7 +473,7 @@ def test_vllm_parameters_are_understood(agent):
     assert episode.segments[0].rollout_logprobs is not None
 
 
-def test_no_parameter_is_lost_when_users_pass_them_on():
+def test_user_agent_passes_all_sampling_parameters_on():
     given = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=0.3, max_tokens=4, min_tokens=2, stop=("x", "y"), stop_token_ids=[3], ignore_eos=True, seed=5,

@@ -143,14 +143,14 @@ def test_an_error_in_an_episode_names_its_line(file, name):
 
 
 @pytest.mark.parametrize("name", RETURNING)
-def test_what_cannot_be_used_is_shown_with_what_was_expected(file, name):
+def test_user_values_that_cannot_be_used_are_shown_with_the_expected_form(file, name):
     source, line, text = RETURNING[name]
     with pytest.raises(AgentResultError) as caught:
         play(file, source)
     check_message(caught.value, file, line, text)
 
 
-def test_each_mistake_has_a_message_of_its_own():
+def test_user_file_mistakes_have_messages_of_their_own():
     texts = [text for table in (RAISING, RETURNING) for _, _, text in table.values()]
     assert len(set(texts)) == len(texts)
 

@@ -54,7 +54,7 @@ def test_group_shaping_by_hand(name, expected):
     assert shaped(name, [1.0, 0.0, 0.0, 3.0]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_each_estimator_needs():
+def test_estimators_say_what_they_need():
     assert [name for name, e in ESTIMATORS.items() if e.needs_critic] == ["gae"]
     assert [name for name, e in ESTIMATORS.items() if e.whiten] == ["gae", "reinforce", "reinforce_baseline"]
     assert GROUP_ESTIMATORS == ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
@@ -117,7 +117,7 @@ def test_episodes_that_are_all_alike_teach_nothing_at_any_turn(name, turns):
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_what_was_earned_before_a_turn_is_not_its_credit(name):
+def test_to_go_credit_has_no_reward_of_earlier_turns(name):
     """To go: two episodes that differ in their first turn only are alike in the second. By outcome they are not."""
     first, second = credit(name, Turns.TO_GO, [1.0, 0.5], [0.0, 0.5])
     assert (first[1], second[1]) == (0.0, 0.0)
@@ -320,7 +320,7 @@ def test_a_buffer_that_does_not_fit_is_refused(buffer):
         (-3.0, [0, 0, -3]),
     ],
 )
-def test_what_a_truncated_episode_keeps(coef, expected):
+def test_stop_properly_penalty_of_a_truncated_episode(coef, expected):
     rewards = torch.tensor([1.0, 0.5, 2.0])
     assert stop_properly(rewards, coef=coef).tolist() == expected
     assert rewards.tolist() == [1, 0.5, 2]

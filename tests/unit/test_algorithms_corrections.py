@@ -37,7 +37,7 @@ def test_weights_by_hand(name, weights, touched):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_where_engine_and_trainer_agree_nothing_changes(name):
+def test_corrections_change_nothing_where_engine_and_trainer_agree(name):
     assert weights_of(name, [1.0, 1.0, 1.0], [0, 0, 1]) == ([1, 1, 1], [False, False, False])
 
 

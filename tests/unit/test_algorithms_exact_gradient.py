@@ -575,7 +575,7 @@ def test_whitening_over_two_groups():
         ("k3", lambda policy, reference: (reference.exp() * (reference - policy)).sum()),
     ],
 )
-def test_what_each_kl_estimate_teaches_as_a_loss(name, divergence):
+def test_kl_estimates_as_losses_have_the_documented_gradients(name, divergence):
     """With d = log π − log q and a ~ π, E[∇k1] = E[∇log π] = 0; E[∇k2] = E[d ∇log π] = ∇KL(π‖q), whose other term is
     E[∇log π] = 0; E[∇k3] = E[(1 − q/π) ∇log π] = −Σ q ∇log π = ∇KL(q‖π)."""
     generator = torch.Generator().manual_seed(1)

@@ -127,6 +127,6 @@ def test_a_run_that_turns_adaptive_starts_from_the_fixed_coefficient():
 
 
 @pytest.mark.parametrize("wrong", [{"coef": 0.0}, {"target": 0.0}, {"horizon": -1}])
-def test_what_could_never_adapt_is_refused(wrong):
+def test_adaptive_kl_controller_refuses_settings_that_could_never_adapt(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.* must be > 0"):
         AdaptiveKL(**{"coef": 0.1, "target": 6.0, "horizon": 1000, **wrong})

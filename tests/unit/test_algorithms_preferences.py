@@ -141,7 +141,7 @@ def test_reward_losses_by_hand(name):
     assert rejected.grad.tolist() == pytest.approx([0.25, -with_margin[1], 0.75])
 
 
-def test_any_other_name_is_logexp():
+def test_reward_loss_of_any_other_name_is_logexp():
     assert get_reward_loss("loglikelihood") is get_reward_loss("logexp") is not get_reward_loss("sigmoid")
 
 

@@ -69,7 +69,7 @@ def test_the_first_host_of_a_list_of_nodes(nodes, host):
 
 
 @pytest.mark.parametrize("nodes", ["", ",gpu1", "gpu[", "(null)"])
-def test_what_is_no_list_of_nodes_is_refused(nodes):
+def test_slurm_node_list_is_refused_if_malformed(nodes):
     with pytest.raises(ValueError, match="not a list of nodes"):
         first_host(nodes)
 
@@ -131,7 +131,7 @@ def test_several_processes_and_what_plain_torch_cannot_do_are_deepspeeds(backend
         ("auto", replace(PLAIN, tensor_parallel_size=2), Launch(0, 3, 0), "3 processes.*start a multiple of it"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_flag(backend, ds, launch, said):
+def test_backend_settings_that_cannot_work_are_refused_by_flag(backend, ds, launch, said):
     with pytest.raises(ConfigError, match=said):
         uses_deepspeed(backend, ds, launch)
 
@@ -178,7 +178,7 @@ def test_flags_reach_deepspeed():
     assert config["tensor_parallel"] == {"autotp_size": 2}
 
 
-def test_what_is_not_asked_for_is_not_mentioned():
+def test_deepspeed_config_mentions_only_what_is_asked_for():
     config = deepspeed_config(zero_settings(BackendSection(zero_stage=2)), dtype=torch.float32)
     assert not config["zero_optimization"].keys() & {"zero_hpz_partition_size", "offload_optimizer"}
     assert "tensor_parallel" not in config

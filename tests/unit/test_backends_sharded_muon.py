@@ -74,7 +74,7 @@ def test_whole_matrices_need_no_group():
         assert torch.allclose(measured, expected, atol=1e-6)
 
 
-def test_what_is_left_out_is_adamws():
+def test_sharded_muon_leaves_other_parameters_to_adamw():
     """Its groups are of one optimizer now: a rate that is set there counts."""
     vectors = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     adamw = torch.optim.AdamW([vectors[0]], lr=0.1)

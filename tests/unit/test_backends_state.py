@@ -125,7 +125,7 @@ def test_fp16_takes_it_for_an_overflow_and_halves_its_scale():
     assert harmed.left_out is None
 
 
-def test_what_was_damaged_is_named():
+def test_damaged_state_is_named():
     assert train(make(torch.float32), harm=harm_gradient) == ["3: its gradient is nan (of weight)"]
     assert train(make(torch.float32), harm=harm_optimizer) == [
         "3: step of weight were not finite and are again what they were; exp_avg of weight were not finite and are "
@@ -237,6 +237,6 @@ def test_large_numbers_are_finite():
     assert not_finite({"a": torch.tensor([1e38, -math.inf], dtype=torch.bfloat16), "i": torch.tensor([1])}) == ["a"]
 
 
-def test_only_some_are_named():
+def test_damaged_state_names_only_some():
     assert some(["a", "b"]) == "a, b"
     assert some("abcde") == "a, b, c and 2 more"

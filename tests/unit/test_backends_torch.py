@@ -86,7 +86,7 @@ def test_weight_decay_spares_vectors():
     assert torch.equal(module.bias, bias)
 
 
-def test_each_step_moves_by_its_scheduled_rate():
+def test_torch_backend_steps_by_the_scheduled_rate():
     """Under a constant gradient g Adam's update is lr·g/|g|, so weights move by exactly the rates, here of `linear`
     with 2 of 5 steps of warm-up: ½, 1, 1, ⅔, ⅓."""
     module = linear()
@@ -351,7 +351,7 @@ def test_frozen_parameters_have_no_average():
     assert torch.equal(to_save(backend)["weight"], torch.ones(3, 2))
 
 
-def test_without_one_the_live_weights_are_saved():
+def test_torch_backend_saves_live_weights_without_an_average():
     backend = TorchBackend(ones(), OptimizerSettings(lr=0.1))
     descend_steps(backend, 2)
     assert not any(name.startswith("average/") for name, _ in backend.tensor_state())

@@ -259,7 +259,7 @@ def test_sampled_tokens_are_marked_in_a_pipe_and_coloured_on_a_terminal(tmp_path
     assert ("⟦" in file.getvalue()) is not file.isatty()
 
 
-def test_what_is_shown_leaves_terminals_sane():
+def test_check_display_escapes_terminal_codes():
     assert shown("a\nb\x1b[2J\x00é", 99) == "a⏎b\\x1b[2J\\x00é"
     assert shown("a\nb", 99, lines=True) == "a\nb"
     assert shown("0123456789", 4) == "01 … 89"

@@ -192,7 +192,7 @@ def test_several_ranks_write_one_checkpoint_and_all_continue_from_it(tmp_path):
     assert outcomes(4, load) == [({"n": 3}, [0.5] * 3, {"run_directory": "runs/x"})] * 4
 
 
-def test_what_fails_on_the_main_rank_fails_on_all_and_leaves_nothing(tmp_path):
+def test_checkpoint_failure_on_the_main_rank_fails_on_all(tmp_path):
     def save(ranks):
         def full(target, state, weights):
             raise OSError(28, "No space left on device")

@@ -81,7 +81,7 @@ def test_a_run_begins_with_its_weights_moments_and_steps(tmp_path, prefix, flat)
     assert second.scalar_state() == first.scalar_state() == {"steps": 2}
 
 
-def test_what_is_saved_and_what_is_best_goes_to_our_own_checkpoints(tmp_path):
+def test_universal_start_saves_into_our_own_checkpoints(tmp_path):
     class Saver(NoCheckpoints):
         events: ClassVar[list] = []
 
@@ -113,7 +113,7 @@ def test_names_that_could_be_the_same_are_refused(tmp_path):
         begin(folder, TorchBackend(Wrapped(), SETTINGS))
 
 
-def test_what_is_missing_is_named_with_the_way_to_make_it(tmp_path):
+def test_universal_checkpoint_names_missing_files_and_the_remedy(tmp_path):
     with pytest.raises(CheckpointError, match=r"latest_universal cannot be read; .* deepspeed\.checkpoint\.ds_to_univ"):
         find_universal(tmp_path)
     (tmp_path / "latest_universal").write_text("global_step2_uni")
@@ -131,7 +131,7 @@ class Harmful:
         return os.mkdir, (str(self.place),)
 
 
-def test_nothing_in_the_files_is_run(tmp_path):
+def test_universal_checkpoint_runs_no_pickled_code(tmp_path):
     folder = write(tmp_path, trained(steps=2))
     file = folder / "global_step2_uni" / "mp_rank_00_model_states.pt"
     torch.save({"global_steps": 3, "more": Harmful(tmp_path / "harm")}, file)

@@ -14,7 +14,7 @@ def clock():
     return HandClock()
 
 
-def test_so_many_replacements_within_any_stretch_of_time(clock):
+def test_replacement_budget_counts_within_any_period(clock):
     """Two in 10 s: at 0 and 6; at 9 both still count; at 10 the first does not; at 15 those of 6 and 10 do."""
     budget = ReplacementBudget(2, within=10.0, clock=clock)
     spent = {}
@@ -24,7 +24,7 @@ def test_so_many_replacements_within_any_stretch_of_time(clock):
     assert spent == {0: True, 6: True, 9: False, 10: True, 15: False, 16: True}
 
 
-def test_each_engine_has_its_own(clock):
+def test_replacement_budget_is_per_engine(clock):
     budget = ReplacementBudget(1, clock=clock)
     assert [budget.spend(0), budget.spend(1), budget.spend(0)] == [True, True, False]
 
@@ -60,7 +60,7 @@ class Ward:
         self.watch.look()
 
 
-def test_who_does_not_answer_in_time_is_given_up_once(clock):
+def test_health_watch_gives_up_once_on_an_engine_that_does_not_answer(clock):
     ward = Ward(clock, "a", "b")
     ward.look_after(0)
     ward.patients["b"].questions[0].set_result(None)
@@ -73,7 +73,7 @@ def test_who_does_not_answer_in_time_is_given_up_once(clock):
     assert [who for who, _ in ward.given_up] == ["a", "b"]  # b's second question was never answered
 
 
-def test_who_says_that_he_is_ill_is_given_up_at_once(clock):
+def test_health_watch_gives_up_at_once_on_an_engine_that_reports_an_error(clock):
     ward = Ward(clock, "a")
     ward.look_after(0)
     ward.patients["a"].questions[0].set_exception(RuntimeError("vLLM has died"))
@@ -107,7 +107,7 @@ def test_a_lost_engine_gets_no_requests_until_it_is_back():
         assert (stays, least_busy) == (1, 0)
 
 
-def test_where_nobody_is_left_a_request_goes_somewhere():
+def test_router_chooses_an_engine_also_when_all_are_lost():
     balancer = Balancer(1)
     balancer.close_to(0)
     assert not balancer.open

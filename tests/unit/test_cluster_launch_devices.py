@@ -43,7 +43,7 @@ def test_a_device_is_a_gpu_a_counted_worker_or_a_cpu():
     assert device_kind([{"CPU": 4}]) == DeviceKind("CPU", cpus=0)
 
 
-def test_what_a_device_is_to_ray():
+def test_device_kind_options_for_ray():
     assert DeviceKind("GPU", cpus=1).bundle == {"GPU": 1, "CPU": 1}
     assert DeviceKind("GPU", cpus=1).options(0.25) == {"num_gpus": 0.25, "num_cpus": 0.25}
     assert DeviceKind(WORKER, cpus=0).bundle == {WORKER: 1}

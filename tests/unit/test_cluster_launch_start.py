@@ -36,7 +36,7 @@ def starts(monkeypatch):
     return answers, tries
 
 
-def test_a_node_that_is_late_is_tried_again(starts):
+def test_ray_cluster_tries_again_when_a_node_starts_late(starts):
     answers, tries = starts
     answers += [Exception(LATE), None]
     with ray_cluster():
@@ -44,7 +44,7 @@ def test_a_node_that_is_late_is_tried_again(starts):
 
 
 @pytest.mark.parametrize(("error", "count"), [(LATE, 3), ("no space left on device", 1)])
-def test_one_that_cannot_start_is_an_error_in_one_line(starts, error, count):
+def test_ray_cluster_that_cannot_start_is_an_error_in_one_line(starts, error, count):
     answers, tries = starts
     answers += [Exception(f"{error}\nand a second line")] * count
     with pytest.raises(ClusterError, match=f"^Ray does not start: {error}$"), ray_cluster():
@@ -62,7 +62,7 @@ def test_one_that_cannot_start_is_an_error_in_one_line(starts, error, count):
     ],
     ids=["well", "a signal", "no room", "a failure"],
 )
-def test_its_folder_is_private_and_stays_only_for_the_logs_of_a_failure(starts, error, stays):
+def test_ray_folder_is_private_and_stays_only_after_a_failure(starts, error, stays):
     answers, tries = starts
     answers.append(None)
     expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
@@ -77,7 +77,7 @@ def test_its_folder_is_private_and_stays_only_for_the_logs_of_a_failure(starts, 
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_temporary_folder_whose_name_is_too_long_for_sockets(starts, tmp_path, monkeypatch, caplog):
+def test_ray_folder_avoids_paths_too_long_for_sockets(starts, tmp_path, monkeypatch, caplog):
     answers, _ = starts
     answers += [None, None]
     long, short = tmp_path / ("x" * LONGEST_FOLDER), Path("/tmp") / f"o{os.getpid()}"
@@ -92,7 +92,7 @@ def test_a_temporary_folder_whose_name_is_too_long_for_sockets(starts, tmp_path,
     short.rmdir()
 
 
-def test_sigterm_while_it_starts_is_the_runs_and_not_rays(starts, monkeypatch):
+def test_sigterm_while_ray_starts_goes_to_the_run(starts, monkeypatch):
     """Ray's handler leaves the process with status 15."""
 
     def init(**options):
@@ -106,7 +106,7 @@ def test_sigterm_while_it_starts_is_the_runs_and_not_rays(starts, monkeypatch):
         assert interrupts.exit_status() == 128 + signal.SIGTERM
 
 
-def test_nobody_looks_for_processes_through_a_connection_that_has_ended():
+def test_stack_probes_are_not_read_after_the_connection_to_ray_ends():
     """Ray would start another one for whoever asks it then, or end his process without a word."""
     assert not ray.is_initialized()
     late = StackProbes(["rank 0"], ["a reference from before"])

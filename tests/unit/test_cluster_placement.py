@@ -81,7 +81,7 @@ def test_70b_on_48_gpus_is_three_pools():
         ("--colocate_all_models --async_train", [("actor+critic+ref+reward", 1, 8), ("vllm", 4, 2)]),
     ],
 )  # fmt: skip
-def test_who_shares(flags, pools):
+def test_placement_roles_that_share_devices(flags, pools):
     assert shape(planned(f"{SEPARATE} {flags}")) == pools
 
 
@@ -213,7 +213,7 @@ def test_the_table_is_for_people():
          "no flags make it fit: give it a larger cluster"),
     ],
 )  # fmt: skip
-def test_what_is_short_and_what_would_fit(words, nodes, problem):
+def test_fit_says_what_is_short_and_which_flags_would_fit(words, nodes, problem):
     assert fit(planned(words), nodes).problem == problem
 
 
@@ -223,7 +223,7 @@ def test_neighbours_go_to_the_node_with_the_least_room():
     assert fit(plan(request), [Node(16, 16), Node(2, 2), Node(8, 8)]).nodes == ((2,), (1,), (2,))
 
 
-def test_without_cpus_of_their_own_devices_are_all_that_counts():
+def test_fit_counts_only_devices_where_workers_share_cpus():
     request = PlacementRequest(groups={ACTOR: Size(1, 8)}, cpus_per_device=0)
     assert fit(plan(request), [Node(8, 2)]).nodes == ((0,),)
     assert fit(plan(dataclasses.replace(request, cpus_per_device=1)), [Node(8, 2)]).problem
@@ -238,7 +238,7 @@ sizes = st.builds(Size, st.integers(1, 3), st.sampled_from([1, 2, 4, 8]))
     parts=st.sampled_from([1, 2, 4]),
     nodes=st.lists(st.builds(Node, st.integers(0, 16), st.just(64)), min_size=1, max_size=6),
 )
-def test_every_worker_has_one_seat_and_no_node_is_overfull(groups, engines, parts, nodes):
+def test_plan_gives_every_worker_one_slot_and_overfills_no_node(groups, engines, parts, nodes):
     request = PlacementRequest(groups=groups, engines=engines, parts=parts)
     whole = plan(request)
     for role, size in groups.items():

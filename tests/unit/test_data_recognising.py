@@ -63,7 +63,7 @@ def test_keys_are_found_by_their_names(tmp_path, caplog, record, given, expected
     assert len(caplog.messages) == (1 if expected else 0)
 
 
-def test_what_was_found_is_said_as_flags(tmp_path, caplog):
+def test_recognised_keys_are_named_as_flags(tmp_path, caplog):
     record = {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}
     with caplog.at_level(logging.INFO):
         recognise(written(tmp_path, [record]), PairFormat(), flag="--eval.dataset")
@@ -73,6 +73,6 @@ def test_what_was_found_is_said_as_flags(tmp_path, caplog):
     ]
 
 
-def test_what_is_a_chat():
+def test_recognising_of_chats():
     assert is_chat([USER])
     assert not any(map(is_chat, ["text", None, [], [1], ["a"], {"role": "user"}]))

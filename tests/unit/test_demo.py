@@ -31,12 +31,12 @@ def test_problems_are_many_and_disjoint_and_no_answer_is_common(module, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_sorted_answer_is_on_both_sides(seed):
+def test_demo_answers_are_on_one_side_of_the_split_only(seed):
     task = sorting.make_task(seed=seed)
     assert not {p.label for p in task.train} & {p.label for p in task.held_out}
 
 
-def test_only_the_right_order_with_an_end_is_rewarded():
+def test_demo_reward_needs_the_right_order_and_an_end():
     queries = ["73914>13479<eos>", "73914>13479", "73914>13497<eos>", "73914>134799"]
     result = reward_func(queries, ["73914>"] * 4, ["13479"] * 4)
     assert result["rewards"] == result["scores"] == [1.0, 0.0, 0.0, 0.0]
@@ -91,7 +91,7 @@ def test_the_model_has_one_to_three_million_parameters(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_its_flags_are_a_users_flags(module, tmp_path):
+def test_demo_flags_are_a_users_flags(module, tmp_path):
     task = module.make_task(seed=0)
     flags = rl_flags(task, tmp_path, seed=0, steps=MAX_STEPS)
     config = parse("train_ppo_ray", [part for name, value in flags.items() for part in (f"--{name}", str(value))])

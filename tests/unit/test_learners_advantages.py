@@ -314,7 +314,7 @@ def test_turn_rewards_count_for_their_own_and_earlier_tokens():
         assert result.returns_A is None
 
 
-def test_what_was_compared_is_the_advantage():
+def test_advantages_are_the_group_comparisons():
     result = credit([sample([0, 1.0, 2.0], compared=[0.5, 0.5, -1.0], gaps=True)], "group_norm")
     assert result.advantages_A.tolist() == [0.5, 0.5, -1]
     assert result.totals_E.tolist() == [0.5]

@@ -241,7 +241,7 @@ def test_samples_whose_columns_are_not_finite_are_named():
     assert step.suspects([])[0] == "the reward of prompt 3 sample 0"
 
 
-def test_where_all_columns_are_finite_the_losses_tell():
+def test_optimizer_steps_name_losses_where_all_columns_are_finite():
     batch = make_batch([(3, 2), (7, 1), (7, 2)], [1.0, 2.0, 1.0])
     (step,) = optimizer_steps(batch, make_settings(), round_index=1)
     odd = [micro for micro in step if micro.keys[0].sample == 2]

@@ -73,7 +73,7 @@ def logprobs(policy, tokens):
     return policy(tokens, temperature=1.0).logprobs_A
 
 
-def test_only_the_adapter_is_trained_and_the_head_has_none(folder):
+def test_lora_trains_only_the_adapter_and_leaves_the_head(folder):
     """Seven linear layers in each of two blocks, two matrices each. The head is tied to the embeddings: frozen."""
     policy = load(folder)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}

@@ -154,7 +154,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_entropy():
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_only_what_needs_a_gradient_gets_one():
+def test_chunked_logprobs_give_gradients_only_where_needed():
     hidden, weight, _, targets = make(5, 11, 4)
     frozen = weight.detach()
     (gradient,) = torch.autograd.grad(chunked_logprobs(hidden, frozen, targets).logprobs_A.sum(), hidden)
@@ -173,7 +173,7 @@ def test_entropy_alone_and_log_prob_alone_can_be_differentiated():
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_no_tokens_give_no_log_probs_and_zero_gradients():
+def test_chunked_logprobs_of_no_tokens_have_zero_gradients():
     hidden = torch.zeros(0, 4, requires_grad=True)
     weight = torch.randn(11, 4, requires_grad=True)
     out = chunked_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), with_entropy=True)

@@ -120,7 +120,7 @@ def test_neighbouring_prompts_of_one_length_stay_apart(qwen):
     assert share_prefixes(tokens).tokens.num_tokens == 4 + 6 + 4 + 6
 
 
-def test_one_shared_prefix_for_each_sequence_or_none():
+def test_packed_tokens_need_a_shared_prefix_for_each_sequence_or_none():
     tokens = make_stream([(4, [3, 3])])
     with pytest.raises(ValueError, match="1 shared prefixes for 2 sequences"):
         dataclasses.replace(tokens, shared_prefixes=(0,))

@@ -24,7 +24,7 @@ def test_a_mean_weighs_micro_batches_by_their_size():
 
 @settings(deadline=None)
 @given(st.lists(st.lists(numbers, max_size=5), min_size=1, max_size=8), st.randoms(use_true_random=False))
-def test_any_cut_and_any_order_gives_the_same_numbers(parts: list[list[float]], shuffle: random.Random):
+def test_metrics_do_not_depend_on_cut_and_order(parts: list[list[float]], shuffle: random.Random):
     def measure(values: list[float]) -> Metrics:
         metrics = Metrics()
         metrics.mean("mean", math.fsum(values), len(values))
@@ -66,7 +66,7 @@ def test_standard_deviation_by_hand():
     assert Std.of([1, 2]).merge(Std.of([3, 6])).value == pytest.approx(math.sqrt(3.5))
 
 
-def test_nothing_has_no_mean():
+def test_metrics_of_nothing_have_no_mean():
     metrics = Metrics()
     metrics.mean("kl", 0.0, 0)
     metrics.std_of("std", [])
@@ -81,7 +81,7 @@ def test_nan_is_never_swallowed(kind):
     assert math.isnan(kind(1.0).merge(kind(math.nan)).value)
 
 
-def test_one_name_has_one_reduction():
+def test_metrics_refuse_two_reductions_of_one_name():
     metrics = Metrics()
     metrics.sum("tokens", 3)
     with pytest.raises(TypeError, match=r"'tokens' is a Sum.*Mean"):

@@ -30,7 +30,7 @@ def run_plain(steps: int, total: int, **metrics: float) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_one_aligned_line_per_step():
+def test_progress_prints_one_aligned_line_per_step():
     """3.2 s a step and 80 - 12 = 68 steps left: 217.6 s, 3:38."""
     metrics = {"reward": 0.431, "response_length": 5.2, "policy_loss": -0.01234, "perf/tokens_per_second": 12345.0}
     title, *lines = run_plain(12, 80, **metrics)
@@ -51,7 +51,7 @@ def test_supervised_steps_show_loss_and_accuracy():
     assert line == "step 1/5  loss   0.6931  acc 0.750    3.2 s/step  eta 0:13"
 
 
-def test_what_was_not_measured_is_left_out_and_nan_is_shown():
+def test_progress_leaves_out_missing_metrics_and_shows_nan():
     *_, line = run_plain(1, 5, reward=float("nan"))
     assert line == "step 1/5  reward    nan    3.2 s/step  eta 0:13"
 

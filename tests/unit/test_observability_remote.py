@@ -126,7 +126,7 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch, packag
     assert KEY not in str(caught.value)
 
 
-def test_nothing_is_imported_unless_asked_for(monkeypatch, tmp_path):
+def test_remote_loggers_import_nothing_unless_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     require_loggers(parse("train_sft", []).logger)

@@ -149,13 +149,13 @@ def test_a_whole_run(run: RunDirectory):
     assert links == [attrs["id"] for tag, attrs in page.tags if tag == "section" and "id" in attrs]
 
 
-def test_without_evaluations_rewards_make_the_summary(run: RunDirectory):
+def test_report_summary_uses_rewards_without_evaluations(run: RunDirectory):
     """First and last tenth of 20 steps: (0 + 1) / 2 and (18 + 19) / 2."""
     write_metrics(run, [("train", step + 1, {"reward": float(step)}) for step in range(20)])
     assert "0.500 → 18.500 first → last 2 steps" in report(run).text
 
 
-def test_where_nothing_is_rewarded_the_loss_makes_the_summary(run: RunDirectory):
+def test_report_summary_uses_the_loss_without_rewards(run: RunDirectory):
     """Of a loss less is better: the colour says so."""
     write_metrics(run, [("train", step, {"gpt_loss": 4.0 - step}) for step in (1, 2)])
     page = report(run)
@@ -213,7 +213,7 @@ def test_metrics_of_odd_types_are_ignored(run: RunDirectory):
 ATTACK = "</script></template><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{config}}"
 
 
-def test_nothing_in_a_run_becomes_markup(tmp_path: Path):
+def test_report_escapes_all_text_of_a_run(tmp_path: Path):
     run = RunDirectory.create(tmp_path / "<b>demo&", {"model": ATTACK, "algo": {"advantage": {"estimator": ATTACK}}})
     write_metrics(run, [("train", s, {ATTACK: 1.0, f"timing/{ATTACK}": 1.0}) for s in (1, 2)])
     write_metrics(run, [("eval", 1, {f"eval_{ATTACK}": 1.0, f"eval_{ATTACK}2": 1.0})])
@@ -235,7 +235,7 @@ def test_nothing_in_a_run_becomes_markup(tmp_path: Path):
 
 @settings(deadline=None)
 @given(st.text(max_size=200))
-def test_any_text_survives_the_page(tmp_path_factory: pytest.TempPathFactory, text: str):
+def test_report_shows_any_text_unchanged(tmp_path_factory: pytest.TempPathFactory, text: str):
     run = RunDirectory.create(tmp_path_factory.mktemp("run") / "demo", {})
     write_rollouts(run, [rollout(1, response=text)])
     report(run)
@@ -316,7 +316,7 @@ def test_the_mean_of_a_step_is_of_all_its_samples(run: RunDirectory):
     assert "mean reward 0.250" in report(run).text
 
 
-def test_no_engine_is_called_vllm_that_is_none(tmp_path: Path):
+def test_report_names_vllm_only_where_it_runs(tmp_path: Path):
     metrics = [("train", 1, {"vllm_kl": 0.1, "logprobs_diff": 0.2, "ppo_kl": 0.3, "timing/make_experience": 1.0})]
     for engines, title in ((0, "Engine"), (2, "vLLM")):
         run = RunDirectory.create(tmp_path / title, {"vllm": {"num_engines": engines}})
@@ -551,7 +551,7 @@ def test_runs_that_were_set_alike_and_have_no_steps_are_compared(tmp_path: Path)
         (["demo", "-o", "no/such/folder.html"], "No such file or directory"),
     ],
 )
-def test_what_cannot_be_reported_is_one_line(run: RunDirectory, words, error, capsys, monkeypatch):
+def test_report_of_an_unreadable_folder_is_one_line(run: RunDirectory, words, error, capsys, monkeypatch):
     monkeypatch.chdir(run.path.parent)
     for i in range(8):
         RunDirectory.create(f"r{i}", {})
@@ -583,7 +583,7 @@ def test_the_trend_does_not_lag_and_stays_inside(values: list[float]):
     assert max(trend) <= max(values) + room
 
 
-def test_one_spike_does_not_flatten_a_chart():
+def test_chart_is_not_flattened_by_one_spike():
     """99 values in [0, 1] and one 1,000: the axis covers the middle, widened by half of it."""
     values = [i % 10 / 9 for i in range(99)] + [1000.0]
     low, high = visible_range(values)

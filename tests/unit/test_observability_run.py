@@ -312,7 +312,7 @@ def test_the_best_the_worst_and_typical_groups_are_kept_whoever_finished_first(t
 @pytest.mark.parametrize(
     ("places", "kept"), [(0, []), (1, [2]), (2, [4, 0]), (3, [4, 2, 0]), (5, [4, 3, 2, 1, 0]), (9, [4, 3, 2, 1, 0])]
 )
-def test_so_many_groups_are_kept_of_a_step(tmp_path: Path, places: int, kept: list[int]):
+def test_rollout_log_keeps_so_many_groups_of_a_step(tmp_path: Path, places: int, kept: list[int]):
     records = logged(tmp_path / "rollouts.jsonl", [rewarded(i, float(i)) for i in range(5)], groups=places)
     assert [r["prompt_ordinal"] for r in records] == kept
 
@@ -405,7 +405,7 @@ def test_messages_of_known_templates(marks: tuple[str, ...], text: str, turns: l
     assert sum(turn.tokens for turn in observed) == len(segment) - 3
 
 
-def test_what_follows_an_action_without_marks_is_the_environment():
+def test_turns_without_marks_are_actions_then_environment():
     tokenizer = CharacterTokenizer()
     turns = TurnReader(tokenizer).turns([history(tokenizer, "ask", ("5", 0.0), " no: ", ("6", 1.0), " yes")])
     assert [turn.role for turn in turns] == ["prompt", "assistant", "environment", "assistant", "environment"]

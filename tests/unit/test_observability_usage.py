@@ -19,7 +19,7 @@ def test_a_meter_tells_what_it_saw_since_the_last_time():
     meter.close()
 
 
-def test_it_looks_by_itself():
+def test_usage_meter_samples_by_itself():
     looks = []
     meter = UsageMeter(lambda: looks.append(None) or (0.0, 0.0), period=0.01)
     end = time.monotonic() + 5
@@ -29,7 +29,7 @@ def test_it_looks_by_itself():
     assert len(looks) >= 3
 
 
-def test_this_machine_can_be_looked_at():
+def test_usage_meter_works_on_this_machine():
     meter = UsageMeter(period=3600)
     usage = meter.take()
     meter.close()

@@ -58,7 +58,7 @@ def test_sequences_of_a_forward_are_limited_by_number_and_by_tokens(forward):
     assert [[len(s) for s in batch] for batch in forward.batches] == [[1, 2], [3], [4, 1]]
 
 
-def test_nothing_costs_no_forward(forward):
+def test_reward_batching_of_nothing_runs_no_forward(forward):
     assert asyncio.run(Batcher(forward, max_tokens=6).score([])) == []
     assert forward.batches == []
 

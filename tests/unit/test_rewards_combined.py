@@ -78,14 +78,14 @@ def test_logs_keep_their_names_unless_they_are_taken():
     assert judged[0].extra_logs == {"length": 5, "format": 1, "length_b": 6, "reward_a": 1, "reward_b": 2}
 
 
-def test_one_that_fails_fails_the_group_and_ends_the_others():
+def test_combined_reward_fails_the_group_if_one_source_fails():
     slow = Source(1, 1, seconds=60)
     with pytest.raises(RewardError, match="boom"):
         combine(slow, Source(error=RewardError("boom")), weights=[1, 1])
     assert slow.events == ["score", "cancelled"]
 
 
-def test_they_judge_at_the_same_time():
+def test_combined_reward_sources_judge_at_the_same_time():
     """Each answers when all three have been asked: one after the other, the first would wait for ever."""
 
     class Meeting(Source):

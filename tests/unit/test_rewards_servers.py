@@ -108,7 +108,7 @@ def test_a_server_goes_down_rests_and_comes_back(clock, caplog):
     assert caplog.text.count("reward server http://b answers again") == 1
 
 
-def test_when_all_are_down_patience_decides(clock):
+def test_reward_servers_all_down_are_waited_for_until_the_timeout(clock):
     async def main():
         pool = pool_of(2, clock)
         for server in pool.servers:
@@ -132,7 +132,7 @@ def test_waiting_for_servers_that_are_down_is_told():
     assert 0.05 < asyncio.run(main()) < 2.0
 
 
-def test_nobody_waits_forever_behind_a_server_on_probation():
+def test_reward_server_on_probation_holds_no_request_for_ever():
     """One request is tried on a server that is down; the others' patience ends all the same."""
 
     async def main():

@@ -37,7 +37,7 @@ def test_requests_go_to_whoever_has_least_to_do():
     assert balancer.running == [0, 0, 0]
 
 
-def test_what_begins_alike_stays_together_until_its_engine_is_much_busier():
+def test_router_keeps_equal_prompts_together_until_the_engine_is_much_busier():
     balancer = Balancer(2)
     prompt = list(range(100))
     opened = [balancer.chosen([*prompt, i]) for i in range(SLACK + 2)]

@@ -37,7 +37,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (ZeroDivisionError("a defect"), False),
     ],
 )  # fmt: skip
-def test_what_counts_as_a_lost_part(error, lost):
+def test_restart_counts_these_errors_as_a_lost_part(error, lost):
     assert (lost_part(error) is not None) is lost
 
 
@@ -79,7 +79,7 @@ def folder(tmp_path):
     opened.close()
 
 
-def test_each_attempt_goes_on_from_the_newest_checkpoint(folder, caplog):
+def test_restart_goes_on_from_the_newest_checkpoint(folder, caplog):
     run = Run(folder, GONE, GONE, None)
     assert run.to_the_end() == "trained"
     assert run.began_with == [None, "global_step1", "global_step2"]

@@ -34,7 +34,7 @@ def make_group(ordinal: int, source: str, scores: list[float | None], *, length:
     return Group(prompt=prompt, trajectories=tuple(member(i, score) for i, score in enumerate(scores)))
 
 
-def test_each_source_is_measured_by_itself_and_all_together():
+def test_evaluation_measures_each_source_and_all_together():
     """math: prompts with scores 1,0 and 0,0: pass1 1/4, pass@2 (1 + 0)/2, mean reward 10 · 1/4, length 2.
     code: one prompt with scores 0.5,0.5: pass1 1/2, pass@2 0 (no score of 1), mean reward 5, length 5, one of 2 cut.
     Together: (4 · 2 + 2 · 5) / 6 = 3 tokens, 1/6 cut."""
@@ -73,7 +73,7 @@ def test_failed_samples_are_counted_and_enter_no_number():
     assert not [name for name in values if "code" in name]
 
 
-def test_one_sample_per_prompt_has_no_second_pass_rate():
+def test_evaluation_with_one_sample_has_only_pass_at_1():
     values = evaluation_metrics([make_group(0, "math", [1.0])], k=1).values()
     assert [name for name in values if "pass" in name] == ["eval_math_pass1"]
 
@@ -116,7 +116,7 @@ def test_an_unknown_metric_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_what_evaluations_will_have_is_known_before_them(k):
+def test_evaluation_metric_names_are_known_before_it_runs(k):
     groups = [make_group(0, "math", [1.0] * k), make_group(1, "code", [0.5] * k)]
     assert sorted(evaluation_names(["math", "code"], k=k)) == sorted(evaluation_metrics(groups, k=k).values())
 

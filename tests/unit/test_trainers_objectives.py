@@ -296,7 +296,7 @@ def test_the_reference_sees_every_answer_once(make, per_sample, policy, other):
     assert unasked.seen == 0
 
 
-def test_no_gradient_reaches_the_reference(policy, other):
+def test_dpo_and_kto_give_the_reference_no_gradient(policy, other):
     reference = copy.deepcopy(other)
     run(dpo(reference), policy, [range(8)])
     run(kto(reference), policy, [range(8)])

@@ -143,7 +143,7 @@ def test_tokens_per_second_count_the_time_of_steps_alone():
     assert [(s["timing/step_total"], s["perf/tokens_per_second"]) for s in memory.of("train")] == [(2.0, 10.0)] * 3
 
 
-def test_what_is_logged():
+def test_supervised_trainer_logs_metrics_by_their_names():
     """Losses 0.5, 2.5, 4.5; their running mean with decay 0.9 is (0.9·0.5 + 2.5) / 1.9 after the second."""
     trainer, memory = fake_trainer(steps=3)
     trainer.fit()
@@ -174,7 +174,7 @@ def test_evaluation_comes_at_its_period_and_at_the_end_of_epochs_and_of_the_run(
     assert trainer.backend.events.count("eval [0, 1, 2, 3, 4, 5, 6, 7]") == len(expected)
 
 
-def test_without_evaluation_data_nothing_is_evaluated():
+def test_supervised_trainer_evaluates_nothing_without_evaluation_data():
     trainer, memory = fake_trainer(evaluation=False, eval_every=1)
     assert trainer.fit() == {}
     assert memory.of("eval") == []
@@ -234,7 +234,7 @@ def test_asked_to_stop_it_saves_and_the_next_run_makes_up_for_the_evaluation():
     assert records[0] + records[1] == records[2]
 
 
-def test_one_rank_is_asked_and_all_stop_after_the_same_step():
+def test_stop_request_to_one_rank_stops_all_after_the_same_step():
     def run(ranks):
         trainer, _ = fake_trainer()
         trainer.ranks, trainer.stop = ranks, Asked(2 if ranks.index == 1 else None)

@@ -77,7 +77,7 @@ def test_a_warning_of_a_library_is_shown_once_whatever_its_numbers(begin):
         ("bitsandbytes.backends.cpu.ops", ("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "none")),
     ],
 )
-def test_what_is_idle_is_left_out(begin, name, words):
+def test_foreign_lines_leave_out_idle_warnings(begin, name, words):
     terminal = begin(start_logging)
     say(name, logging.WARNING, *words)
     assert terminal.getvalue() == ""

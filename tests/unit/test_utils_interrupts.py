@@ -58,7 +58,7 @@ def test_after_the_deadline_it_is_ctrl_c():
     assert interrupts.exit_status() == 128 + signal.SIGUSR1
 
 
-def test_somebody_elses_handlers_stay():
+def test_interrupts_leave_other_handlers_alone():
     heard = []
     signal.signal(signal.SIGUSR1, lambda *_: heard.append("mine"))
     with interrupts.deferred(60) as request:

@@ -16,7 +16,7 @@ subprocess.run([sys.executable, "-c", MIDDLE, str(os.getpid()), code])
 """
 
 
-def test_who_belongs_to_a_killed_process_ends_and_so_does_who_stands_between(tmp_path):
+def test_exit_with_parent_ends_the_process_and_those_between(tmp_path):
     """The owner starts a process that starts the one which watches; neither hears from the owner that it was killed. A
     folder that they had together goes too."""
     left = tmp_path / "sockets"

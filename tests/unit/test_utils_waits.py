@@ -98,7 +98,7 @@ def test_a_deadline_is_kept_by_whoever_waits_and_is_in_the_line(tmp_path, caplog
     assert caplog.records[0].message == "waiting 0 s (of 0.2) to start"
 
 
-def test_whoever_cancels_a_coroutine_that_waits_is_heard():
+def test_waiting_lets_other_cancellations_through():
     async def main():
         task = asyncio.create_task(in_vain())
         await asyncio.sleep(0.01)
@@ -168,7 +168,7 @@ def test_stacks_of_a_run_without_a_folder_are_the_users_alone(tmp_path, monkeypa
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_nothing_happening_fails_the_wait_that_nothing_happens_in(tmp_path):
+def test_watchdog_fails_the_wait_when_nothing_happens(tmp_path):
     dog, _ = watched(stall_seconds=0.1)
     with (
         pytest.raises(WaitError) as failure,
@@ -185,7 +185,7 @@ def test_nothing_happening_fails_the_wait_that_nothing_happens_in(tmp_path):
 
 
 @pytest.mark.parametrize("sign", ["mark", "source", "peer"])
-def test_any_sign_of_life_keeps_a_run_alive(tmp_path, sign):
+def test_watchdog_sees_any_sign_of_life(tmp_path, sign):
     """Three stall times pass, and something gets done at every tenth of one: here, in an engine that counts, elsewhere."""
 
     class Engine:
