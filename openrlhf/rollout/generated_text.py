@@ -14,7 +14,7 @@ def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """All ids that end a sequence, ascending: those of the generation config, the model's config and the tokenizer."""
     found: set[int] = set()
     config = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    text_config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else None
     for source in (getattr(model, "generation_config", None), config, text_config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         found.update(ids if isinstance(ids, Iterable) else () if ids is None else (ids,))

@@ -162,7 +162,7 @@ class RunningBatch:
         stopped = (token_ids[:, None] == self._ends[rows]).any(1)
         for i in np.flatnonzero(self._watched[rows]).tolist():
             request = self.requests[rows[i]]
-            found = request.stop.feed(int(token_ids[i]))  # type: ignore[union-attr]
+            found = request.stop.feed(int(token_ids[i]))
             if found and count[i] >= self._min_tokens[rows[i]]:
                 stopped[i] = True
         full = (count >= self._limit[rows]) & ~stopped

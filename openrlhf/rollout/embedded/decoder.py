@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -253,7 +253,7 @@ class DecodePlan:
         dropout: float,
     ) -> Tensor:
         """query [1, Hq, T, D], key and value [1, Hkv, T, D] → [1, T, Hq, D]."""
-        layer = module.layer_idx
+        layer = cast(int, module.layer_idx)
         q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         outputs = [
             part.attend(layer, q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window) for part in self._parts
@@ -437,6 +437,7 @@ def packed_decoder(model: Any, *, max_rows: int, max_length: int) -> PackedDecod
         why = recorder.problem or "its layers do not attend by plan"
         raise ValueError(f"the embedded engine cannot batch {name}: {why}; {_ADVICE}")
 
+    assert recorder.dtype is not None  # a layer has attended
     store = partial(KVStore, recorder.shapes, dtype=recorder.dtype, device=device)
     probe = PackedDecoder(model, store(max_rows=2, max_length=8))
     probe.step(np.zeros(2, np.int64), [Prefill(0, long[:3]), Prefill(1, short[:1])])
@@ -476,10 +477,16 @@ class _Recorder:
 def _batch_dependent_rope(config: Any) -> str:
     """The kind of the rotary embedding, if it depends on the longest position of a forward call; otherwise ""."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    kinds = {str(entry.get("rope_type")) for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     return next(iter(kinds & {"dynamic", "longrope"}), "")
 
 
 def _probe_ids(vocab_size: int, count: int) -> np.ndarray:
     """Ids of ordinary tokens, from the middle of the vocabulary: special tokens usually are at its ends."""
     return (np.arange(count) * 7 + vocab_size // 3) % vocab_size
+
+
+if TYPE_CHECKING:
+    from openrlhf.models.attention import AttentionPlan
+
+    _: tuple[type[Decoder], type[AttentionPlan], type[AttentionPlan]] = (PackedDecoder, DecodePlan, _Recorder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -64,3 +64,9 @@ class CachedDecoder:
         self._caches[row] = output.past_key_values
         self._lengths[row] = seen + len(token_ids)
         return output.logits[0, -1]
+
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.embedded.decoder import Decoder
+
+    _: type[Decoder] = CachedDecoder

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -183,6 +183,7 @@ class KVStore:
     ) -> None:
         """Copies one slot at a time on a CPU, where a copy runs at memory speed; on a GPU all at once, because there
         each copy would be a kernel launch."""
+        pairs: list[tuple[Any, Any]]
         if self.device.type == "cpu":
             pairs = [(int(a), int(b)) for a, b in zip(slots, targets, strict=True)]
         else:

@@ -98,14 +98,14 @@ def sample(
 
     greedy = temperature == 0
     argmax = logits.argmax(-1) if greedy.any() else None
-    if greedy.all() and not want_logprobs:
+    if argmax is not None and greedy.all() and not want_logprobs:
         return Sampled(argmax, None)
     divisor = np.where(greedy, np.float32(1), temperature)
     if (divisor != 1).any():
         logits.div_(torch.from_numpy(divisor).to(device)[:, None])
     probs = torch.softmax(logits, dim=-1)
 
-    if greedy.all():
+    if argmax is not None and greedy.all():
         token_ids = argmax
     else:
         if len(unlikely := np.flatnonzero(~greedy & (min_p > 0))):
