@@ -42,7 +42,7 @@ from openrlhf.agents.openai_protocol import (
     write_calls,
     write_logprobs,
 )
-from openrlhf.agents.openai_session import LEAST_LIMIT, ChatSession, Delta, Turn
+from openrlhf.agents.openai_session import LEAST_LIMIT, ChatSession, ChatTurn, Delta
 from openrlhf.agents.values import shown
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def _tokens(session: ChatSession, body: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _whole(session: ChatSession, chat: ChatRequest, turn: Turn, answer: Delta) -> dict[str, Any]:
+def _whole(session: ChatSession, chat: ChatRequest, turn: ChatTurn, answer: Delta) -> dict[str, Any]:
     assert answer.reply is not None
     assert answer.finish_reason is not None
     return chat_completion(
@@ -253,7 +253,7 @@ def _logprobs(session: ChatSession, chat: ChatRequest, answer: Delta) -> dict[st
 class _Stream:
     """One answer as server-sent events."""
 
-    def __init__(self, request: web.Request, session: ChatSession, chat: ChatRequest, turn: Turn) -> None:
+    def __init__(self, request: web.Request, session: ChatSession, chat: ChatRequest, turn: ChatTurn) -> None:
         self._request = request
         self._session = session
         self._chat = chat

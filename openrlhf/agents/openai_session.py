@@ -39,7 +39,7 @@ class Delta(NamedTuple):
         return "tool_calls" if self.reply.tool_calls else "stop"
 
 
-class Turn:
+class ChatTurn:
     """One request that can be answered."""
 
     def __init__(
@@ -164,7 +164,7 @@ class ChatSession:
         """The engine's record has it now."""
         self._under_way.discard(ticket)
 
-    def begin(self, request: ChatRequest, ticket: object) -> Turn:
+    def begin(self, request: ChatRequest, ticket: object) -> ChatTurn:
         """Whatever can be wrong with a request is found here. May take long; in any thread. Raises ApiError."""
         prompt = self.prompt(request)
         if len(prompt.token_ids) >= self.max_length:
@@ -175,7 +175,7 @@ class ChatSession:
                 code="context_length_exceeded",
                 param="messages",
             )
-        return Turn(self, request, prompt, self._sampling(request), ticket)
+        return ChatTurn(self, request, prompt, self._sampling(request), ticket)
 
     def prompt(self, request: ChatRequest) -> ChatPrompt:
         """What the engine would read. Raises ApiError."""

@@ -39,7 +39,7 @@ ABOUT = {
 """What is done with texts of which no part is learnt more than others."""
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Neighbouring tokens of a text that are learnt, or are not."""
 
     text: str
@@ -52,7 +52,7 @@ class ShownText:
 
     name: str
     """What it is: `chosen`, `prompt`; empty where there is only one."""
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     tokens: int
     learnt: int
 
@@ -131,7 +131,7 @@ def show(samples: TokenisedSet[Any] | PromptSet, index: int, tokenizer: Any) -> 
     sample, where = samples[index], samples.where(index)
     if isinstance(samples, PromptSet):
         tokens = len(tokenizer(sample.text, add_special_tokens=False)["input_ids"])
-        text = ShownText(name="prompt", parts=(Part(sample.text, False),), tokens=tokens, learnt=0)
+        text = ShownText(name="prompt", parts=(TextPart(sample.text, False),), tokens=tokens, learnt=0)
         return ShownRecord(where=where, facts=f"label {shown(repr(sample.label), 60)}", texts=(text,))
     match sample:
         case Pair():
@@ -150,7 +150,7 @@ def shown_text(example: Example, tokenizer: Any, name: str = "") -> ShownText:
         end += len(list(tokens))
         # A piece by itself may lose a space: the text grows, and the piece is what it grows by.
         text = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        parts.append(Part(text[len(before) :], learnt))
+        parts.append(TextPart(text[len(before) :], learnt))
         before = text
     return ShownText(name=name, parts=tuple(parts), tokens=len(ids), learnt=int(example.target_mask.sum()))
 
@@ -237,7 +237,7 @@ class _Page:
         self._print("")
         self._print(summary, soft_wrap=True)
 
-    def _marked(self, parts: Sequence[Part], *, plain: bool) -> Text:
+    def _marked(self, parts: Sequence[TextPart], *, plain: bool) -> Text:
         text = Text()
         for part in parts:
             words = shown(part.text, MOST_CHARACTERS, lines=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf.data.boundaries import Encoder, MarkedText
 from openrlhf.data.errors import DataError
 from openrlhf.data.json_files import Record
-from openrlhf.data.reading import Format, Reading, Reason, Unusable, chat_text, plain_text
+from openrlhf.data.reading import Format, Reading, SkipReason, Unusable, chat_text, plain_text
 from openrlhf.data.sources import Records, warn_left_out
 from openrlhf.data.templates import read_messages, read_text, read_value, render_chat, says_something
 from openrlhf.data.tokenising import tokenise
@@ -88,7 +88,7 @@ class ExampleFormat:
         else:
             text = read_text(value, key=self.input_key) + read_text(output, key=self.output_key or "")
         if not text:
-            raise Unusable(Reason.EMPTY_RESPONSE)
+            raise Unusable(SkipReason.EMPTY_RESPONSE)
         return MarkedText(text, None, closed=False)
 
     def _plain(self, record: Record) -> MarkedText:
@@ -112,7 +112,7 @@ class ExampleFormat:
         elif not self.multiturn:
             first = max(0, len(messages) - 1)
         if first == 0 and not self.multiturn:
-            raise Unusable(Reason.EMPTY_PROMPT)
+            raise Unusable(SkipReason.EMPTY_PROMPT)
         return chat_text(messages, tokenizer, first=first)
 
     def _output(self, record: Record) -> Any:
@@ -197,7 +197,7 @@ class TokenisedSet(Sequence[Sample], Generic[Sample]):
         )
 
     def _report(self, flag: str, *, max_len: int) -> None:
-        for reason in Reason:
+        for reason in SkipReason:
             rows = self._columns.skipped_for(reason).tolist()
             if rows:
                 self.skipped[reason.value] = len(rows)

@@ -13,7 +13,7 @@ from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.json_files import Record
 from openrlhf.data.reading import (
     Reading,
-    Reason,
+    SkipReason,
     Unusable,
     chat_text,
     plain_text,
@@ -114,13 +114,13 @@ class PairFormat:
         if self.prompt_key is not None:
             first = len(prompt)
         elif not chosen or not rejected:
-            raise Unusable(Reason.EMPTY_RESPONSE)
+            raise Unusable(SkipReason.EMPTY_RESPONSE)
         elif chosen[:-1] != rejected[:-1]:
-            raise Unusable(Reason.OTHER_PROMPT)
+            raise Unusable(SkipReason.OTHER_PROMPT)
         else:
             first = len(chosen) - 1
         if first == 0:
-            raise Unusable(Reason.EMPTY_PROMPT)
+            raise Unusable(SkipReason.EMPTY_PROMPT)
         return chat_text(chosen, tokenizer, first=first), chat_text(rejected, tokenizer, first=first)
 
 
@@ -144,7 +144,7 @@ class JudgedFormat:
         else:
             messages = read_messages(prompt, role="user", key=self.prompt_key)
             if not messages:
-                raise Unusable(Reason.EMPTY_PROMPT)
+                raise Unusable(SkipReason.EMPTY_PROMPT)
             answer = read_messages(response, role="assistant", key=self.response_key)
             text = chat_text([*messages, *answer], tokenizer, first=len(messages))
         return Reading((text,), value=float(desirable))

@@ -12,7 +12,7 @@ from openrlhf.data.templates import fill_template, render_chat, says_something
 from openrlhf.data.turns import is_answer, mark_turns
 
 
-class Reason(StrEnum):
+class SkipReason(StrEnum):
     """Why a record is left out."""
 
     EMPTY_PROMPT = "have an empty prompt"
@@ -28,7 +28,7 @@ class Reason(StrEnum):
 class Unusable(Exception):
     """There is nothing wrong with this record, and nothing to learn from it."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: SkipReason) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -55,9 +55,9 @@ class Format(Protocol):
 def plain_text(prompt: str, response: str, *, input_template: str | None) -> MarkedText:
     """`prompt`, in its template, and then `response`, which is learnt."""
     if not prompt.strip():
-        raise Unusable(Reason.EMPTY_PROMPT)
+        raise Unusable(SkipReason.EMPTY_PROMPT)
     if not response.strip():
-        raise Unusable(Reason.EMPTY_RESPONSE)
+        raise Unusable(SkipReason.EMPTY_RESPONSE)
     if input_template is not None:
         prompt = fill_template(input_template, prompt)
     return MarkedText.of(prompt + response, [(len(prompt), len(prompt) + len(response))])
@@ -66,11 +66,11 @@ def plain_text(prompt: str, response: str, *, input_template: str | None) -> Mar
 def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, first: int) -> MarkedText:
     """A conversation of which the assistant's messages from number `first` on are learnt."""
     if first and not any(says_something(message) for message in messages[:first]):
-        raise Unusable(Reason.EMPTY_PROMPT)
+        raise Unusable(SkipReason.EMPTY_PROMPT)
     if not any(says_something(message) for message in messages[first:]):
-        raise Unusable(Reason.EMPTY_RESPONSE)
+        raise Unusable(SkipReason.EMPTY_RESPONSE)
     if not any(is_answer(message) for message in messages[first:]):
-        raise Unusable(Reason.NOT_ASSISTANT)
+        raise Unusable(SkipReason.NOT_ASSISTANT)
     return mark_turns(messages, tokenizer, first=first)
 
 
@@ -78,11 +78,11 @@ def whole_text(text: str) -> MarkedText:
     """A text of which no part stands out, closed by end-of-sequence."""
     text = text.rstrip("\n")
     if not text.strip():
-        raise Unusable(Reason.EMPTY_RESPONSE)
+        raise Unusable(SkipReason.EMPTY_RESPONSE)
     return MarkedText(text, None, closed=True)
 
 
 def whole_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> MarkedText:
     if not any(says_something(message) for message in messages):
-        raise Unusable(Reason.EMPTY_RESPONSE)
+        raise Unusable(SkipReason.EMPTY_RESPONSE)
     return whole_text(render_chat(messages, tokenizer))

@@ -23,7 +23,7 @@ import numpy as np
 
 from openrlhf.data.boundaries import Encoder, Tokens, without_common_beginning
 from openrlhf.data.errors import DataError
-from openrlhf.data.reading import Format, Reading, Reason, Unusable
+from openrlhf.data.reading import Format, Reading, SkipReason, Unusable
 from openrlhf.data.sources import Record, Records
 from openrlhf.data.templates import template_arguments
 from openrlhf.data.token_cache import cached
@@ -36,7 +36,7 @@ PARALLEL_FROM = 8192
 """Records from which on other processes are worth their start of some seconds."""
 MAX_WORKERS = 16
 
-_REASONS = tuple(Reason)
+_REASONS = tuple(SkipReason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Columns:
     reasons: np.ndarray
     """int8 [S]: number of the reason."""
 
-    def skipped_for(self, reason: Reason) -> np.ndarray:
+    def skipped_for(self, reason: SkipReason) -> np.ndarray:
         return self.skipped[self.reasons == _REASONS.index(reason)]
 
 
@@ -123,14 +123,14 @@ class _Work:
                 out.add(row, reading, sequences)
         return out.columns()
 
-    def _unusable(self, sequences: Sequence[Tokens]) -> Reason | None:
+    def _unusable(self, sequences: Sequence[Tokens]) -> SkipReason | None:
         # Two tokens of an answer and its end are the least that is worth a forward.
         if any(0 < tokens.prompt_length >= self.encoder.max_len - 2 for tokens in sequences):
-            return Reason.LONG_PROMPT
+            return SkipReason.LONG_PROMPT
         if not all(tokens.targets.any() for tokens in sequences):
-            return Reason.NOTHING_LEFT
+            return SkipReason.NOTHING_LEFT
         if len(sequences) == 2 and np.array_equal(sequences[0].ids, sequences[1].ids):
-            return Reason.EQUAL_CUT if any(tokens.truncated for tokens in sequences) else Reason.EQUAL
+            return SkipReason.EQUAL_CUT if any(tokens.truncated for tokens in sequences) else SkipReason.EQUAL
         return None
 
 
@@ -142,7 +142,7 @@ class _Builder:
     def add(self, row: int, reading: Reading, sequences: list[Tokens]) -> None:
         self.samples.append((row, reading, sequences))
 
-    def skip(self, row: int, reason: Reason) -> None:
+    def skip(self, row: int, reason: SkipReason) -> None:
         self.skipped.append((row, _REASONS.index(reason)))
 
     def columns(self) -> Columns:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
 
-from openrlhf.demo.task import Task, Turn
+from openrlhf.demo.task import Task, WorkedTurn
 
 AGENT_FILE = Path(__file__).with_name("agent.py")
 """What a user would pass as --train.agent_func_path."""
@@ -36,9 +36,9 @@ class Hunt:
     def label(self) -> str:
         return self.clues
 
-    def worked(self, rng: random.Random) -> list[Turn]:
+    def worked(self, rng: random.Random) -> list[WorkedTurn]:
         answers = [letter_at(self.row, clue) for clue in self.clues]
-        return [Turn(*turn) for turn in zip(answers, [*self.clues[1:], ""], strict=True)]
+        return [WorkedTurn(*turn) for turn in zip(answers, [*self.clues[1:], ""], strict=True)]
 
 
 def letter_at(row: str, clue: str) -> str:

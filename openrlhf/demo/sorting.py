@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from openrlhf.demo.task import Task, Turn
+from openrlhf.demo.task import Task, WorkedTurn
 
 REWARD_FILE = Path(__file__).with_name("reward.py")
 """What a user would pass as --reward.remote_url."""
@@ -33,8 +33,8 @@ class Sorting:
     def label(self) -> str:
         return "".join(sorted(self.digits))
 
-    def worked(self, rng: random.Random) -> list[Turn]:
-        return [Turn(self.label)]
+    def worked(self, rng: random.Random) -> list[WorkedTurn]:
+        return [WorkedTurn(self.label)]
 
 
 def make_task(*, seed: int, train: int = 8000, held_out: int = 500) -> Task:

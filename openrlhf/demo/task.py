@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 
-class Turn(NamedTuple):
-    """What the policy says, and what it hears."""
+class WorkedTurn(NamedTuple):
+    """One turn of a worked solution: the action, and the environment's answer to it."""
 
     action: str
     """Without the end-of-sequence token, which ends every action."""
@@ -27,7 +27,7 @@ class Problem(Protocol):
     @property
     def label(self) -> str: ...
 
-    def worked(self, rng: random.Random) -> Sequence[Turn]:
+    def worked(self, rng: random.Random) -> Sequence[WorkedTurn]:
         """An example of how to go about it, for the warm-up."""
         ...
 

@@ -47,7 +47,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RequestPermit:
     """The right to send one request to `server`."""
 
     server: Server
@@ -75,7 +75,7 @@ class ServerPool:
         patience: float,
         not_first: Collection[Server] = (),
         never: Collection[Server] = (),
-    ) -> AsyncIterator[Turn]:
+    ) -> AsyncIterator[RequestPermit]:
         """The least busy server, for the length of the block; any other comes before those of `not_first`.
 
         Waits until a server may be asked: without limit while one that is up is merely busy, else `patience` seconds in
@@ -123,14 +123,14 @@ class ServerPool:
         """Whether a server outside `except_for` may be asked now."""
         return any(s not in except_for and s.rests_until <= self._clock() for s in self.servers)
 
-    async def _choose(self, patience: float, not_first: Collection[Server], servers: Sequence[Server]) -> Turn:
+    async def _choose(self, patience: float, not_first: Collection[Server], servers: Sequence[Server]) -> RequestPermit:
         waited = 0.0
         while True:
             now = self._clock()
             awake = [s for s in servers if s.rests_until <= now]
             free = [s for s in awake if s.requests < (1 if s.down else self._max_concurrency)]
             if free:
-                return Turn(min(free, key=lambda s: (s in not_first, s.samples, s.samples_ever)), waited)
+                return RequestPermit(min(free, key=lambda s: (s in not_first, s.samples, s.samples_ever)), waited)
             if any(not s.down for s in awake):
                 await self._change(None)
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from scripted_engine import CharTokenizer
 
 from openrlhf.agents.episodes import OwnEpisodes
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
@@ -23,16 +24,6 @@ from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
 from openrlhf.utils.interrupts import Stopped, StopRequest
-
-
-class CharTokenizer:
-    """One token per character."""
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
-        return {"input_ids": [ord(c) for c in text]}
-
-    def decode(self, ids, skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
 
 
 class EchoEngine:
