@@ -89,7 +89,7 @@ def run_engine(engine: EmbeddedEngine, case: Case, *, temperature: float) -> Non
         assert sum(len(r.token_ids) for r in results) == case.tokens
 
     engine.model.set_attn_implementation(ATTENTION)
-    engine.set_version(engine.version + 1)  # or it would remember the prompts of the last repeat
+    asyncio.run(engine.resume(engine.version + 1))  # or it would remember the prompts of the last repeat
     asyncio.run(everything())
 
 

@@ -93,6 +93,8 @@ class AgentExecutor(MultiTurnAgentExecutor):
 class FakeEngine:
     """Answers at once, with as many tokens as it is asked for."""
 
+    any_loop = True
+
     def __init__(self, max_model_len: int) -> None:
         self.version = 0
         self.max_model_len = max_model_len
@@ -107,7 +109,7 @@ class FakeEngine:
             finish_reason=FinishReason.LENGTH,
         )
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         pass
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class RecordingEngine:
         self._max_length = max_length
         self._asked = 0
         self._context = copy_context()
-        self._loop = None if getattr(engine, "any_loop", False) else _running_loop()
+        self._loop = None if engine.any_loop else _running_loop()
         """Where the engine must be asked; None: anywhere."""
         self._by_length: dict[int, list[EngineCall]] = defaultdict(list)
         self.calls: list[EngineCall] = []

@@ -1,6 +1,6 @@
 """Small adapters between the loop's parts and worker groups on Ray.
 
-GroupSleep, EngineSleep  optimizer states and engines that leave their device and come back
+GroupSleep               optimizer states that leave their device and come back
 NodeUsage                how busy and how full the devices of a run are, node by node
 RewardRanks              reward models on their ranks: a forward that the driver waits for
 RemoteCheckpointedModel  models that ranks train, for the checkpoints that the driver writes
@@ -22,19 +22,10 @@ from openrlhf.data.packing import by_middle
 from openrlhf.observability.usage import Usage
 from openrlhf.rewards.base import RewardGoneError
 from openrlhf.rewards.batching import Forward, Item
+from openrlhf.utils.event_loops import LoopRunner
 
 SLEEP_DEADLINE = 600.0
 """Seconds in which state must have moved off a device, or back."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSleep:
-    """All engines at once. Implements `trainers.hybrid.SleepingEngine`."""
-
-    engines: RayEngines
-
-    def sleep(self) -> None:
-        self.engines.sleep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +48,14 @@ USAGE_DEADLINE = 60.0
 class NodeUsage:
     """The use of all devices of the run, by node. A node's name in metrics is its address."""
 
-    def __init__(self, groups: Iterable[WorkerGroup], engines: RayEngines) -> None:
+    def __init__(self, groups: Iterable[WorkerGroup], engines: RayEngines, loop: LoopRunner) -> None:
         self._groups = list(dict.fromkeys(groups))
         self._engines = engines
+        self._loop = loop
 
     def __call__(self) -> dict[str, Usage]:
         answers = [answer for group in self._groups for answer in group.usage(deadline=USAGE_DEADLINE)]
-        return by_node([*answers, *self._engines.usage()])
+        return by_node([*answers, *self._loop.run(self._engines.usage())])
 
 
 def by_node(answers: Sequence[tuple[str, Usage]]) -> dict[str, Usage]:

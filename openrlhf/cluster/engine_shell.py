@@ -79,9 +79,29 @@ class EngineShell(Seat):
                 async for part in parts:
                     yield part
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def pause(self) -> None:
         with _explained():
-            return await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
+            await self._engine.pause()
+
+    async def resume(self, version: int) -> None:
+        with _explained():
+            await self._engine.resume(version)
+
+    async def sleep(self) -> None:
+        with _explained():
+            await self._engine.sleep()
+
+    async def wake(self) -> None:
+        with _explained():
+            await self._engine.wake()
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        with _explained():
+            return await self._engine.logprobs(token_ids)
+
+    async def check_health(self) -> None:
+        with _explained():
+            await self._engine.check_health()
 
     async def transfer(self, method: str, *arguments: Any) -> None:
         with _explained():

@@ -2,7 +2,7 @@
 
 EngineSlot      an engine's place, and the process that sits there now (`engine_shell`)
 RayEngines      all of them, from the driver: requests go to whoever has least to do
-EngineClients   some of them, from a rank of the policy: the control side of a weight transfer
+EngineHandles   some of them, from a thread or process that may block: a replacement, a rank that sends weights
 
 An engine is lost when its process or vLLM's has died, or does not answer. Who waits on whom then:
     its requests       go to the others, or wait until one samples; each has its seed, so it samples what it would have
@@ -48,6 +48,8 @@ START_DEADLINE = 1800.0
 """Of an engine that replaces another."""
 CLOSE_SECONDS = 30.0
 """Of an end in order."""
+LOOK_SECONDS = 0.1
+"""How often somebody looks whether replacements are over."""
 MOST_REQUESTS = 100_000
 """At once to an engine: vLLM has a queue of its own."""
 
@@ -147,7 +149,7 @@ class RayEngines:
         self._balancer = Balancer(len(self._slots))
         self._max_model_len = max_model_len
         self._version = 0
-        self.held = False
+        self.paused = False
         """They are to sample nothing until a push is over."""
         self._awake = threading.Event()
         """Engines may have memory of their devices."""
@@ -245,64 +247,81 @@ class RayEngines:
             raise error.cause from None
         return f"{name}: {error.cause}"
 
-    # ---------------------------------------------------------------------------------------- what all are told
+    # ------------------------------------------------------------------------------------------ control of all
 
-    def hold(self) -> None:
-        self.held = True
-        self._awake.set()
-        self.call_all("hold")
+    @property
+    def any_loop(self) -> bool:
+        return True
 
-    def go_on(self, *, version: int) -> None:
-        self.call_all("go_on", version=version)
+    @property
+    def shares_weights(self) -> bool:
+        return False
+
+    async def pause(self) -> None:
+        self.paused = True
+        await self._ask_all(lambda actor: actor.pause.remote(), "to pause")
+
+    async def resume(self, version: int) -> None:
+        await self._ask_all(lambda actor: actor.resume.remote(version), "to resume")
         self._version = version
-        self.held = False
+        self.paused = False
 
-    def sleep(self) -> None:
-        """None is starting afterwards: training may have the device."""
-        self.wait_for_replacements()
+    async def sleep(self) -> None:
+        """None is starting afterwards: training may have the devices."""
+        while any(thread.is_alive() for thread in self._replacements.values()):
+            await asyncio.sleep(LOOK_SECONDS)
         self._awake.clear()
-        self.call_all("sleep")
+        self.paused = True
+        await self._ask_all(lambda actor: actor.sleep.remote(), "to sleep")
 
-    def call(self, engine: int, method: str, *arguments: Any, **options: Any) -> Any:
-        """What one answers, whether or not it is given requests. Raises WorkerError."""
-        slot = self._slots[engine]
-        asked = slot.actor.call.remote(method, *arguments, **options)
-        return Calls([slot.name]).wait([asked], f"for {method}", CONTROL_DEADLINE)[0]
+    async def wake(self) -> None:
+        self._awake.set()
+        await self._ask_all(lambda actor: actor.wake.remote(), "to wake")
 
-    def call_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        """What all answer that sample. Those that are lost do not count. Raises EngineError when there is no hope."""
-        return self._ask_all(lambda actor: actor.call.remote(method, *arguments, **options), f"for {method}")
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Those of one of the engines; `all_logprobs` are those of each."""
+        return (await self.all_logprobs(token_ids))[0]
 
-    def usage(self) -> list[tuple[str, Usage]]:
-        """Of every engine's first device since the last call, with its node."""
-        return self._ask_all(lambda actor: actor.usage.remote(), "for usage")
+    async def all_logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
+        return await self._ask_all(lambda actor: actor.logprobs.remote(list(token_ids)), "for log-probs")
 
-    def drop_lost(self) -> bool:
-        """Ask all for a sign of life. Whether one had to be given up."""
-        before = self.sampling
-        self._ask_all(lambda actor: actor.call.remote("check_health"), "for a sign of life", SIGN_DEADLINE)
-        return self.sampling != before
+    async def check_health(self) -> None:
+        """Engines that give no sign of life are given up, and replaced."""
+        await self._ask_all(lambda actor: actor.check_health.remote(), "for a sign of life", SIGN_DEADLINE)
 
-    def _ask_all(self, ask: Callable[[Any], Any], what: str, seconds: float = CONTROL_DEADLINE) -> list[Any]:
+    async def usage(self) -> list[tuple[str, Usage]]:
+        """What every engine's first device did since the last call, with its node."""
+        return await self._ask_all(lambda actor: actor.usage.remote(), "for usage")
+
+    async def _ask_all(self, ask: Callable[[Any], Any], what: str, seconds: float = CONTROL_DEADLINE) -> list[Any]:
+        """What all answer that sample. An engine that fails or does not answer in time is given up, and its answer is
+        left out. Raises EngineError when no engine will sample any more."""
         import ray
 
         if self._failure is not None:
             raise self._failure
-        end, answers = time.monotonic() + seconds, []
-        asked = [(engine, actor, ask(actor)) for engine, actor in self.sampling.items()]
-        for engine, actor, question in asked:
-            try:
-                answers.append(ray.get(question, timeout=max(0.0, end - time.monotonic())))
-            except ray.exceptions.GetTimeoutError:
+        asked = {asyncio.wrap_future(ask(actor).future()): (engine, actor) for engine, actor in self.sampling.items()}
+        names = ", ".join(self._slots[engine].name for engine, _ in asked.values())
+        with waits.waiting(f"{what}: {names}", deadline=seconds):
+            if asked:
+                await asyncio.wait(asked, timeout=seconds)
+        waits.mark_progress()
+        answers = []
+        for answer, (engine, actor) in asked.items():
+            if not answer.done():
+                answer.cancel()
                 self._lose(engine, actor, f"waited {seconds:g} s {what}: {self._slots[engine].name}")
+                continue
+            try:
+                answers.append(answer.result())
             except ray.exceptions.RayError as error:
                 self._lose(engine, actor, self._cause(engine, error))
         return answers
 
-    def clients(self, engines: Sequence[int]) -> EngineClients:
-        """For transfers of weights to these."""
+    def handles(self, engines: Sequence[int]) -> EngineHandles:
+        """Blocking calls to these, whether or not they are given requests."""
         slots = [self._slots[engine] for engine in engines]
-        return EngineClients([slot.actor for slot in slots], [slot.name for slot in slots])
+        return EngineHandles([slot.actor for slot in slots], [slot.name for slot in slots])
 
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
         """vLLM ends its own processes; whoever does not within so many seconds is killed with his."""
@@ -346,10 +365,10 @@ class RayEngines:
 
     def _at_work(self) -> Mapping[Hashable, Callable[[], Future[object]]]:
         """What asks whom for a sign of life: engines with requests, while they are to sample."""
-        busy = {} if self.held else {e: actor for e, actor in self.sampling.items() if self._balancer.running[e]}
+        busy = {} if self.paused else {e: actor for e, actor in self.sampling.items() if self._balancer.running[e]}
 
         def ask(actor: Any) -> Future[object]:
-            return actor.call.remote("check_health").future()
+            return actor.check_health.remote().future()
 
         return {(e, actor): functools.partial(ask, actor) for e, actor in busy.items()}
 
@@ -415,8 +434,9 @@ class RayEngines:
                 waiter.set_result(None)
 
 
-class EngineClients:
-    """vLLM's calls of a weight transfer, to several engines at once. Travels to the ranks, which make them."""
+class EngineHandles:
+    """Blocking calls to several engines at once, for threads and processes without an event loop: a replacement, and
+    the ranks that send weights. Each method raises WorkerError as soon as one engine fails."""
 
     def __init__(self, actors: Sequence[Any], names: Sequence[str]) -> None:
         self.actors = list(actors)
@@ -427,6 +447,24 @@ class EngineClients:
     @property
     def num_engines(self) -> int:
         return len(self.actors)
+
+    def pause(self) -> None:
+        self._all(lambda actor: actor.pause.remote(), "to pause")
+
+    def wake(self) -> None:
+        self._all(lambda actor: actor.wake.remote(), "to wake")
+
+    def resume(self, version: int) -> None:
+        self._all(lambda actor: actor.resume.remote(version), "to resume")
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
+        return self._all(lambda actor: actor.logprobs.remote(list(token_ids)), "for log-probs")
+
+    def check_health(self) -> None:
+        self._all(lambda actor: actor.check_health.remote(), "for a sign of life")
+
+    def _all(self, ask: Callable[[Any], Any], what: str) -> list[Any]:
+        return self._calls.wait([ask(actor) for actor in self.actors], what, CONTROL_DEADLINE)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Each is told its number."""

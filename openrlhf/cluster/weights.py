@@ -11,6 +11,7 @@ from openrlhf.cluster.learners import DEADLINE as UPDATE
 from openrlhf.cluster.services import Sent
 from openrlhf.cluster.workers import WorkerError, WorkerGroup
 from openrlhf.observability.metrics import Metrics
+from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.probe import Probe
 from openrlhf.weight_sync.pushing import push
 
@@ -25,10 +26,13 @@ class RayWeightSync:
     the version they are: between an update and the push after it that is the version which will be pushed.
     """
 
-    def __init__(self, policy: WorkerGroup, engines: RayEngines, *, probe: Probe | None = None) -> None:
+    def __init__(
+        self, policy: WorkerGroup, engines: RayEngines, loop: LoopRunner, *, probe: Probe | None = None
+    ) -> None:
         """With a `probe` every push is verified."""
         self._policy = policy
         self._engines = engines
+        self._loop = loop
         self._probe = probe
         self._connected: list[Any] = []
         """Processes of engines that the ranks send to."""
@@ -41,7 +45,7 @@ class RayWeightSync:
         probe = self._probe
         gap = None if probe is None else lambda: self._largest_gap(probe)
         with self._sending:
-            metrics = push(self._engines, version=version, send=self._send, probe_gap=gap)
+            metrics = push(self._engines, version=version, loop=self._loop, send=self._send, probe_gap=gap)
         metrics.last("rollout/engines_replaced", self._engines.take_replaced())
         return metrics
 
@@ -51,22 +55,30 @@ class RayWeightSync:
             try:
                 return self._send_to(list(sampling)).buckets
             except WorkerError:
-                if self._engines.sampling == sampling and not self._engines.drop_lost():
+                if not self._lost_one_of(sampling):
                     raise
         return 0
+
+    def _lost_one_of(self, sampling: dict[int, Any]) -> bool:
+        """Whether one of these is gone, of which nobody may have heard yet."""
+        if self._engines.sampling == sampling:
+            self._loop.run(self._engines.check_health())
+        return self._engines.sampling != sampling
 
     def _supply(self, engine: int) -> None:
         """What a push does, for one engine that nobody asks yet. Raises WorkerError if the engine fails.
 
-        Where all are held a push is to come, which brings this one its weights too.
+        Where all are paused a push is to come, which brings this one its weights too.
         """
         with self._sending:
-            self._engines.call(engine, "hold")
-            if not self._engines.held:
+            handle = self._engines.handles([engine])
+            handle.pause()
+            handle.wake()
+            if not self._engines.paused:
                 sent = self._send_alone(engine)
-                self._engines.call(engine, "go_on", version=sent.version)
+                handle.resume(sent.version)
                 if self._probe is not None:
-                    found = self._engines.call(engine, "prompt_logprobs", self._probe.token_ids)
+                    (found,) = handle.logprobs(self._probe.token_ids)
                     self._probe.compare(sent.probed, found, version=sent.version)
             self._engines.admit(engine)
 
@@ -75,7 +87,7 @@ class RayWeightSync:
         try:
             return self._send_to([engine])
         except WorkerError as error:
-            self._engines.call(engine, "check_health")
+            self._engines.handles([engine]).check_health()
             raise EngineLostError(f"a new engine gets no weights: {error}") from error
 
     def _send_to(self, engines: Sequence[int]) -> Sent:
@@ -84,13 +96,13 @@ class RayWeightSync:
         return self._sent
 
     def _connect(self, engines: Sequence[int]) -> None:
-        clients = self._engines.clients(engines)
-        if clients.actors != self._connected:
+        handles = self._engines.handles(engines)
+        if handles.actors != self._connected:
             self._connected = []
-            self._policy.call("connect_engines", clients, deadline=DEADLINE)
-            self._connected = clients.actors
+            self._policy.call("connect_engines", handles, deadline=DEADLINE)
+            self._connected = handles.actors
 
     def _largest_gap(self, probe: Probe) -> float:
-        found = self._engines.call_all("prompt_logprobs", probe.token_ids)
+        found = self._loop.run(self._engines.all_logprobs(probe.token_ids))
         sent = self._sent
         return max((probe.compare(sent.probed, engine, version=sent.version) for engine in found), default=0.0)

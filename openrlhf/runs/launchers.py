@@ -18,7 +18,8 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.effects import newly_without_effect
 from openrlhf.learners.base import Workers
 from openrlhf.rewards.base import RewardSource
-from openrlhf.rollout.base import Engine
+from openrlhf.rollout.base import ControlledEngine
+from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 class RunParts(NamedTuple):
     """The loop's parts, where they live."""
 
-    engine: Engine
+    engine: ControlledEngine
     workers: Workers
     weights: WeightSync
     kept: Mapping[str, CheckpointedModel]
@@ -41,7 +42,7 @@ class Launcher(Protocol):
         """Whatever judges samples, not started yet; None: an agent does."""
         ...
 
-    def build(self, *, total_steps: int) -> AbstractContextManager[RunParts]:
+    def build(self, *, total_steps: int, loop: LoopRunner) -> AbstractContextManager[RunParts]:
         """Ready for a run of so many optimizer steps; nothing of it is left afterwards."""
         ...
 

@@ -18,7 +18,7 @@ from openrlhf.config.rl import VLLMSection
 from openrlhf.models.policy import Policy
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rewards.base import RewardSource
-from openrlhf.rollout.base import Engine
+from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.runs.engine_settings import engine_memory, vllm_settings
 from openrlhf.runs.launchers import RunParts
@@ -26,7 +26,8 @@ from openrlhf.runs.process import process_device
 from openrlhf.runs.reward_sources import build_reward, reward_model_here
 from openrlhf.runs.rl_models import RLModels, RLTraining, load_models
 from openrlhf.runs.settings import model_dtype
-from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers, SleepingEngine
+from openrlhf.trainers.hybrid import EngineSleep, HybridSwitch, HybridWeightSync, HybridWorkers
+from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 from openrlhf.weight_sync.in_process import InProcessWeightSync
 from openrlhf.weight_sync.probe import LocalProbe, Probe
@@ -53,12 +54,14 @@ class LocalLauncher:
         return build_reward(self.config, reward_model_here(self.config, self.tokenizer, self.device))
 
     @contextlib.contextmanager
-    def build(self, *, total_steps: int) -> Iterator[RunParts]:
+    def build(self, *, total_steps: int, loop: LoopRunner) -> Iterator[RunParts]:
         models = load_models(self.config, self.device)
-        with opened_engine(self.config, models, self.tokenizer, self.device) as opened:
+        with opened_engine(self.config, models, self.tokenizer, self.device, loop) as opened:
             training = RLTraining(self.config, models, total_steps=total_steps, device=self.device)
             sleepers = training.backends if self.config.optimizer_sleeps else ()
-            switch = HybridSwitch(engines=opened.sleepers, backends=sleepers)
+            switch = HybridSwitch(
+                engines=[EngineSleep(opened.engine, loop)] if opened.sleeps else (), backends=sleepers
+            )
             with _usage(self.device) as usage:
                 yield RunParts(
                     opened.engine,
@@ -83,10 +86,10 @@ GPU_FLAGS = ("enforce_eager", "gpu_memory_utilization", "enable_sleep")
 
 
 class LocalEngine(NamedTuple):
-    engine: Engine
+    engine: ControlledEngine
     weights: WeightSync
-    sleepers: tuple[SleepingEngine, ...] = ()
-    """Engines that sleep while the policy is trained. They do so from the start: the first push wakes them."""
+    sleeps: bool = False
+    """Whether it sleeps while the policy is trained. It does so from the start: the first push wakes it."""
 
 
 def require_engine(config: RLConfig, device: torch.device) -> None:
@@ -116,10 +119,12 @@ def require_engine(config: RLConfig, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def opened_engine(config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
+def opened_engine(
+    config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
+) -> Iterator[LocalEngine]:
     """Ready to sample, or asleep; nothing of it is left afterwards."""
     if config.vllm.num_engines:
-        with _vllm(config, models, tokenizer, device) as opened:
+        with _vllm(config, models, tokenizer, device, loop) as opened:
             yield opened
     else:
         engine = EmbeddedEngine(
@@ -130,11 +135,13 @@ def opened_engine(config: RLConfig, models: RLModels, tokenizer: Any, device: to
             # Only an agent comes back to a history it has shown before.
             reuse_prefixes=config.train.agent_func_path is not None,
         )
-        yield LocalEngine(engine, InProcessWeightSync(engine, models.policy))
+        yield LocalEngine(engine, InProcessWeightSync(engine, models.policy, loop))
 
 
 @contextlib.contextmanager
-def _vllm(config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device) -> Iterator[LocalEngine]:
+def _vllm(
+    config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
+) -> Iterator[LocalEngine]:
     # Seconds of imports, of a library that most runs do without.
     from openrlhf.rollout.vllm.engine import VllmEngine
     from openrlhf.weight_sync.vllm_source import PolicyWeights
@@ -149,9 +156,9 @@ def _vllm(config: RLConfig, models: RLModels, tokenizer: Any, device: torch.devi
         probe = LocalProbe(policy_probe(config, models.policy, device), models.policy)
     with contextlib.closing(VllmEngine(settings, tokenizer)) as engine:
         if memory.sleeps:
-            engine.sleep()
-        weights = VllmWeightSync(engine, source, init_info=info, probe=probe)
-        yield LocalEngine(engine, weights, (engine,) if memory.sleeps else ())
+            loop.run(engine.sleep())
+        weights = VllmWeightSync(engine, source, init_info=info, loop=loop, probe=probe)
+        yield LocalEngine(engine, weights, memory.sleeps)
 
 
 def policy_probe(config: RLConfig, policy: Policy, device: torch.device) -> Probe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -133,7 +134,7 @@ def build_engine(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
     memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
     engine = VllmEngine(vllm_settings(config, device, memory, engines=engines), policy_tokenizer(config))
     if memory.sleeps:
-        engine.sleep()
+        asyncio.run(engine.sleep())
     return engine, EngineClient(engine)
 
 

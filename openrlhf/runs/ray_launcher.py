@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from openrlhf.agents.host import kill_every_host
-from openrlhf.cluster.adapters import EngineSleep, GroupSleep, NodeUsage, RemoteCheckpointedModel, RewardRanks
+from openrlhf.cluster.adapters import GroupSleep, NodeUsage, RemoteCheckpointedModel, RewardRanks
 from openrlhf.cluster.engines import CLOSE_SECONDS, RayEngines, engine_slots
 from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
 from openrlhf.cluster.launch import placed as placed_on
@@ -33,8 +33,9 @@ from openrlhf.runs.ranks import build_engine, rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
 from openrlhf.runs.rl_models import ACTOR, CRITIC, advantage_settings, step_settings
 from openrlhf.runs.settings import model_dtype
-from openrlhf.trainers.hybrid import HybridSwitch, HybridWeightSync, HybridWorkers
+from openrlhf.trainers.hybrid import EngineSleep, HybridSwitch, HybridWeightSync, HybridWorkers
 from openrlhf.utils import interrupts
+from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -105,22 +106,22 @@ class RayLauncher:
         )
 
     @contextlib.contextmanager
-    def build(self, *, total_steps: int) -> Iterator[RunParts]:
+    def build(self, *, total_steps: int, loop: LoopRunner) -> Iterator[RunParts]:
         config = self.config
         build = functools.partial(rank_service, config, total_steps=total_steps)
         with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])
-            switch = self._switch(engines, groups)
+            switch = self._switch(engines, groups, loop)
             yield RunParts(
                 engines,
                 HybridWorkers(
                     RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config)),
                     switch,
-                    usage=NodeUsage(groups.values(), engines),
+                    usage=NodeUsage(groups.values(), engines, loop),
                 ),
-                HybridWeightSync(RayWeightSync(groups[Role.ACTOR], engines, probe=self._probe()), switch),
+                HybridWeightSync(RayWeightSync(groups[Role.ACTOR], engines, loop, probe=self._probe()), switch),
                 _kept(groups),
             )
 
@@ -142,7 +143,7 @@ class RayLauncher:
             max_model_len=self.config.data.max_len,
         )
 
-    def _switch(self, engines: RayEngines, groups: dict[Role, WorkerGroup]) -> HybridSwitch:
+    def _switch(self, engines: RayEngines, groups: dict[Role, WorkerGroup], loop: LoopRunner) -> HybridSwitch:
         """Who shares devices with engines sleeps while they sample, and they while it trains."""
         shares = self.placed.plan.request.engines_share and not self.config.train.async_enable
         sleeping = shares and self.placed.cluster.kind.resource == "GPU" and self.config.engines_sleep is not False
@@ -153,7 +154,7 @@ class RayLauncher:
                 group.call("release", deadline=DEADLINE)
 
         return HybridSwitch(
-            engines=[EngineSleep(engines)] if sleeping else (),
+            engines=[EngineSleep(engines, loop)] if sleeping else (),
             backends=[GroupSleep(group) for group in trained] if shares and self.config.ds.enable_sleep else (),
             release=release,
         )

@@ -112,7 +112,7 @@ def _train(
         warn_of_few_steps(config.train, rounds, remedy="--train.num_episodes")
         rounds = min(rounds, config.train.total_steps or rounds)
         played = min(len(prompts), rounds * config.rollout.batch_size)
-        bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played)))
+        bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played), loop=loop))
         episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop, "episodes"))
         runner = EpisodeRunner(
             episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None

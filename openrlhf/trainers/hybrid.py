@@ -19,14 +19,21 @@ import torch
 from openrlhf.learners.base import Workers, WorkersBehind
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.usage import GIB, Usage
+from openrlhf.rollout.base import EngineControl
 from openrlhf.types import Group
+from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 
 
-class SleepingEngine(Protocol):
+@dataclass(frozen=True, slots=True)
+class EngineSleep:
+    """Puts an engine to sleep until the next push."""
+
+    engine: EngineControl
+    loop: LoopRunner
+
     def sleep(self) -> None:
-        """Give the device's memory away until the next push."""
-        ...
+        self.loop.run(self.engine.sleep())
 
 
 class SleepingBackend(Protocol):
@@ -44,7 +51,7 @@ class HybridSwitch:
     def __init__(
         self,
         *,
-        engines: Sequence[SleepingEngine] = (),
+        engines: Sequence[EngineSleep] = (),
         backends: Sequence[SleepingBackend] = (),
         release: Callable[[], None] = torch.cuda.empty_cache,
     ) -> None:

@@ -21,7 +21,6 @@ from openrlhf.learners.base import Workers, WorkersBehind
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.collector import SyncCollector
-from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.runs.launchers import RunParts
@@ -87,11 +86,7 @@ def pipeline(
 
 def _in_turns(bound: RunParts, loop: BackgroundRunner) -> tuple[Workers, WeightSync]:
     """Engines stop when a round has its groups, with what is in play, and go on after the push."""
-    engine = bound.engine
-    if isinstance(engine, EmbeddedEngine):
-        held = _held(engine, loop)
-        return RestingWorkers(bound.workers, held.begin), RestingWeightSync(bound.weights, held)
-    return RestingWorkers(bound.workers, engine.hold), bound.weights  # the push itself lets them go on
+    return RestingWorkers(bound.workers, lambda: loop.run(bound.engine.pause())), bound.weights
 
 
 def _asynchronous(
@@ -99,8 +94,9 @@ def _asynchronous(
 ) -> tuple[Workers, WeightSync]:
     """`settle` comes before weights that an engine samples with change."""
     engine, rest = bound.engine, Rest(collector.rest, collector.go_on)
-    if isinstance(engine, EmbeddedEngine):
-        rest = _held(engine, loop) if partial else rest
+    if engine.shares_weights:
+        if partial:  # the push itself lets it go on
+            rest = Rest(lambda: loop.run(engine.pause()), lambda: None)
 
         def begin() -> None:
             settle()
@@ -112,10 +108,6 @@ def _asynchronous(
         return workers, SettlingWeightSync(bound.weights, settle)
     at_rest = SettlingWeightSync(RestingWeightSync(bound.weights, rest), settle)
     return workers, DeferredWeightSync(at_rest, collector.puts_off_push)
-
-
-def _held(engine: EmbeddedEngine, loop: BackgroundRunner) -> Rest:
-    return Rest(lambda: loop.run(engine.hold()), lambda: loop.run(engine.go_on()))
 
 
 class Rest:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +24,60 @@ class WeightBlock:
     dtype: str
     """As torch names it, without `torch.`."""
     payload: Any
-    """The bytes themselves, or where the receiver finds them: see `weight_sync.transports`."""
+    """The bytes themselves (a tensor of uint8, or anything with a buffer), or where the receiver finds them: see
+    `weight_sync.transports`."""
     checksum: int | None = None
     """CRC-32 of the bytes; None: the receiver does not compare."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(math.prod, self.shapes)) * getattr(torch, self.dtype).itemsize
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Views of the bytes, by name; they keep the payload alive. The payload must be the bytes themselves.
+
+        Raises ValueError if they are not those that were sent.
+        """
+        if not self.names:
+            return []
+        payload = self.payload
+        data = payload if isinstance(payload, Tensor) else torch.frombuffer(payload, dtype=torch.uint8)
+        if self.checksum is not None and checksum_of(data) != self.checksum:
+            raise ValueError(f"weights {self.names[0]} … {self.names[-1]} arrived damaged: the checksum differs")
+        elements = data.view(getattr(torch, self.dtype)).split([math.prod(shape) for shape in self.shapes])
+        return [(name, part.view(shape)) for name, shape, part in zip(self.names, self.shapes, elements, strict=True)]
+
+
+def pack(
+    named: Iterable[tuple[str, Tensor]], *, max_bytes: int, device: torch.device | str = "cpu"
+) -> Iterator[WeightBlock]:
+    """Lay tensors end to end, in order, in blocks of at most `max_bytes`; a larger tensor has one to itself.
+
+    One tensor at a time is asked for, and copied before the next: what gathers them may let them go at once. Every
+    block has new memory: a reader in another process may still have the last one, and CUDA counts the readers of each.
+    """
+    held: list[tuple[str, tuple[int, ...]]] = []
+    payload, used, dtype = torch.empty(0, dtype=torch.uint8, device=device), 0, torch.uint8
+
+    def block() -> WeightBlock:
+        names, shapes = zip(*held, strict=True)
+        return WeightBlock(names, shapes, str(dtype).removeprefix("torch."), payload[:used])
+
+    for name, tensor in named:
+        size = tensor.numel() * tensor.element_size()
+        if held and (used + size > max_bytes or tensor.dtype != dtype):
+            yield block()
+            held.clear()
+        if not held:
+            # Not filled with zeros: that would take longer than a small model's push.
+            payload, used = torch.empty(max(max_bytes, size), dtype=torch.uint8, device=device), 0
+            dtype = tensor.dtype
+        payload[used : used + size].view(dtype).view(tensor.shape).copy_(tensor.detach())
+        held.append((name, tuple(tensor.shape)))
+        used += size
+    if held:
+        yield block()
+
+
+def checksum_of(payload: Tensor) -> int:
+    return zlib.crc32(payload.cpu().numpy())

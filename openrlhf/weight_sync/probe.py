@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,12 +17,6 @@ from openrlhf.weight_sync.base import WeightSyncError
 
 _GOLDEN = (5**0.5 - 1) / 2
 _LENGTH = 32
-
-
-class ProbedEngine(Protocol):
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """log π of each token but the first given those before it, at temperature 1."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +37,6 @@ class Probe:
         """By the policy, or the module that a backend gives for its forwards. Collective, where it is."""
         return policy_logprobs(policy, self.token_ids)
 
-    def engine_side(self, engine: ProbedEngine) -> list[float]:
-        return engine.prompt_logprobs(self.token_ids)
-
     def compare(self, policy: Sequence[float], engine: Sequence[float], *, version: int) -> float:
         """The largest difference; above the tolerance a `WeightSyncError`."""
         gap = max_gap(policy, engine)
@@ -65,9 +55,9 @@ class LocalProbe:
     probe: Probe
     policy: nn.Module
 
-    def check(self, engine: ProbedEngine, *, version: int) -> float:
-        policy = self.probe.policy_side(self.policy)
-        return self.probe.compare(policy, self.probe.engine_side(engine), version=version)
+    def check(self, found: Sequence[float], *, version: int) -> float:
+        """`found`: the engine's log-probs of the probe's tokens."""
+        return self.probe.compare(self.probe.policy_side(self.policy), found, version=version)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -32,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.vllm.engine import VllmEngine
+from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
 from openrlhf.weight_sync.device_blocks import DeviceBlock, pack_on_device
@@ -240,20 +241,30 @@ class VllmWeightSync:
     """The loop's push, for one vLLM engine."""
 
     def __init__(
-        self, engine: VllmEngine, source: WeightSource, *, init_info: TrainerInitInfo, probe: LocalProbe | None = None
+        self,
+        engine: VllmEngine,
+        source: WeightSource,
+        *,
+        init_info: TrainerInitInfo,
+        loop: LoopRunner,
+        probe: LocalProbe | None = None,
     ) -> None:
         """`init_info` chooses the transport: ours (`RpcTrainerInfo`), or vLLM's for `ipc` or `nccl`. With a `probe`
         every push is verified."""
         self._engine = engine
+        self._loop = loop
         self._probe = probe
         self.client = EngineClient(engine)
         self._source = source
         self._trainer = connect(init_info, client=self.client, source=source)
 
     def push(self, *, version: int) -> Metrics:
-        probe = self._probe
-        gap = None if probe is None else lambda: probe.check(self._engine, version=version)
-        return push(self._engine, version=version, send=self._send, probe_gap=gap)
+        gap = None if self._probe is None else lambda: self._gap(self._probe, version=version)
+        return push(self._engine, version=version, loop=self._loop, send=self._send, probe_gap=gap)
+
+    def _gap(self, probe: LocalProbe, *, version: int) -> float:
+        found = self._loop.run(self._engine.logprobs(probe.probe.token_ids))
+        return probe.check(found, version=version)
 
     def _send(self) -> int:
         if isinstance(self._source, PolicyWeights):

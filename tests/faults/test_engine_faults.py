@@ -82,21 +82,21 @@ def test_one_that_stops_answering_is_replaced(inputs, cluster, engines, undistur
 
 
 def test_one_that_dies_in_the_middle_of_a_push_does_not_hold_it_up(inputs, cluster, engines, undisturbed, tmp_path):
-    """After it was told to hold, before it gets weights: the ranks' sending fails, and is repeated without it."""
-    whole, pushes = engines.hold, 0
+    """After it was told to pause, before it gets weights: the ranks' sending fails, and is repeated without it."""
+    whole, pushes = engines.pause, 0
 
-    def hold():
+    async def pause():
         nonlocal pushes
-        whole()
+        await whole()
         pushes += 1
         if pushes == 2:
             kill(core_of(engines, 0))
 
-    engines.hold = hold
+    engines.pause = pause
     try:
         train(inputs.config(tmp_path / "run"), make_launcher=cluster.make_launcher)
     finally:
-        del engines.hold
+        del engines.pause
     assert_every_prompt_once(tmp_path / "run")
     assert samples(tmp_path / "run") == undisturbed
 

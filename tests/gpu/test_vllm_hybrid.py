@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ class Setup:
     def gap(self) -> float:
         """Of the engine's log-probs to the policy's, at most."""
         probe = probe_tokens(VOCABULARY, length=64)
-        return max_gap(policy_logprobs(Policy(self.model), probe), self.engine.prompt_logprobs(probe))
+        return max_gap(policy_logprobs(Policy(self.model), probe), asyncio.run(self.engine.logprobs(probe)))
 
 
 @pytest.fixture(scope="module", params=LOADED_GAP, ids=str)
@@ -103,7 +104,9 @@ def setup(request, tmp_path_factory) -> Iterator[Setup]:
     engine = VllmEngine(settings, tokenizer)
     policy = Policy(model)
     source = PolicyWeights(policy, ModuleWeights(policy))
-    sync = VllmWeightSync(engine, source, init_info=IpcTrainerInfo(rank=0, block_bytes=32 * 2**20))
+    sync = VllmWeightSync(
+        engine, source, init_info=IpcTrainerInfo(rank=0, block_bytes=32 * 2**20), loop=SimpleNamespace(run=asyncio.run)
+    )
     setup = Setup(engine, sync, model, tolerance=0.0)
     loaded_gap = setup.gap()
     assert loaded_gap < LOADED_GAP[request.param]
@@ -137,7 +140,7 @@ def test_asleep_the_engine_has_given_its_memory_away_and_awake_it_computes_as_be
     setup.push()
     total = torch.cuda.mem_get_info()[1]
     awake = used()
-    setup.engine.sleep()
+    asyncio.run(setup.engine.sleep())
     assert awake - used() > 0.2 * total
     setup.push()
     assert used() == pytest.approx(awake, abs=0.02 * total)
@@ -154,7 +157,7 @@ def test_a_cycle_changes_no_greedy_token(setup):
 
     setup.push()
     before = asyncio.run(sample())
-    setup.engine.sleep()
+    asyncio.run(setup.engine.sleep())
     setup.push()
     assert asyncio.run(sample()) == before
 
@@ -163,7 +166,7 @@ def test_nothing_grows_from_push_to_push(setup):
     """Ten cycles; the first two may still find their room. A block of 32 MiB lost in each would be seen."""
     seen = []
     for _ in range(12):
-        setup.engine.sleep()
+        asyncio.run(setup.engine.sleep())
         setup.push()
         torch.cuda.synchronize()
         seen.append(used())

@@ -201,7 +201,7 @@ def test_requests_under_way_are_read_again_after_the_weights_changed():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-        engine.set_version(1)
+        await engine.resume(1)
         second = await engine.generate(prompt, SamplingParams(max_tokens=5, seed=2))
         return await first, second
 
@@ -224,9 +224,9 @@ def test_reading_again_keeps_to_the_tokens_of_a_step_and_to_who_is_still_there()
         tasks = [asyncio.create_task(work) for work in asked]
         while engine.stats.generated_tokens < 24:
             await asyncio.sleep(0)
-        engine.set_version(1)
+        await engine.resume(1)
         tasks[1].cancel()
-        engine.set_version(2)
+        await engine.resume(2)
         return [await task for task in (tasks[0], tasks[2])]
 
     for number, result in zip((0, 2), asyncio.run(scenario()), strict=True):
@@ -236,19 +236,19 @@ def test_reading_again_keeps_to_the_tokens_of_a_step_and_to_who_is_still_there()
     assert engine.num_running == 0
 
 
-def test_nothing_is_sampled_while_an_engine_is_held():
+def test_nothing_is_sampled_while_an_engine_is_paused():
     engine = EmbeddedEngine(make_model(CONFIGS["qwen2"]), None, max_model_len=64)
 
     async def scenario() -> tuple[int, int, Generation]:
         task = asyncio.create_task(engine.generate([3, 1, 4], SamplingParams(max_tokens=30)))
         while engine.stats.generated_tokens < 5:
             await asyncio.sleep(0)
-        await engine.hold()
+        await engine.pause()
         held = engine.stats.generated_tokens
         for _ in range(20):
             await asyncio.sleep(0)
         after = engine.stats.generated_tokens
-        await engine.go_on()
+        await engine.resume(0)
         return held, after, await task
 
     held, after, result = asyncio.run(scenario())
@@ -615,7 +615,7 @@ def test_nothing_is_reused_after_the_weights_changed():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-        engine.set_version(1)
+        await engine.resume(1)
         await across
         begun = [*prompt, *first.token_ids, 5, 6]
         return begun, await engine.generate(begun, SamplingParams(max_tokens=5))

@@ -45,8 +45,8 @@ class Witness:
         return self._launcher.reward()
 
     @contextlib.contextmanager
-    def build(self, *, total_steps: int) -> Iterator[RunParts]:
-        with self._launcher.build(total_steps=total_steps) as bound:
+    def build(self, *, total_steps: int, loop) -> Iterator[RunParts]:
+        with self._launcher.build(total_steps=total_steps, loop=loop) as bound:
             self._policy, self._weights = bound.kept[ACTOR].backend.module, bound.weights
             yield bound._replace(workers=_SeenWorkers(bound.workers, self), weights=self)
 

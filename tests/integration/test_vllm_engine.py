@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.slow
 VOCABULARY = 360
 CONTEXT = 256
 BUCKET_BYTES = 100_000
+LOOP = SimpleNamespace(run=asyncio.run)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -75,7 +77,7 @@ class Setup:
 
     def sync(self, model: Any | None = None, **options: Any) -> VllmWeightSync:
         info = RpcTrainerInfo(rank=0, bucket_bytes=BUCKET_BYTES, checksums=True)
-        return VllmWeightSync(self.engine, source(model or self.model), init_info=info, **options)
+        return VllmWeightSync(self.engine, source(model or self.model), init_info=info, loop=LOOP, **options)
 
     def push(self, sync: VllmWeightSync) -> dict[str, float]:
         self.version += 1
@@ -257,7 +259,7 @@ def test_a_push_changes_what_is_sampled_and_costs_one_call_a_bucket(setup):
     assert [g.token_ids for g in after] == [g.token_ids for g in generate_all(embedded(setup), asked, GREEDY)]
     assert {v for g in after for v in g.versions} == {setup.version}
     probe = probe_tokens(VOCABULARY)
-    assert max_gap(policy_logprobs(setup.policy, probe), setup.engine.prompt_logprobs(probe)) < 1e-4
+    assert max_gap(policy_logprobs(setup.policy, probe), asyncio.run(setup.engine.logprobs(probe))) < 1e-4
 
 
 def test_a_verified_push_notices_weights_that_are_not_the_policys(setup):
@@ -283,7 +285,7 @@ def test_a_policy_with_an_adapter_arrives_merged(setup):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert (
         max_gap(
-            setup.engine.prompt_logprobs(probe_tokens(VOCABULARY)),
+            asyncio.run(setup.engine.logprobs(probe_tokens(VOCABULARY))),
             policy_logprobs(setup.policy, probe_tokens(VOCABULARY)),
         )
         > 0.01
@@ -302,7 +304,7 @@ def test_experts_arrive_with_what_an_adapter_adds_to_each_in_every_stage_of_a_pi
         add_adapter(model, LoraSettings(rank=4, alpha=8), dtype=torch.float32)
         move_adapter(model)
         probe = probe_tokens(VOCABULARY)
-        assert max_gap(policy_logprobs(setup.policy, probe), engine.prompt_logprobs(probe)) > 0.01
+        assert max_gap(policy_logprobs(setup.policy, probe), asyncio.run(engine.logprobs(probe))) > 0.01
         for _ in range(2):
             assert setup.push(setup.sync(probe=setup.probed()))["sync/probe_gap"] < 1e-4
 
@@ -347,7 +349,7 @@ def break_source(sync: VllmWeightSync) -> None:
 
 
 @pytest.mark.parametrize(("broken", "reason"), [(break_bucket, "arrived damaged"), (break_source, "a rank is gone")])
-def test_a_push_that_fails_midway_leaves_the_engine_held_until_another_succeeds(setup, broken, reason):
+def test_a_push_that_fails_midway_leaves_the_engine_paused_until_another_succeeds(setup, broken, reason):
     """Some layers have new weights, one has half of them. Nothing is sampled with that; the next push starts over."""
     setup.push(setup.sync(probe=setup.probed()))
     setup.change_weights(seed=200)
@@ -381,7 +383,9 @@ def test_a_damaged_bucket_is_refused():
         RpcUpdateInfo(**message | {"payload": bytes(payload)}).bucket()
 
 
-@pytest.mark.parametrize("stops", [(), ("hold",), ("hold", "sleep")], ids=["at once", "held before", "asleep before"])
+@pytest.mark.parametrize(
+    "stops", [(), ("pause",), ("pause", "sleep")], ids=["at once", "paused before", "asleep before"]
+)
 def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its_version(setup, stops):
     """A greedy token is the likeliest of the version it names: old weights up to the push, new ones from there. So it is
     for requests that stop long before the push, as at the end of a round, and whose engine gives its memory away."""
@@ -400,7 +404,7 @@ def test_requests_under_way_go_on_with_the_new_weights_and_every_token_knows_its
                 if seen > 30:
                     break
         for stop in stops:
-            await asyncio.to_thread(getattr(setup.engine, stop))
+            await getattr(setup.engine, stop)()
         if stops:
             done, _ = await asyncio.wait(calls, timeout=1.0)
             assert not done
@@ -432,9 +436,9 @@ def test_an_engine_that_slept_goes_on_with_the_weights_of_the_next_push(setup):
     meanwhile waits for the push, and without weights there is no going on."""
     setup.push(setup.sync())
     before = generate_all(setup.engine, prompts(3), GREEDY)
-    setup.engine.sleep()
+    asyncio.run(setup.engine.sleep())
     with pytest.raises(VllmError, match="no weights"):
-        setup.engine.go_on(version=setup.version)
+        asyncio.run(setup.engine.resume(setup.version))
     setup.change_weights(seed=7)
 
     async def ask_asleep() -> list[Generation]:
@@ -563,7 +567,7 @@ def test_an_engine_that_samples_nothing_is_given_up_and_one_that_is_slow_is_not(
 
 def test_a_call_that_is_not_answered_is_named(setup):
     with frozen(setup.engine), pytest.raises(VllmError, match=r"does not answer: waited 0\.2 s to count"):
-        setup.engine.call(setup.engine.llm.is_sleeping(), "to count", deadline=0.2)
+        asyncio.run(setup.engine.ask(setup.engine.llm.is_sleeping(), "to count", deadline=0.2))
 
 
 def test_weights_that_cannot_be_read_leave_an_error_and_no_process(setup, tmp_path):
@@ -600,4 +604,4 @@ def test_an_engine_that_is_killed_fails_every_call_in_one_sentence(setup):
 
     assert {str(error) for error in asyncio.run(play())} == {"vLLM has died; what its processes said last is above"}
     with pytest.raises(VllmError, match="has died"):
-        setup.engine.hold()
+        asyncio.run(setup.engine.pause())

@@ -42,9 +42,9 @@ class _Launcher(RayLauncher):
         yield self._shared
 
     @contextlib.contextmanager
-    def build(self, *, total_steps: int) -> Iterator[RunParts]:
+    def build(self, *, total_steps: int, loop) -> Iterator[RunParts]:
         """Engines that were lost are back afterwards: only this run's policy can give them weights."""
-        with super().build(total_steps=total_steps) as bound:
+        with super().build(total_steps=total_steps, loop=loop) as bound:
             try:
                 yield bound
             finally:

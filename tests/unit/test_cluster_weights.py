@@ -1,5 +1,8 @@
 """Pushes to engines of which some are lost on the way, and weights for one that is new."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from openrlhf.cluster.engines import EngineLostError
@@ -8,43 +11,53 @@ from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerError
 from openrlhf.weight_sync.base import WeightSyncError
 
+LOOP = SimpleNamespace(run=asyncio.run)
 
-class Clients:
-    def __init__(self, actors):
+
+class Handles:
+    """Blocking calls to some engines."""
+
+    def __init__(self, engines, actors):
+        self.engines = engines
         self.actors = actors
+
+    def pause(self):
+        for actor in self.actors:
+            if actor in self.engines.dead:
+                raise WorkerError(f"engine {actor} is gone")
+
+    wake = check_health = pause
+
+    def resume(self, version):
+        self.engines.versions |= dict.fromkeys(self.actors, version)
 
 
 class Engines:
-    """Processes by engine; the dead ones fail whoever sends to them."""
+    """Processes by engine; sending to a dead one fails."""
 
     def __init__(self, **actors):
         self.slots = {int(name[1:]): actor for name, actor in actors.items()}
         self.sampling = dict(self.slots)
         self.dead: set[str] = set()
         self.versions: dict[str, int] = {}
-        self.held = False
+        self.paused = False
         self.supply = None
 
-    def clients(self, engines):
-        return Clients([self.slots[engine] for engine in engines])
+    def handles(self, engines):
+        return Handles(self, [self.slots[engine] for engine in engines])
 
-    def hold(self):
-        self.held = True
+    async def pause(self):
+        self.paused = True
 
-    def go_on(self, *, version):
+    async def wake(self):
+        assert self.paused
+
+    async def resume(self, version):
         self.versions |= dict.fromkeys(self.sampling.values(), version)
-        self.held = False
+        self.paused = False
 
-    def call(self, engine, method, **options):
-        if self.slots[engine] in self.dead:
-            raise WorkerError(f"engine {engine} is gone")
-        if method == "go_on":
-            self.versions[self.slots[engine]] = options["version"]
-
-    def drop_lost(self):
-        before = dict(self.sampling)
-        self.sampling = {engine: actor for engine, actor in before.items() if actor not in self.dead}
-        return self.sampling != before
+    async def check_health(self):
+        self.sampling = {engine: actor for engine, actor in self.sampling.items() if actor not in self.dead}
 
     def admit(self, engine):
         self.sampling[engine] = self.slots[engine]
@@ -75,7 +88,7 @@ class Ranks:
 def test_one_that_is_lost_on_the_way_holds_nobody_up():
     engines = Engines(e0="a", e1="b")
     ranks = Ranks(engines)
-    sync = RayWeightSync(ranks, engines)
+    sync = RayWeightSync(ranks, engines, LOOP)
     engines.dead.add("a")
     metrics = sync.push(version=7).values()
     assert ranks.received == [("b",)]
@@ -86,7 +99,7 @@ def test_one_that_is_lost_on_the_way_holds_nobody_up():
 def test_where_nobody_samples_a_push_sends_nothing():
     engines = Engines(e0="a")
     ranks = Ranks(engines)
-    sync = RayWeightSync(ranks, engines)
+    sync = RayWeightSync(ranks, engines, LOOP)
     engines.sampling.clear()
     assert sync.push(version=7).values()["sync/buckets"] == 0
     assert ranks.received == []
@@ -95,7 +108,7 @@ def test_where_nobody_samples_a_push_sends_nothing():
 def test_a_failure_that_is_no_engines_ends_the_push():
     engines = Engines(e0="a")
     ranks = Ranks(engines)
-    sync = RayWeightSync(ranks, engines)
+    sync = RayWeightSync(ranks, engines, LOOP)
     ranks.broken = True
     with pytest.raises(WeightSyncError, match="push of version 7 failed: actor rank 0: sending failed"):
         sync.push(version=7)
@@ -105,7 +118,7 @@ def test_a_new_engine_gets_the_weights_as_they_are_and_is_in_the_next_push():
     """Ranks have trained round 8, whose push is still to come: what the engine samples is of version 8."""
     engines = Engines(e0="a", e1="b")
     ranks = Ranks(engines, rounds=8)
-    RayWeightSync(ranks, engines).push(version=7)
+    RayWeightSync(ranks, engines, LOOP).push(version=7)
     del engines.sampling[0]
     engines.slots[0] = "c"
     engines.supply(0)
@@ -114,13 +127,13 @@ def test_a_new_engine_gets_the_weights_as_they_are_and_is_in_the_next_push():
     assert engines.sampling == {1: "b", 0: "c"}
 
 
-def test_while_all_are_held_a_new_engine_waits_for_the_push_with_them():
+def test_while_all_are_paused_a_new_engine_waits_for_the_push_with_them():
     engines = Engines(e0="a", e1="b")
     ranks = Ranks(engines, rounds=8)
-    sync = RayWeightSync(ranks, engines)
+    sync = RayWeightSync(ranks, engines, LOOP)
     del engines.sampling[0]
     engines.slots[0] = "c"
-    engines.hold()
+    asyncio.run(engines.pause())
     engines.supply(0)
     assert ranks.received == []
     assert engines.versions == {}
@@ -131,12 +144,12 @@ def test_while_all_are_held_a_new_engine_waits_for_the_push_with_them():
 def test_whose_fault_it_is_that_a_new_engine_gets_no_weights():
     engines = Engines(e0="a")
     ranks = Ranks(engines)
-    RayWeightSync(ranks, engines)
+    RayWeightSync(ranks, engines, LOOP)
     engines.sampling.clear()
     ranks.broken = True
     with pytest.raises(EngineLostError, match="rank 0: sending failed"):
         engines.supply(0)
     engines.dead.add("a")
-    with pytest.raises(WorkerError, match="engine 0 is gone"):
+    with pytest.raises(WorkerError, match="engine a is gone"):
         engines.supply(0)
     assert engines.sampling == {}

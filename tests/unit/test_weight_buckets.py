@@ -77,26 +77,16 @@ def test_a_checksum_sees_one_bit():
     assert bucket.checksum() != before
 
 
-class EngineOf:
-    """Computes what a policy computes, and adds something to the last log-prob."""
-
-    def __init__(self, policy, *, off: float) -> None:
-        self._policy, self._off = policy, off
-
-    def prompt_logprobs(self, token_ids):
-        *others, last = policy_logprobs(self._policy, token_ids)
-        return [*others, last + self._off]
-
-
 @pytest.mark.parametrize(("off", "allowed"), [(0.0, True), (5e-5, True), (3e-4, False), (math.nan, False)])
 def test_a_probe_allows_what_the_tolerance_allows(models, off, allowed):
     probe = LocalProbe(Probe.of(vocab_size=13, dtype=torch.float32, max_model_len=64), models.policy)
-    engine = EngineOf(models.policy, off=off)
+    *others, last = policy_logprobs(models.policy, probe.probe.token_ids)
+    found = [*others, last + off]
     if allowed:
-        assert probe.check(engine, version=3) == pytest.approx(off, abs=1e-6)
+        assert probe.check(found, version=3) == pytest.approx(off, abs=1e-6)
     else:
         with pytest.raises(WeightSyncError, match="version 3"):
-            probe.check(engine, version=3)
+            probe.check(found, version=3)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 1.0), (torch.float16, 1 / 8), (torch.float32, 1e-4)])

@@ -4,7 +4,7 @@ Who waits on whom:
     generate   appends a request to the queue, waits for its future
     stream     the same, and meanwhile for each of its tokens
     _drive     one task per event loop while anything is queued or running: admits, steps, tells the streams, resolves
-               the futures of finished rows, yields to the loop once per step; ends when idle, rests while held
+               the futures of finished rows, yields to the loop once per step; ends when idle, rests while paused
 Everything happens on the caller's event loop, between two of its turns: there are no locks, and a training step can
 never overlap a decoding step.
 """
@@ -16,14 +16,15 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.models.attention import ATTENTION
-from openrlhf.rollout.base import check_prompt
+from openrlhf.models.policy import Policy
+from openrlhf.rollout.base import ControlledEngine, check_prompt
 from openrlhf.rollout.embedded.batch import Request, RunningBatch, SampledTokens, StreamedParts
 from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
 from openrlhf.rollout.embedded.fallback import CachedDecoder
@@ -31,6 +32,8 @@ from openrlhf.rollout.embedded.sampler import sample
 from openrlhf.rollout.generated_text import StopStrings, eos_token_ids, finished_text
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils import waits
+from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.probe import policy_logprobs
 
 
 @dataclass(slots=True)
@@ -117,22 +120,56 @@ class EmbeddedEngine:
     def version(self) -> int:
         return self._version
 
-    def set_version(self, version: int) -> None:
-        """The weights have changed in place. Tokens sampled from now on carry this version, and are those of a model
-        that has read everything before them: keys and values of older weights are forgotten, also those of requests
-        under way, which are read again."""
+    @property
+    def any_loop(self) -> bool:
+        return False
+
+    @property
+    def shares_weights(self) -> bool:
+        return True
+
+    async def pause(self) -> None:
+        """On the loop that its requests are served on: a step is never in the middle there."""
+        self._free_to_step.clear()
+
+    async def resume(self, version: int) -> None:
+        """Weights may have changed in place. Tokens sampled from now on are those of a model that has read everything
+        before them: keys and values from before are forgotten, also those of requests under way, which are read
+        again."""
+        if self._free_to_step.is_set() and version == self._version:
+            return
         self._version = version
         self._decoder.forget()
         running = {request.row: request for request in self._running()}
         self._decoder.remove([row for row in running if row not in self._stale])
         self._stale = running
-
-    async def hold(self) -> None:
-        """Sample nothing until `go_on`; requests under way wait. On the loop that they are served on."""
-        self._free_to_step.clear()
-
-    async def go_on(self) -> None:
         self._free_to_step.set()
+
+    async def sleep(self) -> None:
+        """The weights stay, which are the trainer's; keys and values go. The next step allocates their memory anew."""
+        await self.pause()
+        running = {request.row: request for request in self._running()}
+        self._decoder.clear()
+        self._stale = running
+
+    async def wake(self) -> None:
+        """Nothing has to come back before the next step."""
+
+    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+        """Copies into the model, which is the caller's too. A trainer of this model has nothing to load."""
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in (pair for block in blocks for pair in block.tensors()):
+                if name not in own:
+                    raise ValueError(f"{type(self.model).__name__} has no weight {name}")
+                own[name].copy_(tensor)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        return policy_logprobs(Policy(self.model, packed=self.packed), token_ids)
+
+    async def check_health(self) -> None:
+        """It lives as long as this process does."""
 
     @property
     def max_model_len(self) -> int:
@@ -242,6 +279,9 @@ class EmbeddedEngine:
         self._free(self._running())
         self._waiting = deque(request for request in self._waiting if request.future.get_loop() is loop)
         self._loop, self._task = loop, None
+        was_free, self._free_to_step = self._free_to_step.is_set(), asyncio.Event()  # an event belongs to one loop
+        if was_free:
+            self._free_to_step.set()
 
     async def _drive(self) -> None:
         try:
@@ -413,3 +453,7 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in switched:
             module.training = True
+
+
+if TYPE_CHECKING:
+    _: type[ControlledEngine] = EmbeddedEngine

@@ -3,10 +3,10 @@
 Who waits on whom:
     generate      asks on the engine's own loop (`LoopThread`), waits for its future
     stream        the same, and meanwhile for each of its parts
-    hold, go_on   around a push: nothing is sampled in between; who is under way goes on with the new weights
-    sleep         gives the device's memory away until a push: `hold` takes back what weights need, `go_on` the rest
+    pause, resume around a push: nothing is sampled in between; requests under way go on with the new weights
+    sleep         gives the device's memory away: `wake` takes back what weights need, `resume` the rest
 Every wait has a deadline: calls their own, generations that of an engine which samples nothing at all.
-vLLM knows no versions before 0.32. So every request counts: where `hold` found it is where the new version begins.
+vLLM knows no versions before 0.32. So every request counts: where `pause` found it is where the new version begins.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class VllmEngine:
         self.settings = settings
         self.tokenizer = tokenizer
         self._version = 0
-        self._held = False
+        self._paused = False
         self._numbers = itertools.count()
         self._answered = 0
         """Requests that are over."""
@@ -181,44 +181,64 @@ class VllmEngine:
         """Finish every request now, with the tokens it has: reason ABORT."""
         self.call(self.llm.abort(list(self._running)), "to give requests up")
 
-    def sleep(self) -> None:
-        """Give the device's memory away, weights and all, until the next push. Requests under way wait for it.
+    @property
+    def any_loop(self) -> bool:
+        return True
 
-        The weights are not kept, for a push brings others: 0.05 s instead of 3. Nobody else may take or free memory of
-        the device meanwhile: vLLM compares what is free before and after.
-        """
-        self._held = True
-        self.call(self.llm.sleep(level=2, mode="keep"), "to sleep")
-        self._given_away = {_WEIGHTS, _KEYS_AND_VALUES}
+    @property
+    def shares_weights(self) -> bool:
+        return False
 
-    def hold(self) -> None:
-        """Stop sampling and forget every key and value, those of running requests too. `go_on` ends it."""
-        self._held = True
-        if _WEIGHTS in self._given_away:  # asleep, so nothing samples
-            self.call(self.llm.wake_up([_WEIGHTS]), "to wake")
-            self._given_away.remove(_WEIGHTS)
-        if not self._given_away:
-            self.call(self.llm.pause_generation(mode="keep", clear_cache=True), "to stop sampling")
+    async def pause(self) -> None:
+        """Cached keys and values are forgotten, those of running requests too."""
+        self._paused = True
+        if not self._given_away:  # one that sleeps samples nothing
+            await self.ask(self.llm.pause_generation(mode="keep", clear_cache=True), "to stop sampling")
 
-    def go_on(self, *, version: int) -> None:
-        """Sample again; tokens from here on carry `version`."""
+    async def resume(self, version: int) -> None:
+        if not self._paused and version == self._version:
+            return
         if _WEIGHTS in self._given_away:
             raise VllmError("an engine that slept has no weights before the next push")
-        self.call(self._go_on(version), "to sample again")
-        self._held = False
+        await self.ask(self._resume(version), "to sample again")
+        self._paused = False
 
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """log π of each token but the first given those before it, at temperature 1."""
+    async def sleep(self) -> None:
+        """The weights are not kept, for a push brings others: 0.05 s instead of 3. Nothing else may take or free memory
+        of the device meanwhile: vLLM compares what is free before and after."""
+        self._paused = True
+        if _WEIGHTS not in self._given_away:
+            await self.ask(self.llm.sleep(level=2, mode="keep"), "to sleep")
+            self._given_away = {_WEIGHTS, _KEYS_AND_VALUES}
+
+    async def wake(self) -> None:
+        if _WEIGHTS in self._given_away:
+            await self.ask(self.llm.wake_up([_WEIGHTS]), "to wake")
+            self._given_away.remove(_WEIGHTS)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=None, detokenize=False)
         request = self._make_request(token_ids, params)
         request.arguments["prompt_logprobs"] = 0
-        output = self.call(self._last_output(request), "for the log-probs of a prompt")
+        output = await self.ask(self._last_output(request), "for the log-probs of a prompt")
         found = output.prompt_logprobs[1:]
         return [at[token].logprob for at, token in zip(found, token_ids[1:], strict=True)]
 
-    def check_health(self) -> None:
-        """Ask the process that samples for a sign of life. Raises VllmError."""
-        self.call(self._sign_of_life(), "for a sign of life")
+    async def check_health(self) -> None:
+        await self.ask(self._sign_of_life(), "for a sign of life")
+
+    async def ask(self, work: Coroutine[Any, Any, _T], what: str, *, deadline: float = CALL_SECONDS) -> _T:
+        """Run one of vLLM's coroutines on its loop, and wait on this one. `what` it is for: "to start"."""
+        answer = asyncio.wrap_future(self._thread.submit(self._while_alive(work)))
+        with waits.waiting(what, deadline=deadline):
+            try:
+                await asyncio.wait({answer}, timeout=deadline)
+                if not answer.done():
+                    raise VllmError(waits.with_stacks(f"vLLM does not answer: waited {deadline:g} s {what}"))
+                waits.mark_progress()
+                return answer.result()
+            finally:
+                answer.cancel()
 
     def call(self, work: Coroutine[Any, Any, _T], what: str, *, deadline: float = CALL_SECONDS) -> _T:
         """Run one of vLLM's coroutines on its loop, and wait. `what` it is for: "to start", "for an answer"."""
@@ -246,7 +266,7 @@ class VllmEngine:
         try:
             while not (await asyncio.wait({answer}, timeout=STALL_SECONDS))[0]:
                 now = self._work_done()
-                if now == before and not self._held:
+                if now == before and not self._paused:
                     waiting = f"waited {STALL_SECONDS:g} s for a token; requests under way: {self.num_running}"
                     raise VllmError(waits.with_stacks(f"vLLM does not answer: {waiting}"))
                 before = now
@@ -348,7 +368,7 @@ class VllmEngine:
             text=text,
         )
 
-    async def _go_on(self, version: int) -> None:
+    async def _resume(self, version: int) -> None:
         for state in self.llm.output_processor.request_states.values():
             request = self._running.get(state.external_req_id)
             if request is not None:
