@@ -16,6 +16,7 @@ from openrlhf.cluster.stack_probes import ProbeAddress, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rollout.base import EngineError
 from openrlhf.types import Generation, SamplingParams
+from openrlhf.weight_sync.blocks import WeightBlock
 
 
 class ProcessId(NamedTuple):
@@ -94,6 +95,10 @@ class EngineShell(Seat):
     async def wake(self) -> None:
         with _explained():
             await self._engine.wake()
+
+    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+        with _explained():
+            await self._engine.load_weights(blocks)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         with _explained():

@@ -37,6 +37,7 @@ from openrlhf.rollout.base import EngineError, LostRequestError
 from openrlhf.rollout.router import Balancer
 from openrlhf.types import Generation, SamplingParams
 from openrlhf.utils import waits
+from openrlhf.weight_sync.blocks import WeightBlock
 
 logger = logging.getLogger(__name__)
 
@@ -277,6 +278,13 @@ class RayEngines:
     async def wake(self) -> None:
         self._awake.set()
         await self._ask_all(lambda actor: actor.wake.remote(), "to wake")
+
+    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+        """Blocks are written once, and fetched by the engines of each node."""
+        import ray
+
+        stored = ray.put(list(blocks))
+        await self._ask_all(lambda actor: actor.load_weights.remote(stored), "to load weights")
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Those of one of the engines; `all_logprobs` are those of each."""
