@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from openrlhf.backends.state import LeftOut, not_finite
 
 GATHERED_BYTES = 256 * 2**20
-"""Of parameters that ranks share out, so much is whole at a time."""
+"""The most bytes of parameters that are gathered at a time, where ranks share parameters out."""
 
 
 class Weights(Protocol):
@@ -41,7 +41,7 @@ class Backend(Weights, Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What to call for a forward."""
+        """The module to call for a forward."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class Backend(Weights, Protocol):
         ...
 
     def sleep(self) -> None:
-        """What only a step needs (master weights, moments) waits in CPU memory. Forwards go on as before."""
+        """Move what only a step needs (master weights, moments) to CPU memory. Forwards go on as before."""
         ...
 
     def wake(self) -> None:
@@ -103,7 +103,7 @@ class Backend(Weights, Protocol):
         ...
 
     def scalar_state(self) -> dict[str, Any]:
-        """What of the state is no tensor, as JSON holds it: {"steps": 12}; of fp16 the loss scale too."""
+        """The state that is no tensor, as JSON values: {"steps": 12}; with fp16 the loss scale too."""
         ...
 
     def tensor_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +128,7 @@ class Backend(Weights, Protocol):
 
 
 class ModuleWeights:
-    """Of a module that this process has whole."""
+    """The weights of a module that is whole in this process."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -156,7 +156,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that its files have: what is trained is not all that a model needs."""
+    """The buffers that a model's files have: a model needs more than its trained parameters."""
     saved = module.state_dict()
     return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
 

@@ -52,7 +52,7 @@ _MASTERS = (
     ("single_partition_of_fp32_groups", "bit16_groups"),
     ("fp32_groups_flat_partition", "bf16_groups"),
 )
-"""Where DeepSpeed's optimizers keep a rank's master weights, and the parameters that these are pieces of."""
+"""Attributes of DeepSpeed's optimizers: a rank's master weights, and the parameters that they are pieces of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class ZeroSettings:
     """How DeepSpeed shares a model out over ranks."""
 
     stage: int = 2
-    """What is shared out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """The ZeRO stage: ranks share out 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     offload: bool = False
     """fp32 masters and moments live in CPU memory, and are updated there."""
     offload_parameters: bool = False
@@ -74,7 +74,8 @@ class ZeroSettings:
 
 
 def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float = 0.0) -> dict[str, Any]:
-    """What DeepSpeed is told. Losses come weighted over the whole step, so batch sizes are none of its business."""
+    """The configuration for DeepSpeed. Losses are weighted over the whole step already, so its batch sizes mean
+    nothing."""
     sharing: dict[str, Any] = {
         "stage": zero.stage,
         # Below stage 2 gradients are reduced once, in step(): there is nothing left to overlap with.
@@ -259,13 +260,13 @@ class DeepSpeedBackend:
         return [name for name in found if name.removesuffix(_PIECE) in self._trained]
 
     def _module_tensors(self) -> dict[str, Tensor]:
-        """What this rank has of the module's weights."""
+        """This rank's tensors of the module's weights, by name."""
         named = dict(self._module.named_parameters())
         pieces = {f"{name}{_PIECE}": p.ds_tensor for name, p in named.items() if hasattr(p, "ds_tensor")}
         return {**named, **pieces}
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
-        """What a step of this rank reads and writes."""
+        """The tensors that a step of this rank reads and writes."""
         state: dict[str, dict[str, Tensor]] = {PARAMETERS: {}}
         for master, names in self._masters_and_parameters():
             name = some(names)
@@ -429,7 +430,8 @@ class DeepSpeedBackend:
     # --------------------------------------------------------------------------- DeepSpeed's own bookkeeping
 
     def _masters(self) -> list[Tensor]:
-        """What this rank's optimizer updates: flat fp32 pieces of many parameters; without ZeRO the parameters."""
+        """The tensors that this rank's optimizer updates: flat fp32 pieces of many parameters; without ZeRO the
+        parameters."""
         return [master for master, _ in self._masters_and_parameters()]
 
     def _masters_and_parameters(self) -> list[tuple[Tensor, list[str]]]:
@@ -467,7 +469,7 @@ class DeepSpeedBackend:
         return [kind for kind in self._kinds[name] if kind != STEP]
 
     def _sharing(self) -> Sharing:
-        """Where the matrices are that Muon wants whole."""
+        """How ranks share out the matrices that Muon needs whole."""
         pieces = {
             master: _pieces({name: self._trained[name] for name in names}, whole=self._unwrapped)
             for master, names in self._masters_and_parameters()
@@ -593,7 +595,7 @@ def _start(module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Opt
 
 
 def _gathered_texts(own: Sequence[str]) -> list[str]:
-    """Those of all ranks, each once. Collective."""
+    """The texts of all ranks, each once. Collective."""
     all_of_them: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_of_them, list(own))
     return list(dict.fromkeys(text for texts in all_of_them for text in texts))
@@ -624,7 +626,7 @@ def _one_optimizer(
 
 
 def _pieces(parameters: Mapping[str, nn.Parameter], *, whole: bool) -> list[Piece]:
-    """What this rank's flat tensor has of each of these parameters, which lie in it in this order."""
+    """The pieces of these parameters in this rank's flat tensor, where they lie in this order."""
     pieces, end = [], 0
     for name, parameter in parameters.items():
         shape, own = whole_shape(parameter), cast(Any, parameter)  # DeepSpeed has given it attributes

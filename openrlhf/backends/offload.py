@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class Parking:
-    """Moves the data of tensors to pinned CPU memory and back; who holds a tensor goes on holding it.
+    """Moves the data of tensors to pinned CPU memory and back. References to the tensors stay valid.
 
-    The pinned memory stays taken from one time to the next: taking it is what is slow.
+    The pinned memory is kept from one time to the next, because allocating it is slow.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Parking:
         self._parked: dict[Tensor, torch.device] = {}
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Those that are on a device leave it."""
+        """Move the tensors that are on a device to CPU memory."""
         for tensor in tensors:
             if not tensor.is_cuda:
                 continue

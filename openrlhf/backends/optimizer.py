@@ -81,7 +81,8 @@ def vocabulary_tables(module: nn.Module) -> set[nn.Parameter]:
 
 
 def muon_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """What Muon updates: matrices inside the network. One row or column is a vector; stacked experts are no matrix."""
+    """The parameters that Muon updates: matrices inside the network. One row or column is a vector; stacked experts
+    are not a matrix."""
     matrices = {p for p in module.parameters() if len(whole_shape(p)) == 2 and min(whole_shape(p)) > 1}
     return matrices - vocabulary_tables(module)
 
@@ -120,7 +121,7 @@ def make_optimizers(
 def divided(
     module: nn.Module, settings: OptimizerSettings, *, trained: Collection[str]
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """What Muon updates, and what AdamW does."""
+    """The parameters that Muon updates, and those that AdamW updates."""
     named = [(name, p) for name, p in module.named_parameters() if name in trained]
     chosen = muon_parameters(module) if settings.muon else set()
     return [(name, p) for name, p in named if p in chosen], [(name, p) for name, p in named if p not in chosen]
@@ -172,7 +173,7 @@ class ScheduledOptimizers:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step; of the first optimizer, if they differ."""
+        """The learning rate of the next step; that of the first optimizer, if they differ."""
         return float(next(self._groups())["lr"])
 
     def step(self) -> None:
@@ -203,7 +204,7 @@ class ScheduledOptimizers:
         return STATE_KINDS[type(self._owner[parameter])]
 
     def kept_for(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """By their names; empty before the first update."""
+        """The moments by name; empty before the first update."""
         return dict(self._owner[parameter].state.get(parameter, {}))
 
     def keep_for(self, parameter: nn.Parameter, kept: Mapping[str, Tensor]) -> None:
@@ -301,6 +302,6 @@ class LossScale:
         return {"loss_scale": self.value, "good_steps": self.good_steps}
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        """Of a run in another dtype nothing is kept: begin anew."""
+        """Load the loss scale; the state of a run in another dtype has none, and it starts anew."""
         self.value = float(numbers.get("loss_scale", INITIAL_LOSS_SCALE))
         self.good_steps = int(numbers.get("good_steps", 0))

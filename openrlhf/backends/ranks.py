@@ -73,7 +73,7 @@ class Alone:
 ALONE = Alone()
 
 DEADLINE = datetime.timedelta(minutes=30)
-"""Of a rank's wait for the others. Tokenising a large data set is the longest one."""
+"""Seconds that a rank waits for the others. Tokenising a large data set takes longest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a rank's flat tensor holds of a matrix."""
+    """The piece of a matrix in a rank's flat tensor."""
 
     matrix: str
     shape: torch.Size
-    """Of the matrix; under tensor parallelism, of this rank's part of it."""
+    """The shape of the matrix; under tensor parallelism that of this rank's part of it."""
     start: int
     """The first element of the matrix that is here …"""
     at: int
@@ -32,14 +32,14 @@ class Sharing(NamedTuple):
     """How ranks share out what an optimizer updates."""
 
     pieces: Mapping[Tensor, Sequence[Piece]]
-    """Of every tensor that is updated; on every rank the same matrices in the same order."""
+    """The pieces of every tensor that is updated; every rank has the same matrices in the same order."""
     group: dist.ProcessGroup | None
     """The ranks among which pieces are; None: each has all of them."""
     device: torch.device
-    """Where ranks meet."""
+    """The device on which ranks exchange pieces."""
     join: Callable[[str, Tensor], Tensor] = lambda name, part: part
     part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole
-    """What tensor parallelism does to a matrix, and undoes."""
+    """How tensor parallelism splits a matrix, and how to undo it."""
 
 
 class ShardedMuon(torch.optim.Optimizer):

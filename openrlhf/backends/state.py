@@ -65,10 +65,10 @@ def some(names: Iterable[str]) -> str:
 
 
 class Mended(NamedTuple):
-    """What was done about damage."""
+    """How damage was repaired."""
 
     said: list[str]
-    """In words."""
+    """The repair in words, for a message."""
     lost: list[str]
     """Weights that are not finite and could not be brought back."""
 

@@ -179,7 +179,7 @@ class TorchBackend(ModuleWeights):
         return [f"weights of {some(bad)} were not finite and are rounded from fp32 again"]
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
-        """What a step reads and writes."""
+        """The tensors that a step reads and writes."""
         state: dict[str, dict[str, Tensor]] = {PARAMETERS: {n: m.detach() for n, m in self._masters.items()}}
         for name, master in self._masters.items():
             for kind, tensor in self._optimizers.kept_for(master).items():

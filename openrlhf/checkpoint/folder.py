@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Disk:
-    """What a method has done survives a crash of the machine when it returns; `rename` is all or nothing."""
+    """File operations that survive a crash of the machine once they have returned. `rename` is all or nothing."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ class Disk:
             os.fsync(file.fileno())
 
     def sync_tree(self, folder: Path) -> None:
-        """Everything in it, whoever wrote it."""
+        """Make everything in the folder durable, whichever process wrote it."""
         for parent, _, names in os.walk(folder):
             for name in names:
                 _sync(Path(parent, name))
@@ -86,7 +86,7 @@ class ClaimedError(RuntimeError):
 
 
 class Claim:
-    """Of a folder, by this process. It is taken with `take`, and given back with `release` or by the process's end."""
+    """This process's lock of a folder. `take` takes it; `release`, or the end of the process, gives it back."""
 
     def __init__(self, file: Path, *, flag: str) -> None:
         """`file`: the lock's. `flag`: the folder in users' words, for messages."""
@@ -115,7 +115,7 @@ class Claim:
         return f"the run with process id {int(pid)} on {host}" if pid.isdecimal() else f"another run ({self._file})"
 
     def release(self, *, remove: bool = False) -> None:
-        """`remove`: the lock's file is not to be left. Nobody waits for it, so nobody holds what is removed."""
+        """`remove`: remove the lock's file too. No process waits for the lock, so none can hold the removed file."""
         if remove and self._lock.is_locked:
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -130,9 +130,12 @@ def _write_no_link(file: Path, text: str) -> None:
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the checkpoints that are written. It grows when an older version could not read them, or would read them wrongly.
+"""The format of the checkpoints that are written. The number grows when an older version could not read them, or would
+read them wrongly.
 
-0 (checkpoints without a number): the same files, before the number was written. All formats up to this one are read."""
+0 means checkpoints without a number: the same files, before the number was written. All formats up to this one are
+read.
+"""
 TRAINING_STATE = "training_state"
 GIB = 1 << 30
 
@@ -174,7 +177,7 @@ class CheckpointFolder:
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
-        """Of a write that came to no end."""
+        """Remove the folders of writes that were not finished."""
         for leftover in [*self.path.glob(".global_step*"), *self.path.glob(".latest*")]:
             self._disk.remove(leftover)
 
@@ -185,7 +188,7 @@ class CheckpointFolder:
 
     @property
     def steps(self) -> list[int]:
-        """Of all checkpoints there are, ascending. DeepSpeed's are not ours."""
+        """The steps of all checkpoints, ascending. DeepSpeed's own checkpoints are not among them."""
         return sorted(step for step, path in self._tags() if not written_by_deepspeed(path))
 
     @property
@@ -229,7 +232,7 @@ class CheckpointFolder:
 
     @property
     def latest(self) -> Path | None:
-        """The one that was written last, or that somebody wants to go back to. It may be damaged."""
+        """The checkpoint that was written last, or the one that a user has chosen. It may be damaged."""
         try:
             return self.path / (self.path / "latest").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
@@ -283,7 +286,7 @@ class CheckpointFolder:
             self._disk.remove(self.draft(step))
 
     def draft(self, step: int) -> Path:
-        """Where a checkpoint is written."""
+        """The folder in which a checkpoint is written."""
         return self._hidden(step, "partial")
 
     def keep_best(self, step: int) -> None:
@@ -296,7 +299,7 @@ class CheckpointFolder:
                 self._throw_away(other, step)
 
     def _replace(self, new: Path, place: Path, step: int) -> None:
-        """What an abandoned run left in this place makes way."""
+        """Remove what an abandoned run has left in this place."""
         if place.exists():
             self._throw_away(place, step)
         self._disk.rename(new, place)
@@ -347,7 +350,7 @@ def require_readable(checkpoint: Path) -> None:
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with the files that resuming reads; None: nothing."""
+    """What is wrong with the files that resuming reads; None: nothing is."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
         wanted = {checkpoint / name: (entry["bytes"], entry["crc32"]) for name, entry in files.items()}
@@ -372,7 +375,7 @@ def size_of(folder: Path) -> int:
 
 
 def _manifest(draft: Path, step: int) -> dict[str, object]:
-    """Of what resuming reads. The model folders are for others, who may change them."""
+    """The manifest of the files that resuming reads. Model folders are not in it: other programs may change them."""
     state = [path for path in draft.glob("state.*") if path.is_file()]
     training = [path for path in draft.glob(f"*/{TRAINING_STATE}/*") if path.is_file()]
     checksums = _checksums(sorted(state + training))

@@ -39,9 +39,9 @@ class Checkpointer(Protocol):
         ...
 
     def load(self, take_up: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """What is trained becomes as it was at the latest checkpoint, and `take_up` gets the loop's own state of then.
+        """Restore what is trained from the latest checkpoint, and give the loop's own state to `take_up`.
 
-        Returns that state. None: there is no checkpoint, the run starts anew.
+        Returns that state. None: there is no checkpoint, and the run starts anew.
         """
         ...
 
@@ -118,7 +118,7 @@ class LocalCheckpointedModel:
 
 
 NOT_OURS = (LookupError, TypeError, AttributeError)
-"""What reading a file raises that holds something else than we have written."""
+"""The errors of reading a file whose content is not what we have written."""
 
 
 def foreign(place: Path, why: Exception | str) -> CheckpointError:
@@ -139,7 +139,7 @@ class ResumePoint:
 
     @property
     def notes(self) -> State:
-        """What the run that wrote it had to say about itself."""
+        """The description that the run has stored in its checkpoint."""
         return self.state["notes"]
 
     def require_same(self, identity: Mapping[str, str]) -> None:
@@ -167,7 +167,7 @@ def _shown(value: Any) -> str:
 
 
 PARTS: dict[str, type] = {"resumable": bool, "identity": dict, "notes": dict, "random": list, "loop": dict}
-"""Of a checkpoint's state.json."""
+"""The keys of a checkpoint's state.json, and the types of their values."""
 
 
 def _read_state(checkpoint: Path) -> State:

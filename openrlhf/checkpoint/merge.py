@@ -27,7 +27,7 @@ _PREFIX = "base_model.model."
 """Before every name in PEFT's files."""
 _ADAPTER = "default"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What `--ds.param_dtype` asks for; otherwise the dtype of the base model's files."""
+"""The dtype that `--ds.param_dtype` asks for; otherwise that of the base model's files."""
 
 
 def merge_adapter(config: LoraCombinerConfig) -> int:
@@ -44,7 +44,7 @@ def merge_adapter(config: LoraCombinerConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Adapter:
-    """What an adapter's folder holds."""
+    """The content of an adapter's folder."""
 
     config: Any
     tensors: dict[str, Tensor]
@@ -52,7 +52,7 @@ class _Adapter:
     head: Tensor | None
     """[1, D]: the score of a reward model."""
     facts: dict[str, Any]
-    """Of the head: its name, mean and std; empty where nobody wrote them."""
+    """The name, mean and std of the head; empty where they were not written."""
 
 
 def _merge(config: LoraCombinerConfig) -> None:

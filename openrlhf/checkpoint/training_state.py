@@ -120,7 +120,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `write_state` wrote; tuples have become lists."""
+    """The state that `write_state` wrote; tuples have become lists."""
     state = _read_json(folder / "state.json")
     file = folder / "state.safetensors"
     return _with_tensors(state, SavedTensors(folder, _names_in(file)) if file.exists() else {})

@@ -35,7 +35,7 @@ class UniversalCheckpoint:
     steps: int
     """Optimizer steps that were taken."""
     shapes: Mapping[str, torch.Size]
-    """Of its parameters, by their names there; empty where the tensors have them."""
+    """The shapes of its parameters, by their names there; empty where the tensors have them."""
 
     def tensors(self, names: Iterable[str], *, aliases: Mapping[str, str] | None = None) -> UniversalTensors:
         """For `Backend.load` of something that trains these parameters.
@@ -68,7 +68,7 @@ def find_universal(folder: Path) -> UniversalCheckpoint:
 
 
 class UniversalTensors(Mapping[str, Tensor]):
-    """`<kind>/<parameter>` by the names of who asks; each read from its file then."""
+    """The tensors `<kind>/<parameter>`, under the caller's names; each is read from its file on access."""
 
     def __init__(self, checkpoint: UniversalCheckpoint, names: Iterable[str], aliases: Mapping[str, str]) -> None:
         self._checkpoint = checkpoint

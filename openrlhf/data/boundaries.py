@@ -112,7 +112,7 @@ class Encoder:
 
 
 def without_common_beginning(first: Tokens, second: Tokens) -> list[Tokens]:
-    """What two texts begin with is not learnt: it is equally likely in both, and cancels out of their comparison."""
+    """Tokens that both texts begin with are not learnt: they are as likely in both, and cancel in the comparison."""
     shorter = min(len(first.ids), len(second.ids))
     differ = np.flatnonzero(first.ids[:shorter] != second.ids[:shorter])
     common = int(differ[0]) if len(differ) else max(0, shorter - 1)

@@ -41,7 +41,7 @@ class Example:
     target_mask: Tensor
     """bool [T]: tokens that are learnt; never the first, which nothing predicts."""
     where: str = ""
-    """Where it was read, for messages: `record 4 of train.jsonl`."""
+    """The origin of the record, for messages: `record 4 of train.jsonl`."""
 
     def __post_init__(self) -> None:
         if self.token_ids.dim() != 1 or self.token_ids.shape != self.target_mask.shape:
@@ -169,7 +169,7 @@ class TokenisedSet(Sequence[Sample], Generic[Sample]):
 
     @property
     def digest(self) -> str:
-        """Of all tokens and what is learnt of them: two sets with the same one are the same."""
+        """A digest of all tokens and of which are learnt. Two sets with the same digest are the same."""
         digest = hashlib.blake2b(digest_size=8)
         for column in (self._columns.lengths, self._columns.values, self._columns.ids, self._columns.targets):
             digest.update(np.ascontiguousarray(column).data)

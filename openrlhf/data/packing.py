@@ -1,4 +1,4 @@
-"""How samples are cut into micro-batches, and rounds into optimizer steps."""
+"""Packing: samples into micro-batches, rounds into optimizer steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def by_tokens(
     longest_first = sorted(range(len(bundles)), key=lambda b: (-sizes[b], bundles[b]))
     bins = _first_fit(longest_first, sizes, budget)
     balanced = balance(longest_first, sizes, count=len(bins))
-    # Balancing spreads tokens without looking at the budget; where it went over, keep first-fit's answer.
+    # First-fit finds how few micro-batches are enough, but fills the first ones and leaves the last nearly empty. On
+    # several ranks the fullest one decides the time. So the same number of bins is filled again, evenly. That ignores
+    # the budget; where a bin exceeds it, first-fit's bins are kept.
     if all(len(b) <= 1 or sum(sizes[i] for i in b) <= budget for b in balanced):
         bins = balanced
     return [[i for bundle in sorted(bundles[b] for b in bin_) for i in bundle] for bin_ in bins if bin_]
@@ -37,7 +39,8 @@ def by_tokens(
 def _bundles(
     indices: Sequence[int], lengths: Sequence[int], budget: int, families: Sequence[Hashable] | None
 ) -> list[list[int]]:
-    """Samples that stay together: a family, or as much of one as the budget holds."""
+    """Samples that stay together: a family (the samples of a prompt, which share its forward), or as much of it as the
+    budget holds."""
     if families is None:
         return [[i] for i in indices]
     members: dict[Hashable, list[int]] = {}
@@ -65,9 +68,10 @@ def evenly(items: Sequence[T], *, parts: int) -> list[list[T]]:
 
 
 def by_middle(sizes: Sequence[int], *, parts: int) -> list[int]:
-    """The part of each item: laid end to end, the one in whose share of the whole its middle lies.
+    """The index of each item's part. Items are laid end to end, and the line is cut into `parts` equal pieces: an item
+    belongs to the piece in which its middle lies.
 
-    Parts are about as large as each other, and neighbours stay together.
+    So parts have about the same size, and adjacent items stay together.
     """
     total, before = sum(sizes), 0
     chosen: list[int] = []

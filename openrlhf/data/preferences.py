@@ -1,4 +1,4 @@
-"""What people prefer: pairs of answers, or answers judged one by one."""
+"""Preference data: pairs of answers, or answers that were judged one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pair:
     chosen: Example
     rejected: Example
     margin: float = 0.0
-    """By how much, where the record says so."""
+    """The margin between the answers, where the record gives one."""
 
     @property
     def where(self) -> str:
@@ -169,7 +169,7 @@ class JudgedSet(TokenisedSet[Judged]):
 
     @property
     def desirable(self) -> list[bool]:
-        """Of each sample, without making it."""
+        """The length of each sample, without building it."""
         return self._columns.values.astype(bool).tolist()
 
 

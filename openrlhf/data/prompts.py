@@ -89,7 +89,7 @@ class PromptSet(Sequence[Prompt]):
 
     @property
     def datasources(self) -> set[str]:
-        """Where the prompts come from, by the names that metrics have. Reads all records."""
+        """The names of the prompts' sources, as metrics use them. Reads all records."""
         return {_datasource(self._records[int(row)]) for row in self._kept}
 
     def where(self, index: int) -> str:

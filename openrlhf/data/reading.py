@@ -34,14 +34,14 @@ class Unusable(Exception):
 
 
 class Reading(NamedTuple):
-    """What a record holds."""
+    """The content of a record."""
 
     texts: tuple[MarkedText, ...]
     """One; of a pair the chosen, then the rejected."""
     value: float = 0.0
     """The number that goes with them: a margin, or a label."""
     undivided: bool = False
-    """Nobody has said where the answers of a pair begin: the prompt is the tokens that both texts begin with."""
+    """The record does not say where the answers of a pair begin: the prompt is what both texts begin with."""
 
 
 class Format(Protocol):

@@ -15,7 +15,7 @@ from openrlhf.data.sources import Record, Records
 logger = logging.getLogger(__name__)
 
 ANSWERS = ("completion", "response")
-"""What TRL and others call an answer."""
+"""The names that TRL and others use for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

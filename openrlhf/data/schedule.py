@@ -112,7 +112,7 @@ class Schedule:
         return self.state_dict_after(self._next)
 
     def state_dict_after(self, steps: int) -> dict[str, Any]:
-        """What it will be, or was, after so many steps."""
+        """The state after so many steps."""
         return {
             "consumed_samples": steps * self._batch_size,
             "batch_size": self._batch_size,

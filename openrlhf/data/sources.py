@@ -1,4 +1,4 @@
-"""Where records come from: a comma list of files, folders and Hub names becomes one sequence of plain dicts."""
+"""Sources of records: a comma list of files, folders and Hub names becomes one sequence of plain dicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACCEPTED = (
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 DEFAULT_SPLITS = ("train", "test")
-"""What the split flags say when nobody set them; a single file has no splits to choose from."""
+"""The default of the split flags. A single file has no splits to choose from."""
 
 # Flags that belong to the same data set, so that an error about one of them can name it.
 PROBS_FLAG = {"--data.prompt_dataset": "--data.prompt_probs", "--data.dataset": "--data.dataset_probs"}

@@ -181,7 +181,7 @@ def _tokenise(records: Records, work: _Work, *, workers: int | None, flag: str) 
 
 
 def _cores() -> int:
-    """Those this process may use, where the system says so."""
+    """The cores that this process may use, where the system says so."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

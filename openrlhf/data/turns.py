@@ -1,8 +1,8 @@
-"""Where the assistant's messages stand in a rendered chat.
+"""The places of the assistant's messages in a rendered chat.
 
 A chat template is a program: it may rewrite the history, for instance leave out the thinking of earlier turns. So a
-message's place is looked for in the text of the whole conversation, in this order, and what cannot be found for sure
-is an error, never a guess:
+message is looked for in the text of the whole conversation, in this order, and a place that cannot be found for sure is
+an error, never a guess:
 
 1. The template says it, with `{% generation %}` blocks.
 2. The conversation up to the message, and up to its end, both render to beginnings of the whole text.

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"
-"""What PEFT calls an adapter that has no other name; part of its parameters' names, and not of its files."""
+"""PEFT's name of an adapter that was given none. It is part of its parameters' names, but not in its files."""
 _BASE = ".base_layer"
-"""What PEFT puts into the names of a layer's own parameters."""
+"""The part that PEFT adds to the names of a layer's own parameters."""
 _FACTORS = ((f"lora_A.{_NAME}.weight", "a"), (f"lora_B.{_NAME}.weight", "b"))
 
 
@@ -37,9 +37,9 @@ class LoraSettings:
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Modules by the end of their names; `all-linear`: every linear layer but the head."""
     dropout: float = 0.0
-    """In training mode only."""
+    """The dropout, in training mode only."""
     seed: int = 0
-    """Of A. B starts at 0: an adapter changes nothing until it is trained."""
+    """How A is initialised. B starts at 0, so an adapter changes nothing until it is trained."""
 
 
 def add_adapter(model: Any, settings: LoraSettings, *, dtype: torch.dtype) -> None:

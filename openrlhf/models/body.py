@@ -94,7 +94,7 @@ class _Layout(NamedTuple):
 
     tokens: PackedTokens
     back_T: Tensor | None
-    """Where each token of the given stream stands in it; None: where it stood."""
+    """The position of each token of the given stream in this one; None: unchanged."""
     plan: AttentionPlan
 
 

@@ -1,4 +1,4 @@
-"""What a model's weight files hold and transformers does not tell after loading: a scalar head, and the dtype."""
+"""Facts in a model's weight files that transformers does not report after loading: a scalar head, and the dtype."""
 
 from __future__ import annotations
 

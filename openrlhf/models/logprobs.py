@@ -34,7 +34,7 @@ _KEPT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What a model does to `hidden @ weight.T + bias` before the softmax: scale, then soft-cap."""
+    """The changes that a model makes to `hidden @ weight.T + bias` before the softmax: scale, then soft-cap."""
 
     scale: float = 1.0
     softcap: float | None = None

@@ -37,10 +37,10 @@ class _Part(NamedTuple):
     """One sequence of the computed stream: a prefix, or the rest of a sequence after its prefix."""
 
     prefix: int
-    """Which prefix comes before it; -1: none. Of a prefix itself: -1."""
+    """The index of the prefix before it; -1: it has none, or is a prefix itself."""
     prefix_length: int
     start: int
-    """Where its tokens begin in the given stream."""
+    """The position of its first token in the given stream."""
     length: int
 
 
@@ -50,6 +50,8 @@ def share_prefixes(tokens: PackedTokens) -> SharedStream | None:
         return None
     bounds = tokens.cu_seqlens.tolist()
     prefixes, tails, owner = _cut(bounds, tokens.shared_prefixes)
+    # Prefixes come first, because tails attend to their keys. Both are sorted by length: parts of equal length are then
+    # adjacent, and off CUDA their attention is one call.
     prefix_order = sorted(range(len(prefixes)), key=lambda r: prefixes[r].length)
     place = {old: new for new, old in enumerate(prefix_order)}
     tail_order = sorted(range(len(tails)), key=lambda i: (tails[i].prefix_length, tails[i].length))
@@ -58,7 +60,7 @@ def share_prefixes(tokens: PackedTokens) -> SharedStream | None:
 
     starts = [0, *itertools.accumulate(part.length for part in parts)]
     tail_place = {old: len(prefixes) + new for new, old in enumerate(tail_order)}
-    back = []
+    back = []  # for each token of the given stream, in its order, the position in the computed one
     for i, tail in enumerate(tails):
         if owner[i] >= 0:
             begin = starts[place[owner[i]]]
@@ -82,9 +84,11 @@ def share_prefixes(tokens: PackedTokens) -> SharedStream | None:
 
 
 def _cut(bounds: list[int], shared: tuple[int, ...]) -> tuple[list[_Part], list[_Part], list[int]]:
-    """Prefixes and tails of the given stream, and which prefix each sequence begins with (-1: none).
+    """The prefixes and tails of the given stream, and the index of the prefix of each sequence (-1: none).
 
-    A run is a sequence and the neighbours after it that share the same number of tokens with it.
+    `shared[i]` is what sequence i has in common with the sequence before it. So a prefix belongs to a run: a sequence
+    and those after it that share the same number of tokens with their predecessor. Sharing within a run is enough,
+    because the samples of a prompt are adjacent and share exactly the prompt.
     """
     prefixes: list[_Part] = []
     tails: list[_Part] = []
@@ -92,9 +96,11 @@ def _cut(bounds: list[int], shared: tuple[int, ...]) -> tuple[list[_Part], list[
     N = len(bounds) - 1
     for i in range(N):
         joins = shared[i] > 0 and i > 0 and owner[i - 1] >= 0 and prefixes[owner[i - 1]].length == shared[i]
-        if joins:
+        if joins:  # the run goes on: same prefix as the sequence before
             owner.append(owner[i - 1])
         elif i + 1 < N and shared[i + 1] > 0:
+            # The first sequence of a run. Only its successor knows how long the prefix is. If sequence i shares another
+            # number of tokens with its own predecessor, that sharing is given up: a token can be in one prefix only.
             owner.append(len(prefixes))
             prefixes.append(_Part(-1, 0, bounds[i], shared[i + 1]))
         else:
@@ -190,7 +196,7 @@ def _group(parts: list[_Part], *, device: torch.device) -> list[_Group]:
 
 
 class _Keys(NamedTuple):
-    """Where the keys of each part stand, for the varlen kernel."""
+    """The positions of each part's keys, for the varlen kernel."""
 
     positions_K: Tensor
     cu_queries: Tensor

@@ -1,7 +1,7 @@
 """Every metric that a run logs: its name, its unit and its meaning. `docs/metrics.md` is written from it.
 
-A test walks over the calls that log metrics and compares their names with these: one that is missing here fails it, and
-so does one that nobody logs any more. `<…>` in a name stands for what the run puts there.
+A test walks over the calls that log metrics and compares their names with these: it fails for a name that is missing
+here, and for one that is not logged any more. `<…>` in a name stands for what the run puts there.
 """
 
 from __future__ import annotations

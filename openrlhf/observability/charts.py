@@ -13,9 +13,9 @@ from openrlhf.observability.series import Axis, Curve, Point, bounds, short_numb
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 8, 24
 COLOURS = 6
-"""Of the layers of a stack and the curves of a metric's chart; the last is grey."""
+"""The colours of the layers of a stack and of the curves of a metric's chart; the last one is grey."""
 RUN_COLOURS = (1, 2, 3, 4, 5, 7, 8, 6)
-"""Of runs that are compared."""
+"""The colours of runs that are compared."""
 MOST_POINTS = 400
 REST = "other"
 """The layer of a stack that is what the others leave; drawn grey."""

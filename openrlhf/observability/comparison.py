@@ -29,7 +29,7 @@ from openrlhf.observability.run_data import NAMES_OF_RUNS, RunData, read_run
 from openrlhf.observability.series import Curve, short_number
 
 MOST_RUNS = len(RUN_COLOURS)
-"""Of a page: more curves cannot be told apart."""
+"""The most runs on one page: more curves cannot be told apart."""
 MOST_VALUE = 300
 """Characters of a setting's value."""
 

@@ -34,7 +34,7 @@ class TrainedStep(NamedTuple):
     trained: list[SampleId]
     """Judged samples, as the update got them."""
     failed: list[SampleId]
-    """Of the same prompts, those that gave nothing to train on."""
+    """The samples of the same prompts that gave nothing to train on."""
     turned_away: list[int]
     """Ordinals of prompts that were played and not accepted (dynamic filtering)."""
 
@@ -97,7 +97,7 @@ def ranges(values: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """What `ranges` wrote, ascending."""
+    """The numbers of a text that `ranges` wrote, ascending."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

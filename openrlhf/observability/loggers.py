@@ -1,4 +1,4 @@
-"""Where numbers go."""
+"""Loggers: the places that metrics are written to."""
 
 from __future__ import annotations
 
@@ -170,12 +170,12 @@ def is_time(name: str) -> bool:
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal in two runs of the same configuration."""
+    """The part of a record that must be equal in two runs of the same configuration."""
     return {name: value for name, value in record.items() if not is_time(name)}
 
 
 def score_names(names: Iterable[str]) -> list[str]:
-    """Of an evaluation's metrics those that say how good the policy is: pass rates, or all if there are none."""
+    """The metrics of an evaluation that say how good the policy is: pass rates, or all metrics if there are none."""
     measured = [n for n in names if n not in ("step", "kind", "global_step") and not is_time(n)]
     rates = [n for n in measured if re.search(r"pass\d+$", n)]
     return rates or [n for n in measured if not n.endswith(("num_samples", "failed"))]

@@ -26,7 +26,7 @@ class Reduction(Protocol):
     """One metric on its way to a number."""
 
     def merge(self, later: Self) -> Self:
-        """What both together amount to; `later` came after."""
+        """This reduction and a later one together."""
         ...
 
     @property
@@ -134,7 +134,7 @@ class Metrics:
 
     reductions: dict[str, Reduction] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What people should know of how these numbers came about: a step that was left out, and why."""
+    """Notes about how these numbers came about: for example a step that was left out, and why."""
 
     def add(self, name: str, reduction: Reduction) -> None:
         known = self.reductions.get(name)

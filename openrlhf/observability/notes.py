@@ -1,4 +1,4 @@
-"""What a run had to say in words, kept for its report: notes, warnings, and how it ended."""
+"""The notes of a run, kept for its report: notes, warnings, and how the run ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openrlhf.observability.jsonl import JsonLinesWriter, read_json_lines
 NoteKind = Literal["start", "note", "warning", "end"]
 
 MOST_NOTES = 1000
-"""Of one start of a run: whoever warns at every step does not fill the disk."""
+"""The most notes of one start of a run, so that a warning at every step does not fill the disk."""
 MOST_CHARACTERS = 2000
 
 

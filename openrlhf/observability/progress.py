@@ -27,7 +27,7 @@ LENGTH = ("response_length", "rollout/response_length_mean")
 LOSS = ("policy_loss", "loss", "gpt_loss")
 ACCURACY = ("acc",)
 TOKENS_PER_SECOND = ("perf/generated_tokens_per_second", "perf/tokens_per_second")
-"""What the policy wrote, in RL: with `len` and the seconds of a step it adds up. Otherwise all tokens of the step."""
+"""In RL the tokens that the policy wrote, so that it fits `len` and the seconds of a step; otherwise all tokens."""
 STEP_SECONDS = ("timing/step_total",)
 
 
@@ -75,7 +75,7 @@ class Progress:
         self._screen.close()
 
     def phase(self, name: str) -> None:
-        """What is being done now; "" for nothing in particular."""
+        """The current phase; "" for none."""
         self._run.begin_phase(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -106,7 +106,7 @@ class Progress:
 
 
 class RunSoFar:
-    """What both displays are drawn from."""
+    """The values that both displays show."""
 
     def __init__(self, *, total_steps: int, title: str, now: Callable[[], float]) -> None:
         self.total_steps = total_steps

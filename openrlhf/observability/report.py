@@ -36,7 +36,7 @@ REFRESH_SECONDS = 10
 LEAST_SECONDS = 2.0
 """Between two pages of a running run."""
 MOST_SHARE = 0.01
-"""Of a run's time that its pages may take: where a page takes longer to make, there are fewer."""
+"""The most that making pages may take of a run's time: where a page takes longer, there are fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ PHASES = {
     "broadcast": "weights to the engine",
     "evaluation_wait": "waiting for evaluation",
 }
-"""Of a step, as the page names them."""
+"""The phases of a step, as the page names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class LiveReport:
         self._failed = False
 
     def start(self) -> None:
-        """A page without steps: whoever follows the path that was printed finds one."""
+        """Write a page without steps, so that the path that was printed exists."""
         self._write()
         self._next = -math.inf  # the first step is shown however soon it comes
 
@@ -239,7 +239,7 @@ def contents(body: str) -> str:
 
 
 def put_in_place(path: Path, page: str) -> Path:
-    """Renamed into place: whoever has the page open never meets half of it."""
+    """The page is renamed into place, so that a reader never sees half of it."""
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         draft.write_text(page, encoding="utf-8", errors="replace")
@@ -365,7 +365,7 @@ def _warnings(run: RunData) -> str:
 
 
 def _notes(run: RunData) -> str:
-    """What else was said, folded up."""
+    """The other notes, folded up."""
     notes = [note for note in run.notes if note.get("kind") == "note"]
     if not notes:
         return ""
@@ -385,7 +385,7 @@ def _note_lines(notes: Sequence[Mapping]) -> str:
 
 
 def planned_curves(plan: ChartPlan, run: RunData) -> list[Curve]:
-    """What the run has of it, under the names of the legend."""
+    """The series that the run has of a chart, under the names of the legend."""
     curves = [c for name, label in plan.metrics.items() if (c := Curve.read(name, run.train, label=label)).points]
     if plan.rare and not any(point.value for curve in curves for point in curve.points):
         return []
@@ -467,7 +467,7 @@ def _extra_charts(train: Sequence[Mapping], shown: set[str]) -> str:
 
 
 def _settings(run: RunData) -> str:
-    """What differs from the defaults, then all of config.yaml."""
+    """The settings that differ from the defaults, then all of config.yaml."""
     parts = []
     if chosen := run.settings_set():
         rows = "".join(f"<dt>--{escape(name)}</dt><dd>{escape(setting_text(v))}</dd>" for name, v in chosen.items())

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_EPISODES = 4
-"""Of a group."""
+"""The most trajectories of a group."""
 MOST_CHARACTERS = 32_000
-"""Of a prompt, of a response, and of all turns of an episode together: the middle of what is longer is left out."""
+"""The most characters of a prompt, of a response, and of all turns of an episode together. The middle of longer texts
+is left out."""
 MOST_TURNS = 200
-"""Of an episode: those in the middle of a longer one are left out."""
+"""The most turns of an episode: those in the middle of a longer one are left out."""
 THINNED = ((256 << 20, 10), (1 << 30, 100))
 """(bytes that the file has, steps from one that is kept to the next): a run of weeks does not fill the disk."""
 
@@ -106,7 +107,7 @@ def chosen_episodes(trajectories: Sequence[Trajectory], most: int) -> list[Traje
 
 
 def mean_reward(group: Group) -> float | None:
-    """Of the samples that were judged; None when none was."""
+    """The mean reward of the samples that were judged; None when none was."""
     rewards = [t.reward for t in group.scored if t.reward is not None]
     return fmean(rewards) if rewards else None
 
@@ -129,7 +130,7 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def shortened(text: str, most: int) -> str:
-    """With its middle left out, and how much that is, where it is longer than `most` characters.
+    """The text with its middle left out, and how much that is, where it is longer than `most` characters.
 
     >>> shortened("abcdefghijkl", 6)
     'abcd … 6 characters left out … kl'

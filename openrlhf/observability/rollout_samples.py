@@ -30,7 +30,7 @@ Record = Mapping[str, Any]
 
 
 class RolloutFile:
-    """Where the records of each step are in rollouts.jsonl. What was looked through once is not read again."""
+    """The places of each step's records in rollouts.jsonl. Parts of the file that were read once are not read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -174,7 +174,7 @@ def _group_head(records: Sequence[Record]) -> str:
 
 
 def _parts(record: Record) -> tuple[list[Record], list[Record]]:
-    """What was read before the first action, and the rest. Both are empty where the record knows no turns."""
+    """The turns before the first action, and the rest. Both are empty where the record has no turns."""
     turns: list[Record] = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
     actions = [i for i, turn in enumerate(turns) if turn.get("action")]
     first = actions[0] if actions else len(turns)
@@ -222,7 +222,7 @@ def _facts(record: Record, turns: Sequence[Record]) -> list[str]:
 
 
 def _turns(turns: Sequence[Record], characters: int) -> str:
-    """Messages below each other, each with who said it, how long it is and what it earned."""
+    """Messages below each other, each with its role, its length and its reward."""
     texts = ["" if turn.get("text") is None else str(turn["text"]) for turn in turns]
     most = max(longest_whole([len(text) for text in texts], characters), 60)
     rewarded = sum(bool(turn.get("action")) for turn in turns) > 1

@@ -26,11 +26,11 @@ class RunData:
     evaluations: list[dict[str, Any]]
     config_text: str
     config: dict[str, Any]
-    """By dotted name."""
+    """The settings by dotted name."""
     notes: list[dict[str, Any]]
-    """Of notes.jsonl."""
+    """The records of notes.jsonl."""
     warnings: list[dict[str, Any]]
-    """Of both files, by step."""
+    """The warnings of both files, by step."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class RunData:
 
     @property
     def end(self) -> str | None:
-        """How it ended, in words: `finished`, `interrupted`, `failed: …`; None when nobody has said so."""
+        """How the run ended, in words: `finished`, `interrupted`, `failed: …`; None when that was not written."""
         turning_points = [note for note in self.notes if note.get("kind") in ("start", "end")]
         if not turning_points or turning_points[-1]["kind"] == "start":
             return None

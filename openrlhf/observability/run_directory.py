@@ -76,7 +76,7 @@ class RunDirectory:
 
     @property
     def model(self) -> Path:
-        """Where the trained model goes; made by whoever saves it."""
+        """The folder of the trained model. The code that saves the model makes it."""
         return self.path / "model"
 
     @property

@@ -137,7 +137,7 @@ def _round_number(size: float) -> float:
 
 
 def visible_range(numbers: Iterable[float]) -> tuple[float, float]:
-    """What an axis must cover: all of it, unless a few spikes would flatten the rest.
+    """The range that an axis must cover: all of it, unless a few spikes would flatten the rest.
 
     Then (the middle 96% of at least 30 numbers fills less than a quarter) it is that middle, widened by half.
     """

@@ -26,11 +26,11 @@ BETTER = 0.02
 
 
 class Sign(NamedTuple):
-    """What was seen."""
+    """A sign of trouble in a run's metrics: what was observed."""
 
     kind: str
     text: str
-    """What it means, and what to try."""
+    """What the sign means, and what to try."""
 
 
 class History:
@@ -53,7 +53,7 @@ class History:
         return [value for value in found if value is not None and math.isfinite(value)]
 
     def latest(self, name: str, count: int) -> list[float]:
-        """Of the last so many steps; empty unless all of them measured it."""
+        """The values of the last so many steps; empty unless all of them have measured it."""
         found = [record.get(name, math.nan) for record in self._records[-count:]]
         return found if len(found) == count and all(map(math.isfinite, found)) else []
 
@@ -93,7 +93,7 @@ class Watch:
 
 
 def _holds(name: str, test: Callable[[float], bool], *, steps: int = WINDOW) -> Callable[[History], bool]:
-    """In each of the last so many steps."""
+    """A test that holds if `test` holds in each of the last `steps` steps."""
 
     def is_there(history: History) -> bool:
         found = history.latest(name, steps)
@@ -154,7 +154,7 @@ def _failures(history: History) -> bool:
 
 
 def watches() -> list[Watch]:
-    """In the order in which they are told."""
+    """All signs, in the order in which they are reported."""
     return [
         Watch(
             "equal groups",
@@ -293,7 +293,7 @@ class Warnings(Protocol):
 
 
 class NoWarnings:
-    """Says nothing: for ranks that have nobody to tell."""
+    """Reports nothing: for ranks that do not report."""
 
     def after(self, step: int, values: Mapping[str, float], notes: Iterable[str] = ()) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The clock of a step's phases."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def spans(segment: Segment, tokenizer: Any) -> list[Span]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one side said: a message, or a part of a history."""
+    """One message of an episode, or a part of a history."""
 
     role: str
     """`assistant`, and for what was read `system`, `user`, `tool` or another role of the template; without a template
@@ -98,12 +98,12 @@ class Turn:
     action: bool
     """Whether the policy sampled it, so that it is trained on."""
     text: str
-    """Of an action every token, of other messages without the template's tokens around them."""
+    """For an action all tokens; for other messages the text without the template's tokens around it."""
     tokens: int
     reward: float = 0.0
     """Earned by this action."""
     versions: tuple[int, ...] = ()
-    """Of the weights that sampled it; several when new ones came in the middle."""
+    """The versions of the weights that sampled it; several when new weights came in the middle."""
     segment: int = 0
 
 
@@ -227,7 +227,7 @@ def _without_repetition(turns: list[Turn], before: list[Turn]) -> list[Turn]:
 
 
 def _said(turn: Turn) -> tuple[str, str]:
-    """To compare: an answer that is read again in a later segment has no end-of-sequence token of its own."""
+    """Role and text, to compare turns: an answer that is read again in a later segment has no end-of-sequence token."""
     text = turn.text
     while closer := CLOSERS.search(text):
         text = text[: closer.start()]

@@ -14,7 +14,7 @@ PERIOD = 1.0
 
 
 class Usage(NamedTuple):
-    """Since the last time."""
+    """The use of a device since the last call."""
 
     busy: float
     """Mean share of the time, 0 to 1."""
@@ -35,7 +35,7 @@ class UsageMeter:
         threading.Thread(target=self._watch, name="usage", daemon=True).start()
 
     def take(self) -> Usage:
-        """What was seen since the last call; looks once itself, so that there is something."""
+        """The use since the last call. It takes a sample itself, so that there is at least one."""
         self._note()
         with self._lock:
             seen, self._seen = self._seen, []

@@ -30,7 +30,7 @@ from openrlhf.utils.waits import Wait, WaitError
 logger = logging.getLogger(__name__)
 
 STATUS = 1
-"""Of a process that is ended."""
+"""The exit status of a process that the watchdog ends."""
 MOST_NAMED = 5
 """Coroutines that stand in the same place."""
 
@@ -91,9 +91,9 @@ class Watchdog:
             self._stalls = False
 
     def dump(self, reason: str) -> Path:
-        """Everybody's stacks, in the next of stacks-1.txt, stacks-2.txt, …
+        """Write the stacks of all processes into the next of stacks-1.txt, stacks-2.txt, …
 
-        Before a run has a folder they go into a temporary one that only this user may read.
+        Before a run has a folder, they go into a temporary one that only this user may read.
         """
         folder = self._folder = self._folder or Path(tempfile.mkdtemp(prefix="openrlhf-stacks-"))
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class Watchdog:
         return path
 
     def _next_file(self, folder: Path) -> tuple[Path, IO[str]]:
-        """A new one: "x" replaces nothing, and follows no link that somebody has put there."""
+        """Open a new file: "x" replaces nothing, and follows no link that another user has put there."""
         for number in self._numbers:
             path = folder / f"stacks-{number}.txt"
             with contextlib.suppress(FileExistsError):
@@ -153,7 +153,8 @@ class Watchdog:
             self._progress, self._moved = token, time.monotonic()
 
     def _idle_seconds(self) -> float:
-        """Since anything happened anywhere. Neighbours are asked only when it matters: it takes a while."""
+        """Seconds since anything happened anywhere. Other processes are asked only when it matters, because it takes a
+        while."""
         idle = time.monotonic() - self._moved
         if idle >= self._stall_seconds:
             elsewhere = min(map(_idle_seconds, list(waits.peers)), default=idle)
@@ -196,7 +197,7 @@ def line(wait: Wait) -> str:
 
 
 def _coroutines() -> str:
-    """Of the loops that are known; those that stand in the same place are shown once."""
+    """The stacks of the tasks of all known loops. Tasks at the same place are shown once."""
     loops = {wait.task.get_loop() for wait in waits.open_waits() if wait.task is not None} | set(waits.loops)
     places: dict[str, list[str]] = {}
     for task in (task for loop in loops for task in asyncio.all_tasks(loop)):
@@ -205,7 +206,7 @@ def _coroutines() -> str:
 
 
 def _await_chain(task: asyncio.Task[object]) -> list[traceback.FrameSummary]:
-    """Where a coroutine stands, down to the innermost that it awaits; `Task.get_stack` ends at the first."""
+    """The place of a coroutine, down to the innermost one that it awaits; `Task.get_stack` ends at the first."""
     frames: list[traceback.FrameSummary] = []
     awaited: Any = task.get_coro()
     while awaited is not None:
