@@ -36,7 +36,14 @@ LONGEST_FIRST = (
 SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py", "test_cluster_faults.py")
 
 
+RUN_FIXTURES = "cli start_cli run_cli workplace demo agent_demo files straight cluster runs server"
+"""Fixtures for whole runs of a command, for Ray, and for ranks: a test that has one is slow."""
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not set(RUN_FIXTURES.split()).isdisjoint(item.fixturenames):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else 99)
 
 

@@ -13,6 +13,8 @@ from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config import ConfigError, parse
 
+pytestmark = pytest.mark.slow
+
 KL_MODES = [
     {},
     *({"init_kl_coef": 0.1, "kl_estimator": k, "use_kl_loss": loss} for k in KL_ESTIMATORS for loss in (None, True)),

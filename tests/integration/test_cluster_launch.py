@@ -24,6 +24,8 @@ from openrlhf.cluster.launch import ray_cluster
 from openrlhf.utils import interrupts
 import ray
 
+pytestmark = pytest.mark.slow
+
 @ray.remote(num_cpus=0)
 class Worker:
     def ready(self):

@@ -24,6 +24,8 @@ from transformers import (
 from openrlhf.demo.model import make_tokenizer
 from openrlhf.observability.loggers import read_metrics
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 REPOSITORY = SUPPORT.parents[1]
 STEPS = 20
@@ -277,7 +279,6 @@ def test_a_reward_model_of_stage_3_has_its_head(runs):
     assert written.detach() == pytest.approx(expected.detach(), rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("optim", "whole"), [("adam", RELAY), ("muon", RELAY[:5])], ids=["adam", "muon"])
 def test_a_run_goes_on_with_other_ranks_stages_and_backends(runs, optim, whole):
     """One epoch each; the checkpoints, and so the losses, are those of one process that trains them all."""

@@ -24,6 +24,8 @@ from openrlhf.models.value import Normalisation
 from openrlhf.rewards.base import RewardRequest
 from openrlhf.rewards.http import HttpReward
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONNECTIONS = 64
 MAX_LEN = 12

@@ -26,6 +26,8 @@ from openrlhf.trainers.preferences import Reference, answer_logprobs
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective, pack
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

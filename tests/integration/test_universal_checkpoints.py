@@ -14,6 +14,8 @@ from openrlhf.checkpoint.training_state import read_training_state
 from openrlhf.checkpoint.universal import find_universal
 from openrlhf.observability.loggers import read_metrics
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, data) -> Runs:
