@@ -92,7 +92,7 @@ class AgentExecutorBase(ABC):
 class AgentInstanceBase(ABC):
     """The environment of one multi-turn episode: made anew for each, so state belongs on `self`.
 
-    `__init__`, `reset` and `step` may be `async` or not; one that is not blocks the other episodes of its process.
+    `__init__`, `reset` and `step` may be `async` or not, and may block: each episode has a thread of its own.
     """
 
     @abstractmethod

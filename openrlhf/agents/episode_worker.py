@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 from openrlhf.agents.base import Episode
-from openrlhf.agents.host_calls import ask, ask_stream
+from openrlhf.agents.host_worker import ask, ask_stream
 from openrlhf.agents.user_agent import load_agent
 from openrlhf.types import Generation, SamplingParams
 
@@ -35,6 +35,7 @@ class EpisodeService:
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
         self._player = load_agent(settings.agent_file)
+        self.shared_loop = self._player.shared_loop
         # Seconds of imports, which who wrote a file that cannot be used need not wait for.
         from openrlhf.data.templates import set_chat_template
         from openrlhf.models.loading import load_tokenizer

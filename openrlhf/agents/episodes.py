@@ -19,10 +19,10 @@ from openrlhf.agents.host import (
     HostProcess,
     HostStartError,
     HostTimeoutError,
+    LocalHost,
     RemoteError,
     Reply,
 )
-from openrlhf.agents.local_host import LocalHost
 from openrlhf.rollout.base import Engine, EngineError
 from openrlhf.types import Generation, Prompt, SamplingParams
 from openrlhf.utils import waits

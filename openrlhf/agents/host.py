@@ -1,25 +1,23 @@
 """Users' code in a process of its own: a crash, an endless loop or a blocking call there touches nothing here.
 
 `HostProcess` starts the process, sends it calls, answers what they ask, and gives their results to coroutines. When a
-call takes too long, or the process dies, only that call fails. The others go on, or run again in another process,
-unnoticed by those who wait for them.
+call takes too long, or the process dies, only that call fails. The others go on, or run again in another process, and
+the coroutines that wait for them do not notice.
 
-Only users' time counts: a call's clock stands still while it waits for an answer. And which call is to blame is found
-out, not guessed. When one is late here, the host is asked how long each call has really had (`host_clock.py`); those
-that exceed their time by that clock are it. What becomes of the calls beside them:
+Only users' time counts: a call's clock stands still while it waits for an answer. A call that is late is cancelled, and
+the host says in which function it is. Then:
 
-    a call hangs by itself    it is given up and cancelled; the others go on where they are. New calls go to another
-                              process, and the old one ends with the last of them, unless what hung has ended before.
-    it holds the event loop   the others cannot go on there: they run again in another process, in which every call has
-                              a loop of its own.
-    it holds the interpreter, or the process died
-                              the others run again. One of those that were not waiting for an answer did it; these run
-                              alone, several at a time in processes of their own, and the one that does it alone is it.
-                              The rest run together at once.
+    the host answers        the call hangs in its own thread: it has failed, and the others go on where they are. If it
+                            cannot be cancelled, new calls go to another process, and the old one ends with the last
+                            call in it.
+    the host is silent, or the process died
+                            the process is replaced, and what it ran is tried once more, each call alone in a process
+                            (a few at the same time). A call that is silent or dies alone has failed. Calls that were
+                            waiting for an answer were not running, so they run again together, unless that has happened
+                            to them a few times: otherwise one crash would make a hundred episodes play one by one.
 
 A call that runs again gets the answers that it has had, or that are still being worked out: what it asked before, in
-the same words, is not asked again. So it comes quickly to where it was, if users' code does the same again. A process
-that is left over from this is kept, with everything loaded, for the next time.
+the same words, is not asked again. So it comes quickly to where it was, if users' code does the same again.
 
 Threads of one host, none of which ever waits for another's lock:
 
@@ -27,6 +25,8 @@ Threads of one host, none of which ever waits for another's lock:
     reader      replies of a process → events
     writer      requests → a process, whose pipe may be full while a call holds its interpreter lock
     waiter      a process's end → an event, after its last reply has been read
+
+`LocalHost` runs a service in this process, for a debugger.
 """
 
 from __future__ import annotations
@@ -46,60 +46,57 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from openrlhf.agents.host_answers import Answers, Asked
 from openrlhf.agents.host_messages import (
     Answered,
     Ask,
     Call,
     Cancel,
     CancelAsk,
+    Cancelling,
     Done,
     Failed,
     Failure,
     Hello,
+    LogLine,
+    NeedsSharedLoop,
     Part,
-    Ping,
-    Pinned,
-    Pong,
     Ready,
     Refused,
-    Said,
     Slowest,
+    describe,
 )
+from openrlhf.agents.host_worker import AskError, EpisodeThreads, UserCall, current_call, invoke, make_service
 from openrlhf.utils import parent_death as owners
 from openrlhf.utils import waits
 from openrlhf.utils.stack_probe import Address, stacks
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 0.1
-"""How long after a deadline the host is asked about it, so that calls that hang together end together."""
-
-PING_SECONDS = 1.0
-"""How long a host whose call is late has to show that its interpreter still runs."""
+SILENT_SECONDS = 2.0
+"""How long a host has to say that it cancels a late call. One that does not is held up by some call."""
 
 MOST_ALONE = 4
-"""Processes in which suspects run alone, at the same time."""
+"""Processes in which calls are tried again alone, at the same time."""
 
-MOST_BELIEVED = 4
-"""How often a call may have waited for an answer while a process died under it and others, before it is suspect too."""
+MOST_SPARED = 4
+"""How often a process may be lost while a call in it waits for an answer, before the call is tried alone too."""
 
 # Before anything is imported: the protocol's pipes move to private descriptors, so that users' code (and programs it
 # starts) can neither print into the replies nor read the requests; stdout becomes stderr. SIGINT gets a handler that
-# does nothing instead of SIG_IGN, which programs started from here would inherit. And the process gets a beacon
+# does nothing instead of SIG_IGN, which programs started from here would inherit. And the process gets a stack probe
 # (`utils/stack_probe.py`), in a file that it is given.
 BOOTSTRAP = """
 import faulthandler, os, pickle, signal, sys
 signal.signal(signal.SIGINT, lambda *_: None)
-beacon = int(sys.argv.pop())
-os.set_inheritable(beacon, False)
-faulthandler.register(signal.SIGUSR2, beacon)
+probe = int(sys.argv.pop())
+os.set_inheritable(probe, False)
+faulthandler.register(signal.SIGUSR2, probe)
 requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.dup2(2, 1)
@@ -113,7 +110,7 @@ _hosts: weakref.WeakSet[HostProcess] = weakref.WeakSet()
 
 
 def kill_every_host() -> None:
-    """End the processes of all hosts, without a word to those who wait for them: this process is about to end too."""
+    """End the processes of all hosts without telling their callers, because this process is about to end too."""
     for host in list(_hosts):
         host.kill()
 
@@ -132,7 +129,7 @@ class HostStartError(HostError):
 
 
 class HostTimeoutError(HostError):
-    """The call took too long between two asks; the process was ended."""
+    """The call took too long between two asks."""
 
     def __init__(self, message: str, function: str | None = None) -> None:
         super().__init__(message)
@@ -157,7 +154,7 @@ class RemoteError(HostError):
 
 
 class Reply(NamedTuple):
-    """What a call gave, and how long users' code took for it."""
+    """The result of a call, and how long users' code took for it."""
 
     value: Any
     users_seconds: float
@@ -177,6 +174,117 @@ class Host(Protocol):
     async def close(self) -> None: ...
 
 
+# ------------------------------------------------------------------------------------ answers
+
+
+_under_way: set[asyncio.Task[Answered | Refused]] = set()
+"""An event loop does not keep its tasks alive by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a host's parent answers with. `answer(name, *args)` gives the answer, `answer_stream` its parts."""
+
+    answer: Callable[..., Awaitable[Any]] | None = None
+    answer_stream: Callable[..., AsyncGenerator[Any, None]] | None = None
+
+    async def whole(self, name: str, args: tuple[Any, ...]) -> Any:
+        if self.answer is None:
+            raise LookupError(f"this host's parent does not answer {name!r}")
+        return await self.answer(name, *args)
+
+    def parts(self, name: str, args: tuple[Any, ...]) -> AsyncGenerator[Any, None]:
+        if self.answer_stream is None:
+            raise LookupError(f"this host's parent does not answer {name!r} in parts")
+        return self.answer_stream(name, *args)
+
+
+class Asked:
+    """One ask that is being answered, on the event loop and in the context of the coroutine that awaits the call.
+
+    `start` and `cancel` may be called from any thread, in this order. `send` gets the parts, if any, and one last
+    message, on the loop; after `cancel` too.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        answers: Answers,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        context: Context,
+        send: Callable[[Part | Answered | Refused], None],
+    ) -> None:
+        self._ask = ask
+        self._answers = answers
+        self._loop = loop
+        self._context = context
+        self._send = send
+        self._task: asyncio.Task[Answered | Refused] | None = None
+
+    def start(self) -> None:
+        self._on_loop(self._start)
+
+    def cancel(self) -> None:
+        self._on_loop(self._cancel)
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all that ran there is over
+            self._loop.call_soon_threadsafe(function)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._run(), context=self._context)
+        _under_way.add(self._task)
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> Answered | Refused:
+        ask = self._ask
+        try:
+            args = pickle.loads(ask.args)
+            if not ask.stream:
+                return Answered(ask.id, pickle.dumps(await self._answers.whole(ask.name, args)))
+            async with contextlib.aclosing(self._answers.parts(ask.name, args)) as parts:
+                async for part in parts:
+                    self._send(Part(ask.id, pickle.dumps(part)))
+            return Answered(ask.id, pickle.dumps(None))
+        except Exception as error:
+            return Refused(ask.id, describe(error))
+
+    def _end(self, task: asyncio.Task[Answered | Refused]) -> None:
+        """Whatever became of the task, the ask gets a last message."""
+        _under_way.discard(task)
+        if task.cancelled():
+            self._send(Refused(self._ask.id, Failure("CancelledError", "the answer was cancelled", "")))
+        elif (error := task.exception()) is not None:
+            self._send(Refused(self._ask.id, describe(error)))
+        else:
+            self._send(task.result())
+
+
+# ------------------------------------------------------------------------------------ records of the supervisor
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """One thing that a call has asked, and the answer so far."""
+
+    text: tuple[str, bytes, bool]
+    """Name and arguments, and whether it is a stream."""
+    asked_by: tuple[_Process, int] | None = None
+    """The process that wants the answer and its id for the ask; None: the call has not asked it again since its process
+    was lost."""
+    asked: Asked | None = None
+    messages: list[Part | Answered] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        return self.asked_by is not None and not (self.messages and isinstance(self.messages[-1], Answered))
+
+
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A call that has not been answered yet."""
@@ -187,77 +295,53 @@ class _Pending:
     answer: Future[Reply]
     loop: asyncio.AbstractEventLoop
     context: Context
-    """Of whoever awaits it; what it asks is answered there."""
+    """Of the coroutine that awaits it; what the call asks is answered there."""
     process: _Process | None = None
     """Where it runs."""
-    asks: dict[int, _Open] = field(default_factory=dict)
-    """Not answered yet; while there is one the deadline is infinite."""
-    left: list[_Open] = field(default_factory=list)
-    """What its former life has asked and was not answered yet: this one will most likely ask it too."""
+    questions: list[_Question] = field(default_factory=list)
+    """What it has asked, in this process or one before."""
     deadline: float = float("inf")
-    answered: list[_Exchange] = field(default_factory=list)
-    """What it has asked in this life, in the order of the answers."""
-    known: dict[_Question, deque[_Exchange]] = field(default_factory=dict)
-    """What it has asked in its former life and not yet in this one."""
-    believed: int = 0
-    """How often a process has died under it and others while it waited for an answer."""
-    excused: bool = False
-    """Whether it was late beside a call that hung, and so perhaps because of it; it is given its time once more."""
-    deaths: int = 0
-    """How often the process died under it while it ran alone."""
+    """When it is late; infinite while a question is open."""
+    losses: int = 0
+    """How many processes were lost under it."""
 
-    def give_up_asks(self, _: Future[Reply] | None = None) -> None:
-        """Nobody waits for their answers. From any thread."""
-        for open_ask in (*self.asks.values(), *self.left):
-            if open_ask.asked is not None:
-                open_ask.asked.cancel()
+    @property
+    def waits_for_answer(self) -> bool:
+        return any(question.is_open for question in self.questions)
 
-
-_Question = tuple[str, bytes, bool]
-"""Name and arguments of an ask, and whether it is a stream."""
-
-
-class _Exchange(NamedTuple):
-    """An ask that was answered."""
-
-    question: _Question
-    messages: tuple[Part | Answered, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """An ask that is being answered."""
-
-    question: _Question
-    process: _Process | None
-    """Where the answer is wanted; None: its process is gone, and the next one has not asked yet."""
-    id: int
-    """Of the ask, in that process."""
-    asked: Asked | None = None
-    parts: list[Part] = field(default_factory=list)
-    """Of the answer, so far."""
+    def give_up_questions(self, _: Future[Reply] | None = None) -> None:
+        """Their answers are not wanted any more. From any thread."""
+        for question in list(self.questions):
+            if question.asked is not None:
+                question.asked.cancel()
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """One life of the host."""
+    """One process of the host."""
 
     popen: subprocess.Popen[bytes]
     outbox: queue.SimpleQueue[bytes | None]
     deadline: float
     """By when it must be ready."""
-    beacon: Address
-    alone: bool
-    """Whether it runs one call at a time."""
+    probe: Address
     ready: bool = False
     killed: bool = False
     running: dict[int, _Pending] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
-    """Calls that still run there and that nobody waits for. While there is one, the process gets no new calls."""
+    """Failed calls that still run there. While there is one, the process gets no new calls."""
     soonest: float = float("inf")
     """No deadline of a running call is earlier."""
-    ping_deadline: float | None = None
-    """By when the host must have answered a Ping."""
+    late: dict[int, float] = field(default_factory=dict)
+    """For each call that is late: by when the host must say that it cancels it."""
+
+    def next_deadline(self) -> float:
+        if self.killed:
+            return float("inf")
+        return min((self.soonest, *self.late.values())) if self.ready else self.deadline
+
+    def send(self, message: Any) -> None:
+        self.outbox.put(pickle.dumps(message))
 
 
 @dataclass(slots=True)
@@ -284,7 +368,7 @@ class _Reply:
 @dataclass(slots=True)
 class _Answer:
     call: _Pending
-    ask: _Open
+    question: _Question
     message: Part | Answered | Refused
 
 
@@ -305,12 +389,12 @@ class HostProcess:
     """A service in a process of its own.
 
     `target` is `module:callable`; the process imports it and calls it with `args`, and `call` names methods of what
-    it returns. Sync methods run in threads, coroutines on one event loop, at most `max_concurrency` calls at once;
-    a call waits for its turn here, and its time counts from when it is sent. Arguments and results are pickled.
+    it returns, coroutines or not. At most `max_concurrency` calls run at once; a call waits for its turn here, and its
+    time counts from when it is sent. Arguments and results are pickled.
 
     While a call runs, its code may `ask` (`host_worker.py`). `answer(name, *args)` is a coroutine function that gives
     the answer, `answer_stream(name, *args)` an async generator of its parts. They run on the loop and in the context
-    of whoever awaits the call, and are cancelled when the answer is not wanted any more.
+    of the coroutine that awaits the call, and are cancelled when the answer is not wanted any more.
 
     May be used from any thread and from any number of event loops.
     """
@@ -326,7 +410,8 @@ class HostProcess:
         answer: Callable[..., Awaitable[Any]] | None = None,
         answer_stream: Callable[..., AsyncGenerator[Any, None]] | None = None,
     ) -> None:
-        """`name` is for messages. A call under which the process dies `max_crashes` + 1 times is given up."""
+        """`name` is for messages. A call that is alone when the process dies, and under which more than `max_crashes`
+        processes were lost, has failed."""
         if max_concurrency < 1:
             raise ValueError(f"max_concurrency must be >= 1, got {max_concurrency}")
         self._import_path = pickle.dumps(list(sys.path))
@@ -348,9 +433,9 @@ class HostProcess:
         """Of the processes, the one that gets new calls."""
         self._starters: list[_Start] = []
         self._waiting: deque[_Pending] = deque()
-        self._suspects: deque[_Pending] = deque()
-        """A process has died under them and others: they run alone."""
-        self._said: set[str] = set()
+        self._alone: deque[_Pending] = deque()
+        """Calls that are tried again alone."""
+        self._log_lines: set[str] = set()
         _hosts.add(self)
         waits.peers.add(self)
 
@@ -392,7 +477,7 @@ class HostProcess:
             await asyncio.to_thread(thread.join)
 
     def kill(self) -> None:
-        """End the process as it is. Whoever waits for an answer finds the process dead."""
+        """End the process as it is. Its callers find it dead."""
         for process in list(self._processes):
             if process.popen.returncode is None:
                 self._kill(process)
@@ -402,9 +487,9 @@ class HostProcess:
         shown = {}
         for process in list(self._processes):
             calls = list(process.running.values())
-            asking = sum(bool(call.asks) for call in calls)
+            asking = sum(call.waits_for_answer for call in calls)
             name = f"{self._name}, process {process.popen.pid}: {len(calls)} calls, {asking} of them wait for us"
-            shown[name] = stacks(process.beacon)
+            shown[name] = stacks(process.probe)
         return shown
 
     def idle_seconds(self) -> float:
@@ -431,7 +516,7 @@ class HostProcess:
     def _supervise(self) -> None:
         try:
             self._handle_events()
-        except Exception:  # nobody may wait for a thread that is gone
+        except Exception:  # no caller may wait for a thread that is gone
             logger.exception("%s: its supervisor failed", self._name)
             self._closed = True
             self._shut_down(grace=0.0)
@@ -445,12 +530,12 @@ class HostProcess:
                 event = None
             match event:
                 case _Submit(call):
-                    call.answer.add_done_callback(call.give_up_asks)
+                    call.answer.add_done_callback(call.give_up_questions)
                     self._waiting.append(call)
                 case _Cancel(call):
                     self._on_cancel(call)
-                case _Answer(call, ask, message):
-                    self._on_answer(call, ask, message)
+                case _Answer(call, question, message):
+                    self._on_answer(call, question, message)
                 case _Start():
                     self._starters.append(event)
                 case _Reply(process, message) if process in self._processes:
@@ -465,58 +550,44 @@ class HostProcess:
             self._dispatch()
 
     def _seconds_to_deadline(self) -> float | None:
-        soonest = min((_next_deadline(process) for process in self._processes), default=float("inf"))
+        soonest = min((process.next_deadline() for process in self._processes), default=float("inf"))
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
 
     def _dispatch(self) -> None:
-        """Send what may be sent; start processes if there is something to do and none to do it."""
-        self._tidy()
+        """Send what may be sent; start and end processes as there is something to do."""
+        unused = [p for p in self._processes if p is not self._main and p.ready and not p.running]
+        idle = [process for process in unused if not process.given_up]
         if self._main is None and (self._starters or self._waiting):
-            self._main = self._idle_one() or self._spawn(alone=False)
-        main = self._main
-        if main is not None and main.ready:
-            main.alone = False
+            self._main = idle.pop() if idle else self._spawn()
+        if self._main is not None and self._main.ready:
             for starter in self._starters:
                 _resolve(starter.answer, None)
             self._starters.clear()
             while self._waiting and self._num_running() < self._max_concurrency:
-                self._send(main, self._waiting.popleft())
-        while self._suspects and (process := self._idle_one()) is not None:
-            self._send(process, self._suspects.popleft())
-        alone = [process for process in self._processes if process.alone]
-        loading = sum(not process.ready for process in alone)
-        for _ in range(min(MOST_ALONE - len(alone), len(self._suspects) - loading)):
-            self._spawn(alone=True)
-
-    def _tidy(self) -> None:
-        """Processes that hung end when nothing is left to go on in them; of those that are idle one is kept."""
-        spare = False
-        for process in list(self._processes):
-            if process is self._main or not process.ready or process.running:
-                continue
-            if process.given_up:
+                self._send(self._main, self._waiting.popleft())
+        while self._alone and idle:
+            self._send(idle.pop(), self._alone.popleft())
+        for process in unused:
+            if process is not self._main and not process.running:
                 self._end(process)
-            elif not self._suspects and self._main is not None:
-                if spare:
-                    self._end(process)
-                process.alone = spare = True
-
-    def _idle_one(self) -> _Process | None:
-        idle = (p for p in self._processes if p.alone and p.ready and not p.running and not p.given_up)
-        return next(idle, None)
+        others = [process for process in self._processes if process is not self._main]
+        loading = sum(not process.ready for process in others)
+        for _ in range(min(MOST_ALONE - len(others), len(self._alone) - loading)):
+            self._spawn()
 
     def _num_running(self) -> int:
         return sum(len(process.running) for process in self._processes)
 
     def _send(self, process: _Process, call: _Pending) -> None:
-        if not call.answer.cancelled():
-            process.running[call.id] = call
-            call.process = process
-            self._start_clock(call)
-            process.outbox.put(call.payload)
+        process.running[call.id] = call
+        call.process = process
+        self._set_clock(call)
+        process.outbox.put(call.payload)
 
-    def _start_clock(self, call: _Pending) -> None:
-        if call.timeout is not None and call.process is not None:
+    def _set_clock(self, call: _Pending) -> None:
+        """The clock stands while a question is open, and begins anew after the last answer."""
+        call.deadline = float("inf")
+        if call.timeout is not None and call.process is not None and not call.waits_for_answer:
             call.deadline = time.monotonic() + call.timeout
             call.process.soonest = min(call.process.soonest, call.deadline)
 
@@ -536,152 +607,116 @@ class HostProcess:
                 process.given_up.remove(call_id)
                 if not process.given_up and self._main is None:
                     self._main = process
+            case Cancelling(call_id, function) if call_id in process.late:
+                self._on_hanging(process, running[call_id], function)
             case Ask(call_id) if call_id in running:
                 self._on_ask(process, running[call_id], message)
             case CancelAsk(call_id, ask_id) if call_id in running:
-                self._settle(running[call_id], ask_id, cancel=True)
-            case Pong():
-                self._on_pong(process, message)
-            case Said(text) if text not in self._said:
-                self._said.add(text)
-                logger.warning("%s: %s", self._name, text)
-            case Pinned():
-                self._hello = replace(self._hello, pinned=True)
-                self._run_again(self._take_all(process))
+                self._on_cancel_ask(running[call_id], (process, ask_id))
+            case LogLine(text):
+                self._log(text)
+            case NeedsSharedLoop(text):
+                self._log(text)
+                self._hello = replace(self._hello, shared_loop=True)
+                self._waiting.extendleft(self._take(call) for call in reversed(running.copy().values()))
                 self._end(process)
 
+    def _log(self, text: str) -> None:
+        if text not in self._log_lines:
+            self._log_lines.add(text)
+            logger.warning("%s: %s", self._name, text)
+
     def _take(self, call: _Pending) -> _Pending:
-        """It has no process any more."""
+        """Take the call from its process."""
         assert call.process is not None
         del call.process.running[call.id]
+        call.process.late.pop(call.id, None)
         call.process = None
-        for ask in call.asks.values():
-            ask.process = None
-        call.left += call.asks.values()
-        call.asks.clear()
+        call.deadline = float("inf")
+        for question in call.questions:
+            question.asked_by = None
         return call
 
     def _on_cancel(self, call: _Pending) -> None:
-        """Nobody waits for it. It leaves when the host says so, and has its time to do so."""
-        if call.process is None:
-            return  # `_send` passes it over
-        call.give_up_asks()
-        call.process.outbox.put(pickle.dumps(Cancel(call.id)))
+        """Its caller is gone. It leaves its process when the host says so, and has its time to do so."""
+        call.give_up_questions()
+        if call.process is not None:
+            call.process.send(Cancel(call.id))
+        for waiting in (self._waiting, self._alone):
+            with contextlib.suppress(ValueError):
+                waiting.remove(call)
 
-    # ------------------------------------------------------------------------------------ asks
+    # ------------------------------------------------------------------------------------ questions
 
     def _on_ask(self, process: _Process, call: _Pending, ask: Ask) -> None:
         if call.answer.cancelled():
-            refusal = Refused(ask.id, Failure("CancelledError", "nobody waits for its call", ""))
-            process.outbox.put(pickle.dumps(refusal))
+            process.send(Refused(ask.id, Failure("CancelledError", "its caller is gone", "")))
             return
-        question = (ask.name, ask.args, ask.stream)
-        if known := call.known.get(question):
-            exchange = known.popleft()
-            call.answered.append(exchange)
-            self._start_clock(call)
-            for message in exchange.messages:
-                process.outbox.put(pickle.dumps(replace(message, ask=ask.id)))
-            return
-        call.deadline = float("inf")
-        left = next((left for left in call.left if left.question == question), None)
-        if left is not None:
-            call.left.remove(left)
-            left.process, left.id = process, ask.id
-            call.asks[ask.id] = left
-            for part in left.parts:
-                process.outbox.put(pickle.dumps(replace(part, ask=ask.id)))
-            return
-        asking = _Open(question, process, ask.id)
+        text = (ask.name, ask.args, ask.stream)
+        known = (question for question in call.questions if question.asked_by is None and question.text == text)
+        question = next(known, None)
+        if question is None:
+            question = _Question(text)
+            call.questions.append(question)
+        question.asked_by = process, ask.id
+        for message in question.messages:
+            process.send(replace(message, ask=ask.id))
+        if question.asked is None:
+            self._answer(call, question, ask)
+        self._set_clock(call)
 
+    def _answer(self, call: _Pending, question: _Question, ask: Ask) -> None:
         def send(message: Part | Answered | Refused) -> None:  # on the caller's loop
-            self._events.put(_Answer(call, asking, message))
+            self._events.put(_Answer(call, question, message))
 
-        asking.asked = Asked(ask, self._answers, loop=call.loop, context=call.context.copy(), send=send)
-        call.asks[ask.id] = asking
-        asking.asked.start()
+        question.asked = Asked(ask, self._answers, loop=call.loop, context=call.context.copy(), send=send)
+        question.asked.start()
 
-    def _on_answer(self, call: _Pending, ask: _Open, message: Part | Answered | Refused) -> None:
-        exchange = _Exchange(ask.question, (*ask.parts, message)) if isinstance(message, Answered) else None
-        if ask in call.left:
-            if isinstance(message, Part):
-                ask.parts.append(message)
+    def _on_answer(self, call: _Pending, question: _Question, message: Part | Answered | Refused) -> None:
+        if question not in call.questions:
+            return  # taken back
+        if isinstance(message, Refused):
+            call.questions.remove(question)
+        else:
+            question.messages.append(message)
+        if question.asked_by is not None:
+            process, ask_id = question.asked_by
+            process.send(replace(message, ask=ask_id))
+            if not isinstance(message, Part):
+                self._set_clock(call)
+
+    def _on_cancel_ask(self, call: _Pending, asked_by: tuple[_Process, int]) -> None:
+        for question in call.questions:
+            if question.is_open and question.asked_by == asked_by:
+                call.questions.remove(question)
+                if question.asked is not None:
+                    question.asked.cancel()
+                self._set_clock(call)
                 return
-            call.left.remove(ask)
-            if exchange is not None:
-                call.known.setdefault(ask.question, deque()).append(exchange)
-        elif ask.process is not None and call.asks.get(ask.id) is ask:
-            ask.process.outbox.put(pickle.dumps(replace(message, ask=ask.id)))
-            if isinstance(message, Part):
-                ask.parts.append(message)
-                return
-            self._settle(call, ask.id, cancel=False)
-            if exchange is not None:
-                call.answered.append(exchange)
-
-    def _settle(self, call: _Pending, ask_id: int, *, cancel: bool) -> None:
-        """The clock goes on after the last one."""
-        ask = call.asks.pop(ask_id, None)
-        if ask is None:
-            return
-        if cancel and ask.asked is not None:
-            ask.asked.cancel()
-        if not call.asks:
-            self._start_clock(call)
 
     # ------------------------------------------------------------------------------------ time limits and deaths
 
     def _on_deadlines(self, process: _Process) -> None:
         now = time.monotonic()
-        if process.killed:
+        if now < process.next_deadline():
             return
         if not process.ready:
-            if now >= process.deadline:
-                self._kill(process)
-                self._fail_start(process, HostStartError(f"it was not ready after {self._start_timeout:g} s"))
-            return
-        if process.ping_deadline is not None:
-            if now >= process.ping_deadline:
-                self._on_silence(process)
-        elif now >= process.soonest + LATE_SECONDS:
-            _find_soonest(process)
-            if now >= process.soonest + LATE_SECONDS:
-                process.ping_deadline = now + PING_SECONDS
-                process.outbox.put(pickle.dumps(Ping()))
+            self._kill(process)
+            self._fail_start(process, HostStartError(f"it was not ready after {self._start_timeout:g} s"))
+        elif now >= min(process.late.values(), default=float("inf")):
+            self._on_silence(process)
+        else:
+            for call in process.running.values():
+                if now >= call.deadline:
+                    call.deadline = float("inf")
+                    process.late[call.id] = now + SILENT_SECONDS
+                    process.send(Cancel(call.id))
+            process.soonest = min((call.deadline for call in process.running.values()), default=float("inf"))
 
-    def _on_pong(self, process: _Process, pong: Pong) -> None:
-        """The interpreter runs, so each call that has had more than its time hangs by itself. The others that are late
-        were kept waiting and get what they have left."""
-        process.ping_deadline = None
-        now = time.monotonic()
-        hanging = []
-        for call in process.running.values():
-            if call.timeout is None or now < call.deadline:
-                continue
-            left = call.timeout - pong.spent.get(call.id, 0.0)
-            if left <= 0:
-                hanging.append(call)
-            else:
-                call.deadline = now + left
-        _find_soonest(process)
-        if hanging:
-            self._on_hanging(process, hanging, pong)
-
-    def _on_hanging(self, process: _Process, calls: Sequence[_Pending], pong: Pong) -> None:
-        hung_before = bool(process.given_up)
-        for call in calls:
-            process.outbox.put(pickle.dumps(Cancel(call.id)))
-            process.given_up.add(call.id)
-            self._take(call)
-            if hung_before and not call.excused:
-                call.excused = True
-                self._run_again([call])
-            else:
-                _blame(call, pong.doing.get(call.id))
-        if pong.holder in process.given_up:
-            self._hello = replace(self._hello, own=True)
-            self._replace(process)
-            return
+    def _on_hanging(self, process: _Process, call: _Pending, function: str | None) -> None:
+        """The host answers, so the call hangs by itself."""
+        _blame(self._take(call), function)
+        process.given_up.add(call.id)
         if process is self._main:
             self._main = None
         logger.warning(
@@ -689,27 +724,15 @@ class HostProcess:
         )
 
     def _on_silence(self, process: _Process) -> None:
-        """Some call holds the interpreter, and the late ones may just be its victims."""
-        if len(process.running) == 1 and not process.given_up:
+        """Some call holds the interpreter, or the event loop that all share; the late ones may be its victims."""
+        if _is_alone(process):
             (call,) = process.running.values()
             _blame(self._take(call), None)
-        self._replace(process, suspect=True)
-
-    def _replace(self, process: _Process, *, suspect: bool = False) -> None:
-        """End a process in which calls cannot go on."""
-        calls = self._take_all(process, suspect=suspect)
-        logger.warning("%s: ended because a call took too long; other calls run again: %d", self._name, len(calls))
-        self._run_again(calls)
+        logger.warning(
+            "%s: ended because a call took too long; other calls run again: %d", self._name, len(process.running)
+        )
+        self._try_again(process)
         self._end(process)
-
-    def _end(self, process: _Process) -> None:
-        self._kill(process)
-        self._remove(process)
-
-    def _remove(self, process: _Process) -> None:
-        self._processes.remove(process)
-        if process is self._main:
-            self._main = None
 
     def _on_exit(self, process: _Process) -> None:
         """The process died by itself."""
@@ -718,67 +741,48 @@ class HostProcess:
             self._fail_start(process, HostStartError(f"the process {how} while it loaded"))
             return
         self._remove(process)
-        alone = len(process.running) == 1 and not process.given_up
-        calls = list(process.running.values())
-        if alone:
-            calls[0].deaths += 1
-            if calls[0].deaths > self._max_crashes:
-                _refuse(self._take(calls.pop()).answer, HostCrashError(f"the process {how}"))
-        logger.warning("%s: the process %s; calls run again: %d", self._name, how, len(calls))
-        self._run_again(self._take_all(process, suspect=True))
+        if _is_alone(process):
+            (call,) = process.running.values()
+            if call.losses >= self._max_crashes:
+                _refuse(self._take(call).answer, HostCrashError(f"the process {how}"))
+        logger.warning("%s: the process %s; calls run again: %d", self._name, how, len(process.running))
+        self._try_again(process)
 
-    def _take_all(self, process: _Process, *, suspect: bool = False) -> list[_Pending]:
-        """Calls that are to run again together. With `suspect` one call of the process did it, most likely one that was
-        not waiting for an answer: those run alone. Who did wait is believed a few times."""
-        calls = list(process.running.values())
-        somebody_ran = any(not call.asks for call in calls)
-        believed = []
-        for call in calls:
-            if not suspect:
-                believed.append(call)
-            elif call.asks and somebody_ran and call.believed < MOST_BELIEVED:
-                call.believed += 1
-                believed.append(call)
-            else:
-                self._suspects.append(call)
-                _begin_again(call)
-            self._take(call)
-        return believed
-
-    def _run_again(self, calls: Sequence[_Pending]) -> None:
-        """Back to where they waited, from scratch."""
-        for call in calls:
-            _begin_again(call)
-        self._waiting.extendleft(reversed(calls))
+    def _try_again(self, process: _Process) -> None:
+        """Calls of a lost process; see the top of this file."""
+        together: list[_Pending] = []
+        for call in list(process.running.values()):
+            call.losses += 1
+            spared = call.waits_for_answer and call.losses <= MOST_SPARED
+            (together if spared else self._alone).append(self._take(call))
+        self._waiting.extendleft(reversed(together))
 
     def _fail_start(self, process: _Process | None, error: HostStartError) -> None:
-        """Nobody waits for a service that cannot be made; a later call tries again."""
+        """Calls do not wait for a service that cannot be made; a later call tries again."""
         if process is not None:
             self._remove(process)
-        calls = [*self._suspects]
-        self._suspects.clear()
+        calls = [*self._alone]
+        self._alone.clear()
         if self._main is None:
-            for starter in self._starters:
-                _refuse(starter.answer, error)
+            self._refuse_all([starter.answer for starter in self._starters], error)
             self._starters.clear()
             calls += self._waiting
             self._waiting.clear()
-        for call in calls:
-            _refuse(call.answer, error)
+        self._refuse_all([call.answer for call in calls], error)
 
     # ------------------------------------------------------------------------------------ the process
 
-    def _spawn(self, *, alone: bool) -> _Process | None:
+    def _spawn(self) -> _Process | None:
         try:
             with tempfile.TemporaryFile() as file:
-                beacon = file.fileno()
+                probe = file.fileno()
                 popen = subprocess.Popen(
-                    [sys.executable, "-c", BOOTSTRAP, str(beacon)],
+                    [sys.executable, "-c", BOOTSTRAP, str(probe)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     # Its own session: Ctrl-C goes to us alone, and ending the group ends what users' code has started.
                     start_new_session=True,
-                    pass_fds=[beacon],
+                    pass_fds=[probe],
                 )
         except OSError as error:
             self._fail_start(None, HostStartError(f"no process could be started: {error}"))
@@ -786,7 +790,7 @@ class HostProcess:
         owners.guard.watch(popen.pid)
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         deadline = time.monotonic() + self._start_timeout
-        process = _Process(popen, outbox, deadline, Address(popen.pid, beacon), alone)
+        process = _Process(popen, outbox, deadline, Address(popen.pid, probe))
         assert popen.stdin is not None
         assert popen.stdout is not None
         outbox.put(self._import_path + pickle.dumps(self._hello))
@@ -819,11 +823,20 @@ class HostProcess:
         process.killed = True
         _signal_group(process.popen.pid)
 
+    def _end(self, process: _Process) -> None:
+        self._kill(process)
+        self._remove(process)
+
+    def _remove(self, process: _Process) -> None:
+        self._processes.remove(process)
+        if process is self._main:
+            self._main = None
+
     def _shut_down(self, grace: float) -> None:
         error = HostClosedError(f"{self._name} was closed")
         self._refuse_all([starter.answer for starter in self._starters], error)
         running = [call for process in self._processes for call in process.running.values()]
-        self._refuse_all([call.answer for call in (*running, *self._suspects, *self._waiting)], error)
+        self._refuse_all([call.answer for call in (*running, *self._alone, *self._waiting)], error)
         for call in running:
             self._take(call)
         while True:  # what was posted just before the end
@@ -861,25 +874,9 @@ def _write(requests: IO[bytes], outbox: queue.SimpleQueue[bytes | None]) -> None
             requests.flush()
 
 
-def _next_deadline(process: _Process) -> float:
-    if process.killed:
-        return float("inf")
-    if not process.ready:
-        return process.deadline
-    return process.soonest + LATE_SECONDS if process.ping_deadline is None else process.ping_deadline
-
-
-def _find_soonest(process: _Process) -> None:
-    process.soonest = min((call.deadline for call in process.running.values()), default=float("inf"))
-
-
-def _begin_again(call: _Pending) -> None:
-    """Its next life hears again what this one has heard. What this one has not come to is known from the one before."""
-    known: dict[_Question, deque[_Exchange]] = {}
-    for exchange in (*call.answered, *(left for exchanges in call.known.values() for left in exchanges)):
-        known.setdefault(exchange.question, deque()).append(exchange)
-    call.known, call.answered = known, []
-    call.deadline = float("inf")
+def _is_alone(process: _Process) -> bool:
+    """Whether one call runs in it and nothing else."""
+    return len(process.running) == 1 and not process.given_up
 
 
 def _blame(call: _Pending, function: str | None) -> None:
@@ -897,7 +894,7 @@ def _resolve_with(answer: Future[Reply], done: Done) -> None:
 
 
 def _resolve(answer: Future[Any], value: Any) -> None:
-    with contextlib.suppress(InvalidStateError):  # whoever waited has given up
+    with contextlib.suppress(InvalidStateError):  # its caller has given up
         answer.set_result(value)
 
 
@@ -920,5 +917,107 @@ def _how_it_ended(returncode: int | None) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if -returncode == signal.SIGKILL else "")
 
 
+# ------------------------------------------------------------------------------------ in this process
+
+
+class LocalHost:
+    """As `HostProcess`, but the service's coroutines run right here, on the event loop that calls them, and plain
+    functions of users in threads: `--rollout.agent_hosts 0`, for a debugger.
+
+    No time limit ends anything, a step that blocks the loop blocks the engine too, and a crash is the end of the run.
+    Arguments and results are pickled all the same, so that what works here works in a host process.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *args: Any,
+        name: str,
+        answer: Callable[..., Awaitable[Any]] | None = None,
+        answer_stream: Callable[..., AsyncGenerator[Any, None]] | None = None,
+    ) -> None:
+        self.answers = Answers(answer, answer_stream)
+        self.threads = EpisodeThreads()
+        self._target = target
+        self._args = args
+        self._name = name
+        self._service: Any = None
+        self._log_lines: set[str] = set()
+
+    async def start(self) -> None:
+        """Make the service. Raises HostStartError."""
+        try:
+            self._service = make_service(self._target, self._args)
+        except (Exception, SystemExit) as error:
+            failure = describe(error)
+            raise HostStartError(f"{failure.kind}: {failure.text}", failure) from error
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """What `method` returns. Raises RemoteError. `timeout` is not enforced."""
+        return (await self.call_timed(method, *args, timeout=timeout)).value
+
+    async def call_timed(self, method: str, *args: Any, timeout: float | None = None) -> Reply:
+        """As `call`, with how long users' code took."""
+        call = _LocalCall(self)
+        before = current_call.set(call)
+        try:
+            value = await invoke(self._service, method, pickle.dumps(args))
+            return Reply(pickle.loads(pickle.dumps(value)), call.users_seconds, call.slowest)
+        except (Exception, SystemExit) as error:
+            raise RemoteError(describe(error)) from error
+        finally:
+            current_call.reset(before)
+            await call.end()
+
+    async def close(self) -> None:
+        """Threads of users' code end as soon as nothing runs in them."""
+        self.threads.close()
+
+    def log(self, text: str) -> None:
+        if text not in self._log_lines:
+            self._log_lines.add(text)
+            logger.warning("%s: %s", self._name, text)
+
+
+class _LocalCall(UserCall):
+    """A call in this process. Threads and servers of users' code ask on the loop that awaits it."""
+
+    def __init__(self, host: LocalHost) -> None:
+        super().__init__(host.threads, shared_loop=True)
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+
+    async def ask(self, name: str, args: tuple[Any, ...]) -> Any:
+        with self.waiting_for_answer():
+            return await self._on_its_loop(self._host.answers.whole(name, args))
+
+    async def ask_stream(self, name: str, args: tuple[Any, ...]) -> AsyncGenerator[Any, None]:
+        with self.waiting_for_answer():
+            parts = self._host.answers.parts(name, args)
+            try:
+                while (part := await self._on_its_loop(_next(parts))) is not None:
+                    yield part[0]
+            finally:
+                await self._on_its_loop(parts.aclose())
+
+    def say(self, text: str) -> None:
+        self._host.log(text)
+
+    async def _on_its_loop(self, asking: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                return await asking
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
+        except Exception as error:
+            raise AskError(describe(error)) from error
+
+
+async def _next(parts: AsyncGenerator[Any, None]) -> tuple[Any] | None:
+    """The next part, in a tuple; None at the end."""
+    async for part in parts:
+        return (part,)
+    return None
+
+
 if TYPE_CHECKING:
-    _: type[Host] = HostProcess
+    _: tuple[type[Host], type[Host]] = (HostProcess, LocalHost)

@@ -1,10 +1,10 @@
-"""What a host process and its parent say to each other. Imports the standard library only: hosts start with it.
+"""Messages between a host process and its parent. Imports the standard library only: hosts start with it.
 
-    parent → host   Hello, then Call | Cancel | Ping | Part | Answered | Refused …
-    host → parent   Ready | Failure, then Done | Failed | Pong | Ask | CancelAsk | Said | Pinned …
+    parent → host   Hello, then Call | Cancel | Part | Answered | Refused …
+    host → parent   Ready | Failure, then Done | Failed | Cancelling | Ask | CancelAsk | LogLine | NeedsSharedLoop …
 
-Each message is a pickle. Values of users' types are pickles inside it, so that one that cannot be read fails its call
-alone.
+Each message is a pickle. Values of users' types are pickles inside it, so that a value that cannot be read fails its
+own call alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Slowest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception, as text: its type may not be importable, or not picklable, on the other side."""
+    """An exception as text, because its type may not be importable, or not picklable, on the other side."""
 
     kind: str
     """Name of its type."""
@@ -32,6 +32,7 @@ class Failure:
 
 
 def describe(error: BaseException) -> Failure:
+    """The exception as text."""
     try:
         text = str(error)
     except Exception:  # a user's exception whose own __str__ fails
@@ -44,14 +45,12 @@ def describe(error: BaseException) -> Failure:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Which service to make: `target` is `module:callable`, called with `args`."""
+    """Which service the host makes: `target` is `module:callable`, called with `args`."""
 
     target: str
     args: tuple[Any, ...]
-    pinned: bool = False
-    """Whether users' coroutines must stay on the shared loop (`host_calls.py`)."""
-    own: bool = False
-    """Whether each call begins with a loop of its own: a coroutine has blocked the shared one in another process."""
+    shared_loop: bool = False
+    """Whether calls share one event loop although the service did not ask for it (`NeedsSharedLoop`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +62,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this call any more. It still ends with Done or Failed."""
+    """The call is not wanted any more, or is late. The host answers with Cancelling, then with Done or Failed."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
-    """Answered by the reading thread at once, unless some call holds the interpreter lock."""
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a streamed answer; the last is followed by Answered."""
+    """One part of a streamed answer; the last part is followed by Answered."""
 
     ask: int
     value: bytes
@@ -117,13 +111,12 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pong:
-    spent: dict[int, float]
-    """For each call: how long it has had since it began or was last answered (`host_clock.CallClock`)."""
-    doing: dict[int, str]
-    """The users' function it is in, where that is known."""
-    holder: int | None
-    """The call on whose behalf the shared loop runs something right now."""
+class Cancelling:
+    """The host's event loop runs, and has told the call to end."""
+
+    id: int
+    function: str | None
+    """The users' function that the call is in, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +137,15 @@ class CancelAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LogLine:
     """A line for the parent's log."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
-    """Users' coroutines must stay on the shared loop, but some of what they share belongs to another by now: this
-    process is of no use any more."""
+class NeedsSharedLoop:
+    """Calls share something that works on one event loop only. All must run again in a process where they share one."""
+
+    text: str
+    """Why, for the log."""

@@ -6,7 +6,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
-from openrlhf.agents.host_calls import run_user
+from openrlhf.agents.host_worker import run_user
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import Start, describe_episode, parse_reset, parse_step
 from openrlhf.agents.seeds import derive_seed

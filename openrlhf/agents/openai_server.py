@@ -7,7 +7,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
-from openrlhf.agents.host_calls import run_user, say
+from openrlhf.agents.host_worker import run_user, say
 from openrlhf.agents.openai_session import ChatSession
 from openrlhf.agents.recording_engine import RecordingEngine, segments_from_calls
 from openrlhf.agents.results import after_prompt, parse_judgement

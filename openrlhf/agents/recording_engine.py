@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from openrlhf.agents.host_calls import AskError
+from openrlhf.agents.host_worker import AskError
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.values import as_sampling_params, as_token_ids

@@ -16,10 +16,11 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.base import AgentExecutorBase, Episode, Player
-from openrlhf.agents.host_calls import run_user
+from openrlhf.agents.base import AgentExecutorBase, Episode
+from openrlhf.agents.host_worker import run_user
 from openrlhf.agents.legacy import LEGACY_ARGS, MANY_STEPS, wired
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
@@ -47,8 +48,11 @@ ARGUMENTS = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer",
 
 NAME = "AgentExecutor"
 
+LOOP_BOUND = (asyncio.Lock, asyncio.Semaphore, asyncio.Event, asyncio.Condition, asyncio.Queue)
+"""What belongs to the event loop that first waits for it."""
 
-def load_agent(path: str | os.PathLike[str]) -> Player:
+
+def load_agent(path: str | os.PathLike[str]) -> UserAgent:
     """The agent of a user's file. Raises UserFileError, in one line, when its class fits no known shape."""
     file = Path(path).expanduser().resolve()
     module = load_module(file)
@@ -61,11 +65,25 @@ def load_agent(path: str | os.PathLike[str]) -> Player:
         )
     if not inspect.isclass(cls):
         raise UserFileError(f"{file}: {NAME} must be a class, got {type(cls).__name__}")
-    return UserAgent(cls, file=file)
+    agent = UserAgent(cls, file=file)
+    agent.shared_loop = _wants_shared_loop(module, agent.executor)
+    return agent
+
+
+def _wants_shared_loop(module: ModuleType, executor: Any) -> bool:
+    """What the file's `SHARED_LOOP` says, else whether it keeps something of asyncio between episodes: in the module,
+    on one of its classes, or on the executor that plays them all."""
+    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    owners = [module, *(value for value in own if inspect.isclass(value)), executor]
+    kept = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    return bool(getattr(module, "SHARED_LOOP", any(isinstance(value, LOOP_BOUND) for value in kept)))
 
 
 class UserAgent:
     """A `Player` made of a user's class."""
+
+    shared_loop = False
+    """Whether its episodes want to share one event loop."""
 
     def __init__(self, cls: type, *, file: Path) -> None:
         self._file = file
@@ -74,7 +92,8 @@ class UserAgent:
         self._call = _call(cls, is_wired=self._construction is not None)
         if self._construction is not None and issubclass(cls, AgentExecutorBase) and not _plays(cls):
             self._cls = wired(cls)
-        self._executor = None if self._construction is not None else self._make()
+        self.executor = None if self._construction is not None else self._make()
+        """The one that plays all episodes; None: each episode has one of its own."""
 
     async def play(
         self,
@@ -101,7 +120,7 @@ class UserAgent:
             "result_queue": asyncio.Queue(),
         }
         try:
-            executor = self._executor
+            executor = self.executor
             if executor is None:
                 with users_code(self._file):
                     assert self._construction is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf.agents.host_calls import run_user
+from openrlhf.agents.host_worker import run_user
 from openrlhf.agents.user_file import UserFileError, describe_error
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from openrlhf.agents.host_worker import run_user
 from openrlhf.agents.user_calls import place_of, plan_call
 from openrlhf.agents.user_file import UserFileError, describe_error, load_module, public_functions
 from openrlhf.agents.values import BadValueError
@@ -22,6 +23,9 @@ class RewardFunctionError(UserFileError):
 class RewardFunction:
     """`reward_func` of one file."""
 
+    shared_loop = True
+    """Calls of a coroutine share an event loop, and with it the clients that the file keeps."""
+
     def __init__(self, path: str) -> None:
         self._file = Path(path).expanduser().resolve()
         module = load_module(self._file)
@@ -33,32 +37,16 @@ class RewardFunction:
             )
         self._place = place_of(function, unknown=self._file)
         self._function = adapt(function, place=self._place)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
-    def score(
-        self, queries: list[str], prompts: list[str], labels: list[Any]
-    ) -> RewardValues | Awaitable[RewardValues]:
-        """Its judgement of the samples of one prompt; a coroutine when `reward_func` is one."""
+    async def score(self, queries: list[str], prompts: list[str], labels: list[Any]) -> RewardValues:
+        """Its judgement of the samples of one prompt."""
         try:
-            returned = self._function(queries, prompts, labels)
+            returned = await run_user(self._function, queries, prompts, labels, thread=not self._is_async)
         except BaseException as error:  # sys.exit() in a call is an error of that call
-            raise self._raised(error) from error
-        if inspect.isawaitable(returned):
-            return self._finish(returned, count=len(prompts))
-        return self._checked(returned, count=len(prompts))
-
-    async def _finish(self, pending: Awaitable[Any], *, count: int) -> RewardValues:
+            raise RewardFunctionError(describe_error(error, file=self._file)) from error
         try:
-            returned = await pending
-        except BaseException as error:
-            raise self._raised(error) from error
-        return self._checked(returned, count=count)
-
-    def _raised(self, error: BaseException) -> RewardFunctionError:
-        return RewardFunctionError(describe_error(error, file=self._file))
-
-    def _checked(self, returned: Any, *, count: int) -> RewardValues:
-        try:
-            return parse_rewards(returned, count=count)
+            return parse_rewards(returned, count=len(prompts))
         except BadValueError as error:
             raise UserFileError(f"{self._place}: what reward_func returned cannot be used: {error}") from None
 

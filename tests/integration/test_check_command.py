@@ -73,12 +73,11 @@ def test_everything_odd_about_a_reward_is_said(check, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_tells_what_blocks_and_what_is_slow(check, tmp_path):
+def test_a_host_tells_what_is_slow(check, tmp_path):
     """In a process of its own: 1.2 s asleep in a coroutine."""
     file = tmp_path / "slow.py"
     file.write_text(HEAD + env("import time; time.sleep(1.2); return {'rewards': 1, 'done': True}"))
     out, _ = check(file, "--n", 1)
-    assert "slow.py blocks its event loop" in out
     assert "step took 1." in out
 
 

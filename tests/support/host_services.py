@@ -1,6 +1,9 @@
 """Services for the tests of hosts: what a service of ours does around users' code, and users' code that misbehaves."""
 
 import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
 import os
 import re
 import sqlite3
@@ -12,6 +15,11 @@ from openrlhf.agents.host_worker import AskError, ask, ask_stream, run_user, say
 
 slots = asyncio.Semaphore(2)
 """As a users' file may have it, to bound what all its episodes do at once. Belongs to the loop that first waits."""
+
+
+threads = concurrent.futures.ThreadPoolExecutor()
+
+meeting = []
 
 
 class Episodes:
@@ -68,20 +76,6 @@ class Episodes:
         """Whether something with coroutine methods is made where those run."""
         return await run_user(in_a_thread, thread=thread)
 
-    async def move_in_the_middle(self):
-        """What the episode makes on its loop it uses on its loop, also when an earlier step has shown that it blocks."""
-        answer = await run_user(_future)
-        await run_user(blocks, 0.15)
-        return await run_user(_resolve, answer)
-
-    async def gather(self, function):
-        """Users' code that hides in a task of its own."""
-
-        async def inner():
-            return await asyncio.wait_for(globals()[function](), 60)
-
-        return await run_user(inner)
-
     async def database(self):
         """A sqlite connection works in the thread that made it only."""
         connection = await run_user(sqlite3.connect, ":memory:")
@@ -119,14 +113,24 @@ class Episodes:
         return await run_user(wait)
 
     async def leave_a_task(self):
-        self.left = asyncio.create_task(_asked("wait"))
+        self.task = asyncio.create_task(_asked("wait"))
         await asyncio.sleep(0.05)
 
+    async def leave_a_thread(self):
+        """With a loop of its own, on which it goes on asking."""
+        context = contextvars.copy_context()
+        self.asking = threads.submit(context.run, lambda: asyncio.run(_asked("wait")))
+        await asyncio.sleep(0.2)
+
     async def what_became_of_it(self):
-        return repr((await asyncio.gather(self.left, return_exceptions=True))[0])
+        return repr(self.asking.exception(timeout=60))
 
     def plain(self, number):
         return number + 1
+
+
+class SharedEpisodes(Episodes):
+    shared_loop = True
 
 
 async def _asked(*args):
@@ -135,15 +139,6 @@ async def _asked(*args):
 
 async def _pause(seconds):
     await asyncio.sleep(seconds)
-
-
-async def _future():
-    return asyncio.get_running_loop().create_future()
-
-
-async def _resolve(answer):
-    asyncio.get_running_loop().call_later(0.01, answer.set_result, "resolved")
-    return await answer
 
 
 def in_a_thread():
@@ -158,7 +153,14 @@ async def on_the_loop():
 
 async def blocks(seconds=0.3):
     time.sleep(seconds)
-    return threading.current_thread() is threading.main_thread()
+
+
+async def blocks_with(count):
+    """Blocks its loop until so many have come here."""
+    meeting.append(1)
+    while len(meeting) < count:
+        time.sleep(0.01)
+    return threading.current_thread() is not threading.main_thread()
 
 
 async def blocks_for_ever():
@@ -190,10 +192,11 @@ async def blocks_and_shares():
     return threading.current_thread() is threading.main_thread()
 
 
-async def computes():
-    until = time.thread_time() + 0.15
-    while time.thread_time() < until:
-        pass
+async def shares_and_catches():
+    with contextlib.suppress(Exception):
+        async with slots:
+            await asyncio.sleep(0.05)
+    return threading.current_thread() is threading.main_thread()
 
 
 async def dies():

@@ -510,3 +510,19 @@ def test_an_episode_that_is_given_up_is_cancelled_not_failed(agent):
 def test_numbers_are_float32_from_the_start():
     assert parse_step({"rewards": 0.1, "done": False}).reward == np.float32(0.1)
     assert parse_step({"rewards": torch.tensor(0.1, dtype=torch.float64), "done": False}).reward == np.float32(0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [
+        ("", False),
+        ("SHARED_LOOP = True", True),
+        ("slots = asyncio.Semaphore(4)", True),
+        ("slots = asyncio.Semaphore(4)\nSHARED_LOOP = False", False),
+        ("class Client:\n    lock = asyncio.Lock()", True),
+        ("class AgentExecutor(AgentExecutor):\n    def __init__(self):\n        super().__init__()\n"
+         "        self.slots = asyncio.Semaphore(4)", True),
+    ],
+)  # fmt: skip
+def test_episodes_share_a_loop_when_the_file_says_so_or_keeps_what_belongs_to_one(agent, text, shared):
+    assert agent(INSTANCE, EXECUTOR, text).shared_loop is shared

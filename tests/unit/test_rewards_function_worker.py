@@ -71,7 +71,7 @@ class TestLoading:
     def test_neighbours_can_be_imported(self, load, tmp_path):
         (tmp_path / "grading_helper.py").write_text("def grade(text): return len(text)")
         reward = load("from grading_helper import grade\ndef reward_func(queries): return [grade(q) for q in queries]")
-        assert reward.score(["ab", "abc"], ["", ""], ["", ""]).rewards == [2.0, 3.0]
+        assert asyncio.run(reward.score(["ab", "abc"], ["", ""], ["", ""])).rewards == [2.0, 3.0]
 
     def test_name_of_a_standard_module(self, load):
         load("import json\ndef reward_func(queries): return json.dumps(1)", name="json.py")
@@ -106,13 +106,13 @@ class TestCalls:
             "import json\ndef parse(text):\n    return json.loads(text)\ndef reward_func(queries): parse('{')"
         )
         with pytest.raises(RewardFunctionError) as caught:
-            reward.score(["q"], ["p"], [""])
+            asyncio.run(reward.score(["q"], ["p"], [""]))
         assert "reward.py:3 (in parse): JSONDecodeError: Expecting property name" in str(caught.value)
 
     def test_bad_value_names_where_the_function_begins(self, load):
         reward = load("\n\ndef reward_func(queries): return [1.0]")
         with pytest.raises(UserFileError) as caught:
-            reward.score(["q", "q"], ["p", "p"], ["", ""])
+            asyncio.run(reward.score(["q", "q"], ["p", "p"], ["", ""]))
         assert "reward.py:3: what reward_func returned cannot be used: its rewards has 1 values for 2" in str(
             caught.value
         )
@@ -127,7 +127,7 @@ class TestCalls:
     def test_exception_whose_text_fails(self, load):
         reward = load("class Odd(Exception):\n    def __str__(self): 1 / 0\ndef reward_func(queries): raise Odd")
         with pytest.raises(RewardFunctionError, match="Odd: "):
-            reward.score(["q"], ["p"], [""])
+            asyncio.run(reward.score(["q"], ["p"], [""]))
 
 
 class TestExample:
@@ -156,6 +156,6 @@ class TestExample:
         assert judged["rewards"] == judged["scores"] == [reward]
 
     def test_loads_and_returns_usable_values(self):
-        values = RewardFunction(str(EXAMPLE)).score(["1+1=2", "1+1=3"], ["1+1="] * 2, ["2"] * 2)
+        values = asyncio.run(RewardFunction(str(EXAMPLE)).score(["1+1=2", "1+1=3"], ["1+1="] * 2, ["2"] * 2))
         assert values.rewards == [1.0, 0.0]
         assert values.extra_logs == {"answered": [1.0, 1.0], "response_chars": [1.0, 1.0]}
