@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
+from openrlhf.config.models import GroupSection
 
 
 class Role(StrEnum):
@@ -207,7 +208,8 @@ def requested(
         Role.REFERENCE: config.uses_reference and not config.reference_is_base,
         Role.REWARD: config.uses_reward_model,
     }
-    train, sections = config.train, (config.actor, config.critic, config.ref, config.reward)
+    train = config.train
+    sections: tuple[GroupSection, ...] = (config.actor, config.critic, config.ref, config.reward)
     request = PlacementRequest(
         groups={
             role: Size(
