@@ -13,7 +13,7 @@ BEGIN, END = "<!-- files -->", "<!-- /files -->"
 
 
 def file_list() -> str:
-    """Folder by folder, the first docstring line of every module."""
+    """Folder by folder, the first sentence of every module's docstring."""
     lines: list[str] = []
     folder = None
     for path in sorted((ROOT / "openrlhf").rglob("*.py"), key=lambda p: (p.parent, p.name != "__init__.py", p.name)):
@@ -23,8 +23,15 @@ def file_list() -> str:
         if path.parent != folder:
             folder = path.parent
             lines += ["", f"**{folder.relative_to(ROOT)}/**", ""]
-        lines.append(f"- `{path.name}` — {docstring.splitlines()[0]}")
+        lines.append(f"- `{path.name}` — {_first_sentence(docstring)}")
     return "\n".join(lines)
+
+
+def _first_sentence(docstring: str) -> str:
+    """The first line, and those after it up to the one that ends a sentence."""
+    lines = docstring.split("\n\n")[0].splitlines()
+    last = next((i for i, line in enumerate(lines) if line.endswith((".", "?"))), 0)
+    return " ".join(line.strip() for line in lines[: last + 1])
 
 
 def architecture() -> str:

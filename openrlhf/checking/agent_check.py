@@ -55,7 +55,7 @@ async def check_agent(bench: Workbench) -> list[PlayedEpisode]:
 
 
 def agent_warnings(played: Sequence[PlayedEpisode], tokenizer: Any, *, max_steps: int) -> list[str]:
-    """What training would accept and is seldom meant."""
+    """Warnings about results that training would accept and that are seldom meant."""
     episodes = [one.episode for one in played]
     turns = [sum(span.action for segment in e.segments for span in spans(segment, tokenizer)) for e in episodes]
     return [

@@ -1,4 +1,4 @@
-"""What a user's file prints while it is tried: kept apart, and shown when it helps."""
+"""Capturing what a user's file prints while it is tried: kept apart, and shown when it helps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_PRINTED = 40
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[list[str]]:
-    """What processes of users' code write meanwhile: a list of lines, filled when this ends."""
+    """The lines that processes of users' code write to stderr meanwhile; the list is filled when this ends."""
     lines: list[str] = []
     with tempfile.TemporaryFile() as file:
         sys.stderr.flush()

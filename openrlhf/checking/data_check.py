@@ -29,14 +29,14 @@ from openrlhf.data.sources import load_records
 from openrlhf.models.loading import ModelLoadError
 
 COMMANDS = {"sft": "train_sft", "rm": "train_rm", "dpo": "train_dpo", "kto": "train_dpo", "rl": "train_ppo_ray"}
-"""What a data set may be for -> the command that trains on it."""
+"""Kind of data → the command that trains on it."""
 
 
 ABOUT = {
     "rl": "The policy goes on from what it reads here.",
     "rm": "A text's reward is read at its last token; all of it is learnt from.",
 }
-"""What is done with texts of which no part is learnt more than others."""
+"""Kind of data → how its texts are used, where no part of them is learnt more than others."""
 
 
 class TextPart(NamedTuple):
@@ -51,7 +51,7 @@ class ShownText:
     """A tokenised text, for people."""
 
     name: str
-    """What it is: `chosen`, `prompt`; empty where there is only one."""
+    """The role of the text: `chosen`, `prompt`; empty where there is only one."""
     parts: tuple[TextPart, ...]
     tokens: int
     learnt: int
@@ -61,7 +61,7 @@ class ShownText:
 class ShownRecord:
     where: str
     facts: str
-    """What goes with its texts: a margin, a label."""
+    """Values that come with the texts: a margin, a label."""
     texts: tuple[ShownText, ...]
 
 
@@ -89,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def guess(record: Record, flags: Sequence[str] = ()) -> str:
-    """What a record is for, by its keys and by the flags that name keys."""
+    """The kind of data that a record is, from its keys and from the flags that name keys."""
     given = {word.split("=")[0].rpartition(".")[2].lstrip("-") for word in flags if word.startswith("--")}
     if {"chosen", "rejected"} <= {*record} or given & {"chosen_key", "rejected_key"}:
         return "dpo"
@@ -186,7 +186,7 @@ def summary(samples: TokenisedSet[Any] | PromptSet, config: TrainerConfig) -> st
 
 
 class _Told(logging.Handler):
-    """What reading the data has to say."""
+    """Collects the messages of reading the data."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -18,7 +18,7 @@ from openrlhf.observability.turns import Span, spans
 
 PIPE_WIDTH = 120
 MOST_CHARACTERS = 600
-"""Of one turn or observation: the middle of a long one is left out."""
+"""The most characters of one turn or observation: the middle of a longer one is left out."""
 
 
 class Display:
@@ -151,7 +151,7 @@ class Display:
 
 
 def reward_summary(judged: Sequence[JudgedPrompt]) -> str:
-    """What was called, how often, and what came back."""
+    """How many calls there were, and what they returned."""
     rewards = [reward for call in judged for reward in call.rewards]
     values = [reward.reward for reward in rewards]
     also = [f"{name} in extra_logs" for name in log_names(judged)]
@@ -165,7 +165,7 @@ def reward_summary(judged: Sequence[JudgedPrompt]) -> str:
 
 
 def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any) -> str:
-    """What was played, how far, and what it earned."""
+    """How many episodes were played, how far, and with which rewards."""
     turns = [_turns(one, tokenizer) for one in played]
     rewards = [one.episode.reward for one in played if one.episode.reward is not None]
     trained = sum(segment.num_actions for one in played for segment in one.episode.segments)

@@ -11,7 +11,7 @@ from openrlhf.agents.user_file import UserFileError
 
 
 class Kind(StrEnum):
-    """By the name that training looks for."""
+    """The kind of a user's file, by the name that training looks for in it."""
 
     REWARD = "reward_func"
     AGENT = "AgentExecutor"
@@ -42,7 +42,7 @@ async def kinds_of(file: Path, *, start_timeout: float, load: bool = False) -> l
 
 
 def assigned_names(file: Path) -> set[str]:
-    """What the file's own text defines, imports or assigns at the top level; nothing if it cannot be read."""
+    """The names that the file defines, imports or assigns at the top level; none if it cannot be read."""
     try:
         table = symtable.symtable(file.read_text(encoding="utf-8"), str(file), "exec")
     except (SyntaxError, ValueError):

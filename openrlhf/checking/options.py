@@ -1,4 +1,4 @@
-"""What `openrlhf check` was asked for."""
+"""The options of `openrlhf check`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOAD_SECONDS = 60.0
-"""What loading a file may take at least: libraries take their time, however short its calls are."""
+"""The least time allowed for loading a file: importing libraries may take long, however short its calls are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

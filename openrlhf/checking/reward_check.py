@@ -17,7 +17,7 @@ from openrlhf.types import Prompt
 
 SLOW_SECONDS = 1.0
 CLIP_RANGE = (-10.0, 10.0)
-"""What training clips rewards to unless --reward.clip_range says otherwise."""
+"""The range to which training clips rewards unless --reward.clip_range says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class Answer:
 
     text: str
     written: bool
-    """By us, with the label in it, to see what a right answer earns; else sampled from the model."""
+    """Whether we wrote the response, with the label in it, to see the reward of a right answer; otherwise the model
+    sampled it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ def written_answers(label: object, *, eos: str) -> list[Answer]:
 
 
 def reward_warnings(judged: Sequence[JudgedPrompt]) -> list[str]:
-    """What training would accept and is seldom meant."""
+    """Warnings about rewards that training would accept and that are seldom meant."""
     warnings = []
     rewards = [reward.reward for call in judged for reward in call.rewards]
     scores = [reward.score for call in judged for reward in call.rewards if reward.score is not None]
@@ -107,7 +108,7 @@ def reward_warnings(judged: Sequence[JudgedPrompt]) -> list[str]:
 
 
 def about_labels(prompts: Sequence[Prompt]) -> str:
-    """What may be behind rewards that are all the same: prompts without labels have "", and every text has that too."""
+    """A possible cause of rewards that are all the same: prompts without labels have "", which every text contains."""
     return "; every label is empty: is --label_key missing?" if all(prompt.label == "" for prompt in prompts) else ""
 
 
@@ -131,5 +132,5 @@ def range_warnings(rewards: Sequence[float], scores: Sequence[float]) -> list[st
 
 
 def log_names(judged: Sequence[JudgedPrompt]) -> list[str]:
-    """Of `extra_logs`, in the order in which they came."""
+    """The names in `extra_logs`, in the order in which they came."""
     return list(dict.fromkeys(chain.from_iterable(reward.extra_logs for call in judged for reward in call.rewards)))

@@ -85,7 +85,8 @@ def _one_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _collected_warnings() -> Iterator[list[str]]:
-    """What the parts of training have to say, instead of to the log. Of lines that differ in numbers only, the last."""
+    """Collect the warnings of the parts of training, which would go to the log. Of lines that differ only in numbers,
+    the last one is kept."""
     collector = _Collector()
     logger = logging.getLogger("openrlhf")
     logger.addHandler(collector)

@@ -40,7 +40,7 @@ PROMPTS = (
 
 
 def builtin_prompts(tokenizer: Any = None) -> list[Prompt]:
-    """With a tokenizer, in its chat template."""
+    """The built-in prompts; with a tokenizer, in its chat template."""
     prompts = []
     for i, (question, label) in enumerate(PROMPTS):
         text = render_prompt({"input": question}, apply_chat_template=tokenizer is not None, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""What a check tries a file with: prompts, a model to answer them, and how training would sample from it."""
+"""The workbench of a check: prompts, a model to answer them, and the sampling parameters of training."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from openrlhf.demo.task import Task
 
 PROMPTS = 128
-"""Of an RL step."""
+"""The number of prompts of an RL step."""
 
 MAX_STEPS = 62
 """RL steps after which every training problem has been asked once."""

@@ -15,7 +15,7 @@ from string import ascii_lowercase
 from openrlhf.demo.task import Task, WorkedTurn
 
 AGENT_FILE = Path(__file__).with_name("agent.py")
-"""What a user would pass as --train.agent_func_path."""
+"""The value that a user would pass as --train.agent_func_path."""
 
 LETTERS = 7
 CLUES = 4

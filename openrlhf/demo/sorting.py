@@ -11,7 +11,7 @@ from pathlib import Path
 from openrlhf.demo.task import Task, WorkedTurn
 
 REWARD_FILE = Path(__file__).with_name("reward.py")
-"""What a user would pass as --reward.remote_url."""
+"""The value that a user would pass as --reward.remote_url."""
 
 CHARACTERS = "0123456789>"
 DIGITS = 5

@@ -1,4 +1,4 @@
-"""What a demo is made of: problems, and how a beginner works through them."""
+"""The parts of a demo: problems, and how a beginner works through them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Task:
     steps: int
     """RL steps after which it has learned."""
     flags: Mapping[str, Any]
-    """What a user would pass for this task."""
+    """The flags that a user would pass for this task."""
 
     @property
     def score(self) -> str:

@@ -1,4 +1,4 @@
-"""What a reward is to the rest of the system: a question about the finished samples of one prompt, answered later."""
+"""The protocol of rewards: a request about the finished samples of one prompt, answered later."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RewardRequest:
     name: str
     """How errors call it, e.g. `record 4 of train.jsonl`."""
     token_ids: tuple[Tensor, ...] = ()
-    """What the policy read and wrote, int64 [T] each: the same samples as `queries`, before they were text. Empty when
-    there is only text."""
+    """The tokens that the policy read and wrote, int64 [T] each: the same samples as `queries`, before they were text.
+    Empty when there is only text."""
 
     def __post_init__(self) -> None:
         if not len(self.queries) == len(self.prompts) == len(self.labels) > 0:
@@ -72,7 +72,7 @@ class RewardError(Exception):
 
 
 class RewardGoneError(Exception):
-    """Whoever judges is gone: no request will be answered any more. The text is all that people need."""
+    """The source of rewards is gone: no request will be answered any more. The text is all that a user needs."""
 
 
 class RewardSource(Protocol):

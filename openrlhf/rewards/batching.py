@@ -1,10 +1,10 @@
-"""Sequences that wait together share a forward, whoever asked for them; first come, first served.
+"""Sequences that wait at the same time share a forward, whichever request they belong to; first come, first served.
 
 Who waits on whom:
     score      puts its sequences in the queue, waits for their futures
     _drive     one task while anything is queued: yields to the loop, takes what has come meanwhile up to the token
                budget, runs one forward, resolves its futures; ends when the queue is empty
-So nobody waits for a batch to fill: the busier it is, the more share a forward.
+So no request waits for a batch to fill: the more requests there are, the more share a forward.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from openrlhf.rewards.base import Reward, RewardError, RewardRequest, RewardSour
 T = TypeVar("T")
 
 LARGEST = 3.4028234663852886e38
-"""Of a float32."""
+"""The largest float32."""
 
 
 class CombinedReward:

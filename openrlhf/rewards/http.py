@@ -39,7 +39,7 @@ DEFAULT_PATH = "/get_reward"
 MOST_FAILURES = 5
 CONNECT_SECONDS = 10.0
 REACH_SECONDS = 5.0
-"""For the look at each server before the first step."""
+"""Seconds for the check of each server before the first step."""
 IDLE_SECONDS = 4.0
 """Idle connections are closed before servers do it (uvicorn after 5 s), which would fail a request sent just then."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
@@ -69,7 +69,7 @@ class AttemptError(Exception):
 
 @dataclass(slots=True)
 class _Effort:
-    """What has been done for one prompt so far."""
+    """The attempts for one prompt so far."""
 
     left: float
     """Seconds."""
@@ -79,9 +79,9 @@ class _Effort:
     rounds: int = 0
     """How often all servers have been asked."""
     asked: set[Server] = field(default_factory=set)
-    """In this round."""
+    """The servers that were asked in this round."""
     refused: set[Server] = field(default_factory=set)
-    """By whom."""
+    """The servers that refused the request."""
 
     def note(self, server: Server, failure: AttemptError) -> None:
         self.attempts += 1

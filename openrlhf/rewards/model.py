@@ -31,10 +31,10 @@ class UnreadableError(RewardError):
 
 
 class RewardReader:
-    """What a reward model reads of a text, and what may not be its score.
+    """How a reward model reads a text, and which tokens must not hold its score.
 
-    What is longer than `max_length` loses its beginning: the score is read at the end of the answer, which must be the
-    real one.
+    A text that is longer than `max_length` loses its beginning: the score is read at the end of the answer, which must
+    be the real end.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, max_length: int, name: str) -> None:

@@ -36,10 +36,10 @@ class Server:
     """Under way."""
     samples_ever: int = 0
     failures: int = 0
-    """In a row."""
+    """The number of failures in a row."""
     rests_until: float = 0.0
     reason: str = ""
-    """Of the last failure."""
+    """The reason of the last failure."""
 
     @property
     def down(self) -> bool:

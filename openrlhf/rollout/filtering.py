@@ -66,7 +66,7 @@ class ScoreFilter:
         return False
 
     def summary(self) -> str:
-        """What this process has seen, for people."""
+        """A summary of the groups that this process has seen, for messages."""
         seen = f"{self._rejected} of {self._judged} judged groups had a mean score outside {self._range}"
         if self._rejected < self._judged or not self._judged:
             return seen
@@ -88,11 +88,11 @@ class ScoreFilter:
 
 
 class Verdicts:
-    """Of the groups of a round.
+    """Accepts or rejects the groups of a round.
 
     Without a filter every group is accepted, also a failed one: it is in the batch, gives no sample and is counted.
-    With a filter failed groups are turned away like rejected ones, and so are those in which so many members failed
-    that the rest give no sample: a round would have fewer samples than it was asked for.
+    With a filter, failed groups are rejected too, and so are those in which so many members failed that the rest give
+    no sample: otherwise a round would have fewer samples than it was asked for.
     """
 
     def __init__(self, score_filter: ScoreFilter | None) -> None:
@@ -133,7 +133,7 @@ class Verdicts:
         raise RolloutError(f"all {len(failed)} groups of a round failed; first reason: {reason}")
 
     def exhausted(self) -> str:
-        """For when the prompts ran out."""
+        """The message for when the prompts have run out."""
         return "the prompts ran out" + (f"; {self._filter.summary()}" if self._filter else "")
 
     def metrics(self, *, buffered: int) -> Metrics:

@@ -1,4 +1,4 @@
-"""What a round's rollouts looked like, in numbers."""
+"""Statistics of a round's rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What users' reward and agent files import: answer extraction and grading here, agents in `openrlhf.utils.agent`."""
+"""The functions that users' reward and agent files import: answer extraction and grading; agents are in
+`openrlhf.utils.agent`."""
 
 from openrlhf.utils.math_grading import extract_boxed_answer, grade_answer
 

@@ -1,4 +1,4 @@
-"""What users' agent files import."""
+"""The classes and functions that users' agent files import."""
 
 from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase
 from openrlhf.agents.chat_history import action_text, next_user_turn

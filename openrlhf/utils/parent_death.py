@@ -12,7 +12,8 @@ import sys
 import threading
 
 RUN_FOLDER = "OPENRLHF_RUN_FOLDER"
-"""In the environment of a run's processes: a folder that only this user may enter, removed when the run ends."""
+"""The environment variable of a run's processes that names a folder which only this user may enter; it is removed when
+the run ends."""
 
 
 def exit_with_parent(owner: int, *, leaving_nothing_in: str | None = None) -> None:

@@ -28,7 +28,7 @@ ANSWER_SECONDS = 1.0
 
 
 class Address(NamedTuple):
-    """Where a process's probe is on its machine."""
+    """The place of a process's probe on its machine."""
 
     pid: int
     descriptor: int
