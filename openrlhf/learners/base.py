@@ -42,28 +42,3 @@ class Workers(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class WorkersBehind:
-    """Hands every verb on to other workers: the base of those who do something more at one of them."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    def place(self, groups: Sequence[Group]) -> Placed:
-        return self._workers.place(groups)
-
-    def score(self, batch: Any) -> None:
-        self._workers.score(batch)
-
-    def assign_advantages(self, batch: Any) -> Metrics:
-        return self._workers.assign_advantages(batch)
-
-    def update(self, batch: Any) -> Metrics:
-        return self._workers.update(batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._workers.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._workers.load_state_dict(state)

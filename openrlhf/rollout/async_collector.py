@@ -8,16 +8,15 @@ Two ways to start prompts:
     ahead          all the time: generation goes on while rounds are trained on
     not ahead      while a round is waited for; it ends when it has its groups, and the rest goes on in the next
 
-Two ways for new weights, as `trainers.pipelines` asks for:
-    all at rest    nothing new starts, what is in play is waited for: every sample has one version. It costs the slowest
-                   episode's time, so it is put off while rounds can be had without it
-    in the middle  the engine pauses, and goes on with the new weights: a sample may have several (partial rollout)
+When new weights come is the business of `trainers.pipelines`. Where they come when nothing is in play it calls `drain`
+before and `resume` after the push.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
@@ -57,10 +56,12 @@ class AsyncCollector:
         queue_size: int = 1,
         at_once: int | None = None,
         ahead: bool = True,
+        behind: Callable[[], int] = lambda: 0,
         score_filter: ScoreFilter | None = None,
     ) -> None:
         """`queue_size`: rounds that generation may be ahead. `at_once`: most prompts in play; None: `batch_size`.
-        `ahead` False: prompts start only while a round is waited for.
+        `ahead` False: prompts start only while a round is waited for. `behind`: updates whose weights the engine has
+        not got, because their pushes were deferred.
         """
         self._prompts = prompts
         self._runner = runner
@@ -79,8 +80,7 @@ class AsyncCollector:
         self._versions: dict[int, int] = {}
         """With which those in play were begun."""
         self._finished: dict[int, _Finished] = {}
-        self._behind = 0
-        """Updates whose weights the engine has not got: pushes that were put off."""
+        self._behind = behind
         self._changed = asyncio.Event()
         self._in_play = BusyClock()
         self._resting = not ahead
@@ -98,27 +98,28 @@ class AsyncCollector:
 
     @property
     def version(self) -> int:
-        """Of the weights that the next round trains, or that are trained now."""
-        return self._engine.version + self._behind
+        """The version of the weights that the next round trains, or that are trained now."""
+        return self._engine.version + self._behind()
 
     def next_batch(self) -> Round:
         """The next round, as soon as its groups are there. PromptsExhausted when there are none any more."""
         return self._loop.run(self._next_batch())
 
-    def rest(self) -> None:
-        """Start nothing new, and wait until nothing is in play. `go_on` ends it."""
-        self._loop.run(self._rest())
+    def drain(self) -> None:
+        """Start nothing new, and wait until nothing is in play. `resume` ends it."""
+        self._loop.run(self._drain())
 
-    def go_on(self) -> None:
-        """With the newest weights."""
-        self._loop.run(self._go_on())
+    def resume(self) -> None:
+        """Start prompts again."""
+        self._loop.run(self._resume())
 
-    def puts_off_push(self) -> bool:
-        """After an update: whether what is in play shall go on without its weights.
+    def can_do_without_push(self) -> bool:
+        """After an update: whether what is in play may go on without its weights.
 
-        It shall as long as the next round leaves some behind. One that takes all there is waits for the slowest anyway.
+        It may as long as the next round leaves some behind. A round that takes all there is waits for the slowest
+        episode anyway.
         """
-        return self._loop.run(self._puts_off_push())
+        return self._loop.run(self._can_do_without_push())
 
     def state_dict(self) -> dict[str, Any]:
         """Finished groups are kept whole; prompts in play as ordinals: a resumed run asks them again, first.
@@ -163,7 +164,7 @@ class AsyncCollector:
         self._start_due()  # there is room now, and nobody asks before the round is trained
         return Round(groups, metrics, verdicts.turned_away)
 
-    async def _rest(self) -> None:
+    async def _drain(self) -> None:
         self._resting = True
         while self._tasks and self._failure is None:
             self._changed.clear()
@@ -173,17 +174,12 @@ class AsyncCollector:
     def _for_whom(self) -> str:
         return f"for {prompts_in_play(self._tasks, started=len(self._tasks) + len(self._finished))}"
 
-    async def _go_on(self) -> None:
+    async def _resume(self) -> None:
         self._resting = False
-        self._behind = 0
         self._start_due()
 
-    async def _puts_off_push(self) -> bool:
-        leaves_some_behind = len(self._tasks) + len(self._finished) > self._batch_size
-        if not self._tasks or not leaves_some_behind:
-            return False
-        self._behind += 1
-        return True
+    async def _can_do_without_push(self) -> bool:
+        return bool(self._tasks) and len(self._tasks) + len(self._finished) > self._batch_size
 
     async def _state(self) -> dict[str, Any]:
         finished = [self._finished[ordinal] for ordinal in sorted(self._finished)]
@@ -197,7 +193,7 @@ class AsyncCollector:
     def _start_due(self) -> None:
         if self._resting or self._failure is not None or self._verdicts.hopeless(self._batch_size):
             return
-        capacity = room_for(self._capacity, batch_size=self._batch_size, behind=self._behind)
+        capacity = room_for(self._capacity, batch_size=self._batch_size, behind=self._behind())
         room = capacity - len(self._tasks) - len(self._finished)
         for prompt in self._prompts.take(max(0, min(room, self._at_once - len(self._tasks)))):
             self._in_play.begin()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,10 +13,10 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
+from openrlhf.observability.usage import GIB
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.runs.rl_models import RLModels
 from openrlhf.runs.settings import model_dtype
-from openrlhf.trainers.hybrid import GIB, TrainedShape, engine_share, needs_sleep, training_bytes
 from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
 
 logger = logging.getLogger(__name__)
@@ -110,3 +112,54 @@ def _shape(module: Policy | ValueModel, *, checkpointing: bool) -> TrainedShape:
         element_bytes=next(module.parameters()).element_size(),
         checkpointing=checkpointing,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedShape:
+    """What the memory of training a model follows from."""
+
+    parameters: int
+    """Trained ones."""
+    layers: int
+    hidden: int
+    intermediate: int
+    element_bytes: int
+    checkpointing: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """What stays from step to step beside the weights: two moments, and a master of 16-bit weights, in fp32."""
+        return (12 if self.element_bytes < 4 else 8) * self.parameters
+
+
+def training_bytes(shape: TrainedShape, *, tokens: int) -> int:
+    """What training a loaded model takes beside its weights, for micro-batches of so many tokens; an estimate.
+
+    To the state come gradients in fp32. Activations of a layer are about 12 vectors of the hidden size (norms, queries,
+    keys, values, attention, residuals) and 4 of the intermediate one (gate, its activation, up, their product) per
+    token; checkpointing keeps one vector a layer, and all of one layer. For 1.5B parameters and 16,384 tokens: 23 + 46
+    GiB; `bench.sft` saw 73 GiB with 3 of weights.
+    """
+    whole = shape.element_bytes * (12 * shape.hidden + 4 * shape.intermediate)
+    kept = shape.element_bytes * shape.hidden
+    per_token = whole + shape.layers * kept if shape.checkpointing else shape.layers * whole
+    return shape.state_bytes + 4 * shape.parameters + tokens * per_token
+
+
+def engine_share(asked: float, *, free: int, total: int, staying: Iterable[int] = ()) -> float:
+    """The share of a device's memory that an engine may take, where models are loaded already.
+
+    vLLM does not start where less is free than it is to take. `staying` is what the trainer keeps there while the
+    engine samples (`TrainedShape.state_bytes`, unless its backends sleep); 3 GiB more are left for contexts and for
+    weights on their way.
+    """
+    return max(0.0, min(asked, (free - sum(staying) - 3 * GIB) / total))
+
+
+def needs_sleep(share: float, *, free: int, total: int, training: Iterable[int]) -> bool:
+    """Whether an engine with this share leaves too little for training (`training_bytes` of each trained model).
+
+    With half as much again as is estimated: a run that sleeps in vain loses a little time each round, one that does
+    not sleep where it should have ends.
+    """
+    return 1.5 * sum(training) > free - share * total

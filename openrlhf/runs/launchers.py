@@ -17,8 +17,10 @@ from openrlhf.cluster.placement import plan, requested
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.effects import newly_without_effect
 from openrlhf.learners.base import Workers
+from openrlhf.observability.usage import Usage
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.base import ControlledEngine
+from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 
@@ -33,6 +35,10 @@ class RunParts(NamedTuple):
     weights: WeightSync
     kept: Mapping[str, CheckpointedModel]
     """Trained models, by their folder in a checkpoint."""
+    turns: DeviceTurns
+    """What sleeps while the policy is trained, and while it is sampled from."""
+    usage: Callable[[], Mapping[str, Usage]]
+    """The use of devices since the last call, by the name of their node."""
 
 
 class Launcher(Protocol):

@@ -26,7 +26,7 @@ from openrlhf.runs.process import process_device
 from openrlhf.runs.reward_sources import build_reward, reward_model_here
 from openrlhf.runs.rl_models import RLModels, RLTraining, load_models
 from openrlhf.runs.settings import model_dtype
-from openrlhf.trainers.hybrid import EngineSleep, HybridSwitch, HybridWeightSync, HybridWorkers
+from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 from openrlhf.weight_sync.in_process import InProcessWeightSync
@@ -58,22 +58,19 @@ class LocalLauncher:
         models = load_models(self.config, self.device)
         with opened_engine(self.config, models, self.tokenizer, self.device, loop) as opened:
             training = RLTraining(self.config, models, total_steps=total_steps, device=self.device)
-            sleepers = training.backends if self.config.optimizer_sleeps else ()
-            switch = HybridSwitch(
-                engines=[EngineSleep(opened.engine, loop)] if opened.sleeps else (), backends=sleepers
+            turns = DeviceTurns(
+                loop,
+                engine=opened.engine if opened.sleeps else None,
+                backends=training.backends if self.config.optimizer_sleeps else (),
             )
             with _usage(self.device) as usage:
-                yield RunParts(
-                    opened.engine,
-                    HybridWorkers(training.workers, switch, usage=usage),
-                    HybridWeightSync(opened.weights, switch),
-                    training.checkpointed(self.tokenizer),
-                )
+                kept = training.checkpointed(self.tokenizer)
+                yield RunParts(opened.engine, training.workers, opened.weights, kept, turns, usage)
 
 
 @contextlib.contextmanager
 def _usage(device: torch.device) -> Iterator[Callable[[], Mapping[str, Usage]]]:
-    """Of a GPU. Whoever trains on a CPU has this machine's tools, and one process to look at."""
+    """The use of a GPU. On a CPU nothing is measured: there is one process, and the machine's own tools show it."""
     if device.type != "cuda":
         yield dict
         return

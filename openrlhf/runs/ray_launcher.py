@@ -33,7 +33,7 @@ from openrlhf.runs.ranks import build_engine, rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
 from openrlhf.runs.rl_models import ACTOR, CRITIC, advantage_settings, step_settings
 from openrlhf.runs.settings import model_dtype
-from openrlhf.trainers.hybrid import EngineSleep, HybridSwitch, HybridWeightSync, HybridWorkers
+from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils import interrupts
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.probe import Probe
@@ -113,16 +113,13 @@ class RayLauncher:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])
-            switch = self._switch(engines, groups, loop)
             yield RunParts(
                 engines,
-                HybridWorkers(
-                    RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config)),
-                    switch,
-                    usage=NodeUsage(groups.values(), engines, loop),
-                ),
-                HybridWeightSync(RayWeightSync(groups[Role.ACTOR], engines, loop, probe=self._probe()), switch),
+                RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config)),
+                RayWeightSync(groups[Role.ACTOR], engines, loop, probe=self._probe()),
                 _kept(groups),
+                self._turns(engines, groups, loop),
+                NodeUsage(groups.values(), engines, loop),
             )
 
     def _probe(self) -> Probe | None:
@@ -143,8 +140,8 @@ class RayLauncher:
             max_model_len=self.config.data.max_len,
         )
 
-    def _switch(self, engines: RayEngines, groups: dict[Role, WorkerGroup], loop: LoopRunner) -> HybridSwitch:
-        """Who shares devices with engines sleeps while they sample, and they while it trains."""
+    def _turns(self, engines: RayEngines, groups: dict[Role, WorkerGroup], loop: LoopRunner) -> DeviceTurns:
+        """Models that share devices with engines sleep while these sample, and engines while models are trained."""
         shares = self.placed.plan.request.engines_share and not self.config.train.async_enable
         sleeping = shares and self.placed.cluster.kind.resource == "GPU" and self.config.engines_sleep is not False
         trained = {groups[role] for role in (Role.ACTOR, Role.CRITIC) if role in groups}
@@ -153,8 +150,9 @@ class RayLauncher:
             for group in trained:
                 group.call("release", deadline=DEADLINE)
 
-        return HybridSwitch(
-            engines=[EngineSleep(engines, loop)] if sleeping else (),
+        return DeviceTurns(
+            loop,
+            engine=engines if sleeping else None,
             backends=[GroupSleep(group) for group in trained] if shares and self.config.ds.enable_sleep else (),
             release=release,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -26,9 +27,12 @@ from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
+from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.base import Engine
+from openrlhf.rollout.collector import SyncCollector
+from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.runs.launchers import LauncherFactory, make_launcher, resolve_launcher
+from openrlhf.runs.launchers import LauncherFactory, RunParts, make_launcher, resolve_launcher
 from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
@@ -53,8 +57,8 @@ from openrlhf.runs.resume import (
     with_restarts,
 )
 from openrlhf.runs.rl_models import ACTOR, CRITIC
-from openrlhf.trainers.evaluation import BestMetric, PromptEvaluation, evaluation_names
-from openrlhf.trainers.pipelines import pipeline
+from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation, evaluation_names
+from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, DeviceUsage, EngineParts, Pipeline, Sync
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts, waits
@@ -134,15 +138,7 @@ def _train(
                 samples_per_prompt=config.eval.n_samples_per_prompt,
                 sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
             )
-        parts = pipeline(
-            config,
-            bound,
-            prompts=prompts,
-            runner=runner,
-            loop=loop,
-            sampling_params=_sampling(config, temperature=config.rollout.temperature),
-            evaluation=evaluation,
-        )
+        pipeline = build_pipeline(config, bound, prompts=prompts, runner=runner, loop=loop, evaluation=evaluation)
         run_dir = create_run_directory(config, checkpoints.found)
         title = f"{Path(required(config.actor.model_name_or_path)).name} · {config.algo.advantage.estimator}"
         with (
@@ -152,10 +148,8 @@ def _train(
             stoppable(config.ckpt, checkpoints) as stop,
         ):
             trainer = RLTrainer(
-                collector=parts.collector,
-                workers=parts.workers,
-                weights=parts.weights,
-                evaluation=parts.evaluation,
+                pipeline=pipeline,
+                workers=bound.workers,
                 best=best,
                 schedule=schedule,
                 logger=seen.logger,
@@ -175,6 +169,49 @@ def _train(
             link_model(run_dir, model_dir)
             seen.progress.note(f"model in {', critic in '.join(map(str, written))}")
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=measured)
+
+
+def build_pipeline(
+    config: RLConfig,
+    bound: RunParts,
+    *,
+    prompts: PromptStream,
+    runner: EpisodeRunner,
+    loop: LoopRunner,
+    evaluation: PromptEvaluation | None = None,
+) -> Pipeline:
+    """The pipeline that the flags ask for."""
+    parts = EngineParts(bound.engine, bound.weights, DeviceUsage(bound.usage), loop)
+    shared: dict[str, Any] = {
+        "prompts": prompts,
+        "runner": runner,
+        "loop": loop,
+        "batch_size": config.rollout.batch_size,
+        "samples_per_prompt": config.samples_per_prompt,
+        "sampling_params": _sampling(config, temperature=config.rollout.temperature),
+        "logprobs_every": config.logprobs_every,
+        "score_filter": _score_filter(config),
+    }
+    if not config.plays_across_rounds:
+        collector = SyncCollector(**shared, generate_batch_size=config.generate_batch_size)
+        return Sync(parts, collector, bound.turns, evaluation)
+    assert isinstance(loop, BackgroundRunner), "episodes that outlive their round need a loop that never rests"
+    lasting = functools.partial(AsyncCollector, **shared, engine=bound.engine, at_once=config.generate_batch_size)
+    if not config.train.async_enable:
+        return CarryOver(parts, lasting(ahead=False), bound.turns, evaluation)
+    ahead = functools.partial(lasting, queue_size=config.train.async_queue_size)
+    beside = evaluation and BackgroundEvaluation(evaluation, loop)
+    if config.train.partial_rollout_enable:
+        return AsyncPartial(parts, ahead(), beside)
+    return Async(parts, lambda behind: ahead(behind=behind), beside)
+
+
+def _score_filter(config: RLConfig) -> ScoreFilter | None:
+    if not config.algo.dynamic_filtering_enable:
+        return None
+    low, high = config.algo.dynamic_filtering_range
+    members = 2 if config.uses_group_baseline else 1
+    return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size, members=members)
 
 
 def _export(config: RLConfig, kept: Mapping[str, CheckpointedModel], model_dir: Path) -> list[Path]:

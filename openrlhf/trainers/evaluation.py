@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from openrlhf.algorithms.reduction import pass_at_k
 from openrlhf.config.fields import ConfigError
@@ -17,6 +17,18 @@ from openrlhf.types import Group, Outcome, Prompt, SamplingParams
 from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
 
 logger = logging.getLogger(__name__)
+
+
+class Evaluation(Protocol):
+    """Measures the policy on prompts that are not trained on."""
+
+    def start(self) -> None:
+        """Measure the weights that the engine has now, to the end or beside the next round."""
+        ...
+
+    def result(self, *, wait: bool = False) -> dict[str, float] | None:
+        """What was found, once it is over; None before that, and when it has been told. `wait`: until it is over."""
+        ...
 
 
 class PromptEvaluation:
@@ -58,18 +70,15 @@ class PromptEvaluation:
         return evaluation_metrics(groups, k=self._samples_per_prompt).values()
 
 
-class EvaluationBeside:
-    """One that goes on while the policy is trained. Whoever is about to change the engine's weights calls `settle`."""
+class BackgroundEvaluation:
+    """An evaluation that goes on while the policy is trained. Before the engine's weights change, `wait` for it."""
 
     def __init__(self, evaluation: PromptEvaluation, loop: BackgroundRunner) -> None:
         self._evaluation = evaluation
         self._loop = loop
         self._found: Future[dict[str, float]] | None = None
-        self.catch_up: Callable[[], None] = lambda: None
-        """Gives the engine weights that it has not got yet."""
 
     def start(self) -> None:
-        self.catch_up()
         self._found = self._loop.submit(self._evaluation.play())
 
     def result(self, *, wait: bool = False) -> dict[str, float] | None:
@@ -79,8 +88,8 @@ class EvaluationBeside:
         self._found = None
         return found.result()
 
-    def settle(self) -> None:
-        """Wait until what was started is over: it measures the weights that it began with."""
+    def wait(self) -> None:
+        """Until what was started is over: it measures the weights that it began with."""
         if self._found is not None:
             self._found.exception()  # `result` raises it
 

@@ -1,225 +1,298 @@
-"""The pipeline of a run: rounds one after the other, or generation that goes on while they are trained on.
+"""The four pipelines of an RL run: when episodes are played, when weights change, and what waits for what.
 
-    sync               SyncCollector
-    sync, stragglers   AsyncCollector that is not ahead; engines stop from the end of a round until the push after it
-    async              AsyncCollector; new weights come when nothing is in play, and not before they must
-    async, partial     AsyncCollector; new weights come in the middle of responses
+                who runs                consumes        produces           waits for                unblocked by
+    Sync        rollout, then training  prompts         a round            every episode it began   its last episode
+    CarryOver   rollout, then training  prompts, and    a round; what is   enough finished groups,  the group that
+                                        what was left   in play stays      and any that are due     completes a round
+    Async       rollout beside          prompts, as     a round of the     as CarryOver; a push     the last episode in
+                training                long as there   oldest finished    also for everything in   play; the end of an
+                                        is room         groups             play and an evaluation   evaluation
+    Async-      rollout beside          as Async        as Async           as CarryOver; a push     the end of an
+    Partial     training                                                   also for an evaluation   evaluation
 
-Engines with weights of their own take them at a push. The embedded engine samples with the very weights that are
-trained: it has to stop from the beginning of an update until the push after it.
+How new weights reach the engine, and what versions the tokens of a sample have:
+
+    Sync           between two rounds, when nothing is in play                                one version
+    CarryOver      between two rounds, in the middle of the responses that a round left       several versions
+    Async          when nothing is in play; a push is deferred while rounds can be had        one version
+                   without it
+    AsyncPartial   after every round, in the middle of responses                              several versions
+
+An engine with weights of its own gets them by a push. One that shares the trained weights (`shares_weights`) has to be
+paused from `begin_training` until the push in `finish_training`: the update changes the weights under it.
+
+The loop calls `start` once, then for every round `next_batch`, `begin_training`, `finish_training`; `evaluate` comes
+between two rounds.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
-from openrlhf.config.commands import RLConfig
-from openrlhf.data.prompts import PromptStream
-from openrlhf.learners.base import Workers, WorkersBehind
 from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.usage import Usage
 from openrlhf.rollout.async_collector import AsyncCollector
-from openrlhf.rollout.collector import SyncCollector
-from openrlhf.rollout.filtering import ScoreFilter
-from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.runs.launchers import RunParts
-from openrlhf.trainers.evaluation import EvaluationBeside, PromptEvaluation
-from openrlhf.trainers.rl import Collector, Evaluation
-from openrlhf.types import Group, SamplingParams
-from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
+from openrlhf.rollout.base import ControlledEngine
+from openrlhf.rollout.collector import Round
+from openrlhf.trainers.evaluation import BackgroundEvaluation, Evaluation
+from openrlhf.trainers.hybrid import DeviceTurns
+from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 
 
-class Pipeline(NamedTuple):
-    """What of the loop's parts depends on it."""
+class Collector(Protocol):
+    """Plays prompts and gives rounds of judged groups."""
+
+    def next_batch(self) -> Round: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class DeviceUsage:
+    """How full and how busy devices were while a phase lasted, as metrics."""
+
+    def __init__(self, usage: Callable[[], Mapping[str, Usage]] = dict) -> None:
+        """`usage` gives the use of devices since the last call, by the name of their node."""
+        self._usage = usage
+
+    def of(self, phase: str) -> Metrics:
+        """The metrics of a phase that ends now."""
+        metrics = Metrics()
+        for node, usage in self._usage().items():
+            metrics.max(f"memory/peak_{phase}_gb", usage.peak_gb)
+            if math.isfinite(usage.busy):
+                metrics.last(f"device/{node}/{phase}_busy", usage.busy)
+        return metrics
+
+    def forget(self) -> None:
+        """Leave out what was seen since the last phase ended."""
+        self._usage()
+
+
+class EngineParts(NamedTuple):
+    """What every pipeline drives."""
+
+    engine: ControlledEngine
+    weights: WeightSync
+    usage: DeviceUsage
+    loop: LoopRunner
+    """Runs what is asked of the engine. Of `CarryOver`, `Async` and `AsyncPartial` it goes on between two calls."""
+
+
+class Pipeline(ABC):
+    """What the RL loop knows of a pipeline."""
 
     collector: Collector
-    workers: Workers
-    weights: WeightSync
     evaluation: Evaluation | None
+    """None without evaluation prompts. `evaluate` starts it; its result is taken from it."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.engine, self.weights, self.usage, self.loop = parts
+
+    @abstractmethod
+    def start(self, version: int) -> None:
+        """Give the engine its first weights. It begins with whatever its files hold, or with nothing."""
+
+    def next_batch(self) -> Round:
+        """The next round of groups. Raises PromptsExhausted when there is nothing left to train on."""
+        return self.collector.next_batch()
+
+    @abstractmethod
+    def begin_training(self) -> Metrics:
+        """Make room for scoring and training, in memory and in the weights."""
+
+    @abstractmethod
+    def finish_training(self, version: int) -> Metrics:
+        """The policy has the weights of `version` now: bring them to the engine, or decide to do so later."""
+
+    @abstractmethod
+    def evaluate(self) -> None:
+        """Measure the newest weights: to the end, or beside the next round."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.collector.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.collector.load_state_dict(state)
 
 
-def pipeline(
-    config: RLConfig,
-    bound: RunParts,
-    *,
-    prompts: PromptStream,
-    runner: EpisodeRunner,
-    loop: LoopRunner,
-    sampling_params: SamplingParams,
-    evaluation: PromptEvaluation | None = None,
-) -> Pipeline:
-    shared: dict[str, Any] = {
-        "prompts": prompts,
-        "runner": runner,
-        "batch_size": config.rollout.batch_size,
-        "samples_per_prompt": config.samples_per_prompt,
-        "sampling_params": sampling_params,
-        "logprobs_every": config.logprobs_every,
-        "score_filter": _score_filter(config),
-    }
-    if not config.plays_across_rounds:
-        collector = SyncCollector(**shared, loop=loop, generate_batch_size=config.generate_batch_size)
-        return Pipeline(collector, bound.workers, bound.weights, evaluation)
-    assert isinstance(loop, BackgroundRunner), "episodes that outlive their round need a loop that never rests"
-    ahead = config.train.async_enable
-    lasting = AsyncCollector(
-        **shared,
-        engine=bound.engine,
-        loop=loop,
-        queue_size=config.train.async_queue_size if ahead else 1,
-        at_once=config.generate_batch_size,
-        ahead=ahead,
-    )
-    if not ahead:
-        workers, weights = _in_turns(bound, loop)
-        return Pipeline(lasting, workers, weights, evaluation)
-    beside = evaluation and EvaluationBeside(evaluation, loop)
-    settle = beside.settle if beside else lambda: None
-    partial = config.train.partial_rollout_enable
-    workers, weights = _asynchronous(lasting, bound, loop, partial=partial, settle=settle)
-    if beside and isinstance(weights, DeferredWeightSync):
-        beside.catch_up = weights.catch_up
-    return Pipeline(lasting, workers, weights, beside)
+class Sync(Pipeline):
+    """One round after the other. While the policy is trained nothing is in play."""
+
+    def __init__(
+        self, parts: EngineParts, collector: Collector, turns: DeviceTurns, evaluation: Evaluation | None = None
+    ) -> None:
+        super().__init__(parts)
+        self.collector = collector
+        self.turns = turns
+        self.evaluation = evaluation
+
+    def start(self, version: int) -> None:
+        self.turns.to_rollout()
+        self.weights.push(version=version)
+
+    def begin_training(self) -> Metrics:
+        metrics = self.usage.of("generation")
+        if self.engine.shares_weights:
+            self.loop.run(self.engine.pause())
+        self.turns.to_training()
+        self.usage.forget()  # a look while engines fell asleep belongs to neither phase
+        return metrics
+
+    def finish_training(self, version: int) -> Metrics:
+        metrics = self.usage.of("training")
+        self.turns.to_rollout()
+        metrics.merge(self.weights.push(version=version))
+        return metrics
+
+    def evaluate(self) -> None:
+        assert self.evaluation is not None
+        self.evaluation.start()
 
 
-def _in_turns(bound: RunParts, loop: BackgroundRunner) -> tuple[Workers, WeightSync]:
-    """Engines stop when a round has its groups, with what is in play, and go on after the push."""
-    return RestingWorkers(bound.workers, lambda: loop.run(bound.engine.pause())), bound.weights
+class CarryOver(Sync):
+    """One round after the other, without its slowest episodes: those stop where they are and go on in the next.
+
+    `Sync` with a collector that keeps what is in play, and with engines that stop in the middle of responses.
+    """
+
+    def begin_training(self) -> Metrics:
+        self.loop.run(self.engine.pause())  # the push in `finish_training` resumes it
+        return super().begin_training()
 
 
-def _asynchronous(
-    collector: AsyncCollector, bound: RunParts, loop: BackgroundRunner, *, partial: bool, settle: Callable[[], None]
-) -> tuple[Workers, WeightSync]:
-    """`settle` comes before weights that an engine samples with change."""
-    engine, rest = bound.engine, Rest(collector.rest, collector.go_on)
-    if engine.shares_weights:
-        if partial:  # the push itself lets it go on
-            rest = Rest(lambda: loop.run(engine.pause()), lambda: None)
+class Async(Pipeline):
+    """Rollout goes on beside training. Weights change when nothing is in play, and not before they must.
 
-        def begin() -> None:
-            settle()
-            rest.begin()
+    This pipeline alone knows how many updates the engine is behind: its collector asks it.
+    """
 
-        return RestingWorkers(bound.workers, begin), RestingWeightSync(bound.weights, rest)
-    workers = OverlappedWorkers(bound.workers, collector)
-    if partial:
-        return workers, SettlingWeightSync(bound.weights, settle)
-    at_rest = SettlingWeightSync(RestingWeightSync(bound.weights, rest), settle)
-    return workers, DeferredWeightSync(at_rest, collector.puts_off_push)
+    def __init__(
+        self,
+        parts: EngineParts,
+        make_collector: Callable[[Callable[[], int]], AsyncCollector],
+        evaluation: BackgroundEvaluation | None = None,
+    ) -> None:
+        """`make_collector` is given a function that says how many updates the engine is behind."""
+        super().__init__(parts)
+        self.collector: AsyncCollector = make_collector(lambda: self._trained - self.engine.version)
+        self.evaluation: BackgroundEvaluation | None = evaluation
+        self.overlap = Overlap(self.collector)
+        self._trained = self.engine.version
+        """The version of the policy's weights. The engine's is older while a push is deferred."""
 
+    def start(self, version: int) -> None:
+        self._push(version)
 
-class Rest:
-    """Generation that rests, from the first who asks for it until it goes on."""
+    def begin_training(self) -> Metrics:
+        metrics = Metrics()
+        if self.engine.shares_weights:
+            metrics.merge(wait_for(self.evaluation))
+            self.collector.drain()
+            self.loop.run(self.engine.pause())
+        else:
+            self.overlap.begin()
+        metrics.merge(self.usage.of("generation"))
+        self.usage.forget()
+        return metrics
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin = begin
-        self._end = end
-        self._resting = False
+    def finish_training(self, version: int) -> Metrics:
+        metrics = self.usage.of("training")
+        if self.engine.shares_weights:
+            metrics.merge(self._push(version))
+            return metrics
+        metrics.merge(self.overlap.end())
+        if self.collector.can_do_without_push():
+            self._trained = version  # deferred: the push would wait for the slowest episode, and no round has to yet
+            return metrics
+        metrics.merge(wait_for(self.evaluation))
+        metrics.merge(self._push(version))
+        return metrics
 
-    def begin(self) -> None:
-        if not self._resting:
-            self._begin()
-            self._resting = True
+    def evaluate(self) -> None:
+        assert self.evaluation is not None
+        if self._trained != self.engine.version:  # a push was deferred, and it is the newest weights that are measured
+            self.evaluation.wait()
+            self._push(self._trained)
+        self.evaluation.start()
 
-    def end(self) -> None:
-        if self._resting:
-            self._end()
-            self._resting = False
-
-
-class RestingWorkers(WorkersBehind):
-    """Generation rests when a round is placed."""
-
-    def __init__(self, workers: Workers, begin_rest: Callable[[], None]) -> None:
-        super().__init__(workers)
-        self._begin_rest = begin_rest
-
-    def place(self, groups: Sequence[Group]) -> Any:
-        self._begin_rest()
-        return super().place(groups)
-
-
-class RestingWeightSync:
-    """Generation rests during a push, and goes on after it. Implements `WeightSync` with the one it is given."""
-
-    def __init__(self, weights: WeightSync, rest: Rest) -> None:
-        self._weights = weights
-        self._rest = rest
-
-    def push(self, *, version: int) -> Metrics:
-        self._rest.begin()
-        metrics = self._weights.push(version=version)
-        self._rest.end()
+    def _push(self, version: int) -> Metrics:
+        self.collector.drain()
+        metrics = self.weights.push(version=version)
+        self._trained = version
+        self.collector.resume()
         return metrics
 
 
-class OverlappedWorkers(WorkersBehind):
-    """Tells with an update for which share of a round's time, from update to update, generation went on beside it:
-    `perf/overlap`."""
+class AsyncPartial(Pipeline):
+    """Rollout goes on beside training. Weights change after every round, in the middle of responses."""
 
-    def __init__(self, workers: Workers, collector: AsyncCollector) -> None:
-        super().__init__(workers)
+    def __init__(
+        self, parts: EngineParts, collector: AsyncCollector, evaluation: BackgroundEvaluation | None = None
+    ) -> None:
+        super().__init__(parts)
+        self.collector: AsyncCollector = collector
+        self.evaluation: BackgroundEvaluation | None = evaluation
+        self.overlap = Overlap(collector)
+
+    def start(self, version: int) -> None:
+        self.weights.push(version=version)
+
+    def begin_training(self) -> Metrics:
+        metrics = Metrics()
+        if self.engine.shares_weights:
+            metrics.merge(wait_for(self.evaluation))
+            self.loop.run(self.engine.pause())
+        else:
+            self.overlap.begin()
+        metrics.merge(self.usage.of("generation"))
+        self.usage.forget()
+        return metrics
+
+    def finish_training(self, version: int) -> Metrics:
+        metrics = self.usage.of("training")
+        if not self.engine.shares_weights:
+            metrics.merge(self.overlap.end())
+            metrics.merge(wait_for(self.evaluation))
+        metrics.merge(self.weights.push(version=version))  # pauses the engine, and resumes it with the new weights
+        return metrics
+
+    def evaluate(self) -> None:
+        assert self.evaluation is not None
+        self.evaluation.start()
+
+
+def wait_for(evaluation: BackgroundEvaluation | None) -> Metrics:
+    """An evaluation measures the weights that it began with: before these change it has to be over."""
+    start = time.perf_counter()
+    if evaluation is not None:
+        evaluation.wait()
+    metrics = Metrics()
+    metrics.last("timing/evaluation_wait", time.perf_counter() - start)
+    return metrics
+
+
+class Overlap:
+    """`perf/overlap`: for which share of a round's time, from update to update, episodes were in play beside it."""
+
+    def __init__(self, collector: AsyncCollector) -> None:
         self._collector = collector
         self._in_play_before = 0.0
-        self._last_update: float | None = None
+        self._last_end: float | None = None
 
-    def place(self, groups: Sequence[Group]) -> Any:
+    def begin(self) -> None:
         self._in_play_before = self._collector.seconds_in_play
-        return super().place(groups)
 
-    def update(self, batch: Any) -> Metrics:
-        metrics = super().update(batch)
-        now, beside = time.perf_counter(), self._collector.seconds_in_play - self._in_play_before
-        if self._last_update is not None:
-            metrics.last("perf/overlap", beside / (now - self._last_update))
-        self._last_update = now
+    def end(self) -> Metrics:
+        metrics, now = Metrics(), time.perf_counter()
+        if self._last_end is not None:
+            beside = self._collector.seconds_in_play - self._in_play_before
+            metrics.last("perf/overlap", beside / (now - self._last_end))
+        self._last_end = now
         return metrics
-
-
-class SettlingWeightSync:
-    """A push waits for an evaluation of the weights it would replace. Implements `WeightSync` with the one given."""
-
-    def __init__(self, weights: WeightSync, settle: Callable[[], None]) -> None:
-        self._weights = weights
-        self._settle = settle
-
-    def push(self, *, version: int) -> Metrics:
-        start = time.perf_counter()
-        self._settle()
-        waited = time.perf_counter() - start
-        metrics = self._weights.push(version=version)
-        metrics.last("timing/evaluation_wait", waited)
-        return metrics
-
-
-class DeferredWeightSync:
-    """Pushes only when it has to. Implements `WeightSync` with the one it is given."""
-
-    def __init__(self, weights: WeightSync, puts_off: Callable[[], bool]) -> None:
-        self._weights = weights
-        self._puts_off = puts_off
-        self._waiting: int | None = None
-        """The version that the engine has not got yet."""
-
-    def push(self, *, version: int) -> Metrics:
-        if self._puts_off():
-            self._waiting = version
-            return Metrics()
-        self._waiting = None
-        return self._weights.push(version=version)
-
-    def catch_up(self) -> None:
-        """The engine gets the newest weights, if it has not got them."""
-        if self._waiting is not None:
-            version, self._waiting = self._waiting, None
-            self._weights.push(version=version)
-
-
-def _score_filter(config: RLConfig) -> ScoreFilter | None:
-    if not config.algo.dynamic_filtering_enable:
-        return None
-    low, high = config.algo.dynamic_filtering_range
-    members = 2 if config.uses_group_baseline else 1
-    return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size, members=members)

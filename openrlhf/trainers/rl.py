@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
 from openrlhf.learners.base import Workers
@@ -15,38 +15,14 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.signs import NoWarnings, Warnings
 from openrlhf.observability.timing import PhaseClock
-from openrlhf.rollout.collector import PromptsExhausted, Round
+from openrlhf.rollout.collector import PromptsExhausted
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
+from openrlhf.trainers.pipelines import Pipeline
 from openrlhf.types import Group
 from openrlhf.utils import waits
 from openrlhf.utils.interrupts import Stopped, StopRequest
-from openrlhf.weight_sync.base import WeightSync
-
-
-class Collector(Protocol):
-    """Where training batches come from: agents and rewards on an engine, in whatever order it sees fit."""
-
-    def next_batch(self) -> Round:
-        """Raises PromptsExhausted when there is nothing left to train on."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Evaluation(Protocol):
-    """Measures the policy on prompts it does not train on."""
-
-    def start(self) -> None:
-        """Measure the weights that the engine has now, to the end or beside the next round."""
-        ...
-
-    def result(self, *, wait: bool = False) -> dict[str, float] | None:
-        """What was found, once it is over; None before that, and when it has been told. `wait`: until it is over."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +55,8 @@ class RLTrainer:
     def __init__(
         self,
         *,
-        collector: Collector,
+        pipeline: Pipeline,
         workers: Workers,
-        weights: WeightSync,
-        evaluation: Evaluation | None,
         best: BestMetric,
         schedule: Schedule,
         logger: Logger,
@@ -94,10 +68,8 @@ class RLTrainer:
         warnings: Warnings | None = None,
     ) -> None:
         """`stop`: who may ask for the end of the run, after a checkpoint; None: nobody."""
-        self.collector = collector
+        self.pipeline = pipeline
         self.workers = workers
-        self.weights = weights
-        self.evaluation = evaluation
         self.best = best
         self.schedule = schedule
         self.logger = logger
@@ -122,8 +94,7 @@ class RLTrainer:
         Raises Stopped when it was asked to stop and has saved, and RolloutError when there was nothing to train on.
         """
         state = self.checkpointer.load(self.load_state_dict)
-        # An engine begins with whatever its files hold, or with nothing.
-        self.weights.push(version=self.version)
+        self.pipeline.start(self.version)
         # A checkpoint has the very weights whose evaluation it interrupted.
         if self.schedule.eval_at_ends if state is None else state.get("evaluating"):
             self.evaluate()
@@ -161,14 +132,15 @@ class RLTrainer:
                 raise Stopped(by)
 
     def _evaluation_is_due(self) -> bool:
-        due = self.evaluation is not None and self.schedule.evaluates_after(self.rounds_done)
+        due = self.pipeline.evaluation is not None and self.schedule.evaluates_after(self.rounds_done)
         return due and self.evaluated_after != self.rounds_done
 
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""
         with self.clock.phase("generation"):
-            groups, metrics, turned_away = self.collector.next_batch()
+            groups, metrics, turned_away = self.pipeline.next_batch()
         with self.clock.phase("make_experience"):
+            metrics.merge(self.pipeline.begin_training())
             batch, placed = self.workers.place(groups)
             metrics.merge(placed)
             self.workers.score(batch)
@@ -177,7 +149,7 @@ class RLTrainer:
             metrics.merge(self.workers.update(batch))
         with self.clock.phase("broadcast"):
             self.version += 1
-            metrics.merge(self.weights.push(version=self.version))
+            metrics.merge(self.pipeline.finish_training(self.version))
         self.rollout_log.write(self.version, groups)
         self.ledger.write(self.version, groups, turned_away=turned_away)
         metrics.merge(self.measure(groups))
@@ -204,10 +176,10 @@ class RLTrainer:
 
     def evaluate(self) -> bool:
         """Measure the present weights. Whether they are known to be the best so far: not if it takes its time."""
-        if self.evaluation is None:
+        if self.pipeline.evaluation is None:
             return False
         with waits.during(f"evaluation after step {self.rounds_done}"), self.clock.phase("evaluation"):
-            self.evaluation.start()
+            self.pipeline.evaluate()
             self.evaluating, self.evaluated_after = True, self.rounds_done
             best = self.take_evaluation()
         self.clock.take()  # evaluation is no part of the next round's time
@@ -215,7 +187,8 @@ class RLTrainer:
 
     def take_evaluation(self, *, wait: bool = False) -> bool:
         """Tell what an evaluation has found, under the step it measured. Whether that is the best so far."""
-        values = self.evaluation.result(wait=wait) if self.evaluation and self.evaluating else None
+        evaluation = self.pipeline.evaluation
+        values = evaluation.result(wait=wait) if evaluation is not None and self.evaluating else None
         if values is None:
             return False
         step, self.last_evaluation, self.evaluating = self.evaluated_after, values, False
@@ -244,7 +217,7 @@ class RLTrainer:
         return {
             "rounds": self.rounds_done,
             "version": self.version,
-            "collector": self.collector.state_dict(),
+            "collector": self.pipeline.state_dict(),
             "workers": self.workers.state_dict(),
             "best": self.best.state_dict(),
             "last_evaluation": dict(self.last_evaluation),
@@ -253,7 +226,7 @@ class RLTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.collector.load_state_dict(state["collector"])
+        self.pipeline.load_state_dict(state["collector"])
         self.workers.load_state_dict(state["workers"])
         self.best.load_state_dict(state["best"])
         self.rounds_done, self.version = state["rounds"], state["version"]

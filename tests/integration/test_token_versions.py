@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from test_vllm_run import REWARD, _write_model
 
 from openrlhf.config import parse
-from openrlhf.learners.base import WorkersBehind
 from openrlhf.models.policy import Policy
 from openrlhf.observability.loggers import read_metrics
 from openrlhf.runs.launchers import RunParts, make_launcher
@@ -48,7 +47,12 @@ class Witness:
     def build(self, *, total_steps: int, loop) -> Iterator[RunParts]:
         with self._launcher.build(total_steps=total_steps, loop=loop) as bound:
             self._policy, self._weights = bound.kept[ACTOR].backend.module, bound.weights
-            yield bound._replace(workers=_SeenWorkers(bound.workers, self), weights=self)
+            self._place, bound.workers.place = bound.workers.place, self.place
+            yield bound._replace(weights=self)
+
+    def place(self, groups: Sequence[Group]):
+        self.groups += groups
+        return self._place(groups)
 
     def push(self, *, version: int):
         self.policies[version] = copy.deepcopy(self._policy)
@@ -64,16 +68,6 @@ class Witness:
                 expected_A = self.policies[version].eval()(tokens, temperature=1.0).logprobs_A
             found_A = torch.where(versions_A == version, found_A - expected_A, found_A)
         return float(found_A.abs().max())
-
-
-class _SeenWorkers(WorkersBehind):
-    def __init__(self, workers, witness: Witness) -> None:
-        super().__init__(workers)
-        self._witness = witness
-
-    def place(self, groups: Sequence[Group]):
-        self._witness.groups += groups
-        return super().place(groups)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,15 @@ class Engine:
     version = 0
 
 
+class Behind:
+    """What the pipeline knows: how many updates the engine has not got."""
+
+    updates = 0
+
+    def __call__(self):
+        return self.updates
+
+
 class Runner:
     """Prompt o ends when it is told to, with the scores of `script[o]` and the version that it began with. Those that
     are told together end one after the other."""
@@ -64,7 +73,7 @@ def loop():
 def make(loop, tmp_path):
     made = []
 
-    def make(script, *, batch=2, queue=1, at_once=None, ahead=True, filtered=False):
+    def make(script, *, batch=2, queue=1, at_once=None, ahead=True, filtered=False, behind=lambda: 0):
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps({"input": f"q{i}"}) + "\n" for i in range(len(script))))
         engine = Engine()
@@ -81,6 +90,7 @@ def make(loop, tmp_path):
             queue_size=queue,
             at_once=at_once,
             ahead=ahead,
+            behind=behind,
             score_filter=ScoreFilter(0.1, 0.9, warn_after=100) if filtered else None,
         )
         return collector, runner, engine
@@ -118,9 +128,9 @@ def test_prompts_start_while_a_round_is_trained_on_and_no_more_than_there_is_roo
     collector, runner, _ = make([GOOD] * 8, queue=1)
     runner.finish(*range(8))
     assert ordinals(collector.next_batch()) == [0, 1]
-    collector.rest()
+    collector.drain()
     assert runner.started == [0, 1, 2, 3]
-    collector.go_on()
+    collector.resume()
     assert ordinals(collector.next_batch()) == [2, 3]
 
 
@@ -129,37 +139,39 @@ def test_at_rest_nothing_is_in_play_and_nothing_starts(make, loop):
     runner.finish(0, 1)
     collector.next_batch()
     runner.finish(*range(8))
-    collector.rest()
+    collector.drain()
     before = list(runner.started)
     assert collector.state_dict()["unserved"] == []
     loop.run(asyncio.sleep(0.05))
     assert runner.started == before
-    collector.go_on()
+    collector.resume()
     assert ordinals(collector.next_batch()) == [2, 3]
 
 
-def test_a_push_is_put_off_until_a_round_would_wait_for_the_slowest_anyway(make):
+def test_a_push_can_be_deferred_until_a_round_would_wait_for_the_slowest_anyway(make):
     """Two rounds of 2 ahead. Begun with version 0: 0 to 3, and 4 and 5 when the first round is taken.
 
     After the first update four are left: two of them make a round, so what is in play goes on with version 0. As the
     engine is one behind, at most (2 − 1)·2 may be left then, which 4 and 5 are: nothing begins. After the second update
     the next round would need both of them: the push comes first. What begins after it is of version 2.
     """
-    collector, runner, engine = make([GOOD] * 12, queue=2, at_once=4)
+    behind = Behind()
+    collector, runner, engine = make([GOOD] * 12, queue=2, at_once=4, behind=behind)
     runner.finish(0, 1, 2)
     assert ordinals(collector.next_batch()) == [0, 1]
-    assert collector.puts_off_push()
+    assert collector.can_do_without_push()
+    behind.updates = 1
     assert collector.version == 1
     runner.finish(3)
     second = collector.next_batch()
     assert ordinals(second) == [2, 3]
     assert second.metrics.values()["rollout/staleness_max"] == 1
     assert runner.started == [0, 1, 2, 3, 4, 5]
-    assert not collector.puts_off_push()
+    assert not collector.can_do_without_push()
     runner.finish(4, 5)
-    collector.rest()
-    engine.version = 2
-    collector.go_on()
+    collector.drain()
+    engine.version, behind.updates = 2, 0
+    collector.resume()
     assert collector.version == 2
     third = collector.next_batch()
     assert ordinals(third) == [4, 5]
@@ -167,26 +179,26 @@ def test_a_push_is_put_off_until_a_round_would_wait_for_the_slowest_anyway(make)
     assert runner.started == list(range(10))
 
 
-def test_one_round_ahead_no_push_is_put_off(make):
+def test_one_round_ahead_no_push_can_be_deferred(make):
     """The next round takes 2 and 3, all there is."""
     collector, runner, _ = make([GOOD] * 8)
     runner.finish(0, 1)
     collector.next_batch()
     assert runner.started == [0, 1, 2, 3]
-    assert not collector.puts_off_push()
+    assert not collector.can_do_without_push()
     assert collector.version == 0
 
 
-def test_no_push_is_put_off_when_nothing_is_in_play(make):
+def test_no_push_can_be_deferred_when_nothing_is_in_play(make):
     collector, runner, _ = make([GOOD] * 6, queue=2, at_once=4)
     runner.finish(*range(6))
     collector.next_batch()
-    collector.rest()
+    collector.drain()
     assert runner.started == list(range(6))
-    assert not collector.puts_off_push()
+    assert not collector.can_do_without_push()
 
 
-def test_the_first_push_of_a_resumed_run_is_not_put_off(make):
+def test_the_first_push_of_a_resumed_run_cannot_be_deferred(make):
     collector, runner, _ = make([GOOD] * 8, queue=3, at_once=6)
     runner.finish(0, 1, 2, 3, 4, 5)
     collector.next_batch()
@@ -194,7 +206,7 @@ def test_the_first_push_of_a_resumed_run_is_not_put_off(make):
     assert len(state["waiting"]) > 2
     resumed, _, _ = make([GOOD] * 8, queue=3, at_once=6)
     resumed.load_state_dict(state)
-    assert not resumed.puts_off_push()
+    assert not resumed.can_do_without_push()
 
 
 def test_stragglers_go_on_in_the_next_round_and_are_waited_for_when_they_must(make):

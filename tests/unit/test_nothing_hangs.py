@@ -120,9 +120,9 @@ def test_a_queue_whose_producer_is_stuck(ahead, watched):
 
 def test_generation_that_does_not_come_to_rest(ahead, watched):
     collector, _, _ = ahead
-    collector.go_on()
+    collector.resume()
     with pytest.raises(WaitError, match=r"waiting 0 s for 2 of 2 prompts \(0, 1\)"), watched():
-        collector.rest()
+        collector.drain()
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before it began", "in the middle"])

@@ -198,7 +198,7 @@ def test_a_round_in_which_all_failed_ends_the_run(loop):
 
 
 class EventLog:
-    """Collector, workers, weights and evaluation in one: writes down who was called in which order."""
+    """Pipeline, workers and evaluation in one: writes down who was called in which order."""
 
     def __init__(self, loop, evaluations: Iterable[float] = (0.5, 0.5)) -> None:
         self.events: list = []
@@ -226,7 +226,18 @@ class EventLog:
         metrics.last("policy_loss", 0.5)
         return metrics
 
-    def push(self, *, version):
+    @property
+    def evaluation(self):
+        return self
+
+    def start(self, version):
+        self.events.append(("push", version))
+
+    def begin_training(self):
+        self.events.append("begin")
+        return Metrics()
+
+    def finish_training(self, version):
         self.events.append(("push", version))
         return Metrics()
 
@@ -236,7 +247,7 @@ class EventLog:
     def load_state_dict(self, state):
         self.events.append("loaded")
 
-    def start(self):
+    def evaluate(self):
         self.events.append("evaluate")
         self.found = {"eval_default_pass1": next(self.evaluations)}
 
@@ -273,10 +284,8 @@ class RememberingLogger(NullLogger):
 
 def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | None = None) -> RLTrainer:
     return RLTrainer(
-        collector=log,
+        pipeline=log,
         workers=log,
-        weights=log,
-        evaluation=log,
         best=BestMetric(),
         schedule=schedule,
         logger=logger,
@@ -286,11 +295,11 @@ def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | N
     )
 
 
-def test_a_step_is_collect_place_score_advantages_update_push(loop):
+def test_a_step_is_collect_begin_place_score_advantages_update_push(loop):
     """Before the first one the engine is given the policy's weights: it may have none of its own."""
     log = EventLog(loop)
     make_trainer(log, Schedule(rounds=2), NullLogger()).fit()
-    one_round = ["collect", "place", "score", "advantages", "update"]
+    one_round = ["collect", "begin", "place", "score", "advantages", "update"]
     assert log.events == [("push", 0), *one_round, ("push", 1), *one_round, ("push", 2)]
 
 
@@ -320,13 +329,13 @@ def test_tokens_per_second_are_those_of_judged_samples_over_the_time_of_the_roun
             now[0] += 1.0
             return super().update(batch)
 
-        def push(self, *, version):
-            now[0] += 0.0 if version else 100.0
-            return super().push(version=version)
+        def start(self, version):
+            now[0] += 100.0
+            super().start(version)
 
-        def start(self):
+        def evaluate(self):
             now[0] += 50.0
-            super().start()
+            super().evaluate()
 
     log, logger = Slow(loop, [0.5] * 4), RememberingLogger()
     log.source = make_collector(loop, ["ab", "xd", "ef", "xh"], LengthReward(broken="x"))
@@ -443,7 +452,7 @@ def test_a_continued_run_tells_the_engine_its_version_and_evaluates_nothing_twic
     resumed = make_trainer(log, Schedule(rounds=2, eval_at_ends=True, save_every=5), NullLogger(), progress)
     resumed.checkpointer = Shelf(shelf.saved[1][0])
     assert resumed.fit() == {"eval_default_pass1": 0.25}
-    one_round = ["collect", "place", "score", "advantages", "update"]
+    one_round = ["collect", "begin", "place", "score", "advantages", "update"]
     assert log.events == ["loaded", "loaded", ("push", 1), *one_round, ("push", 2), "evaluate"]
     assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
 
@@ -453,13 +462,13 @@ class LateLog(EventLog):
 
     ended = False
 
-    def start(self):
-        super().start()
+    def evaluate(self):
+        super().evaluate()
         self.ended = False
 
-    def push(self, *, version):
+    def finish_training(self, version):
         self.ended = True
-        return super().push(version=version)
+        return super().finish_training(version)
 
     def result(self, *, wait=False):
         return super().result() if wait or self.ended else None
@@ -474,7 +483,7 @@ def test_an_evaluation_beside_training_is_told_under_the_step_it_measured(loop):
         (1, "train", None), (0, "eval", 0.25), (2, "train", None), (1, "eval", 0.75), (2, "eval", 0.5)
     ]  # fmt: skip
     assert result == {"eval_default_pass1": 0.5}
-    one_round = ["collect", "place", "score", "advantages", "update"]
+    one_round = ["collect", "begin", "place", "score", "advantages", "update"]
     assert log.events == [
         ("push", 0),
         "evaluate",
@@ -527,10 +536,10 @@ class AskedDuring(EventLog):
             self.stop.asked = signal.SIGTERM
         return super().update(batch)
 
-    def start(self):
+    def evaluate(self):
         if self.event == "evaluate":
             self.stop.asked = signal.SIGTERM
-        super().start()
+        super().evaluate()
 
 
 @pytest.mark.parametrize(("event", "evaluated"), [("update", False), ("evaluate", True)])

@@ -1,160 +1,20 @@
-"""Whose turn it is on a shared device, and whether turns are needed at all."""
+"""How engines are started: what of a device's memory they may have, whether they sleep, how weights reach them."""
 
 import pytest
 import torch
 from small_rl import make_models
 
 from openrlhf.config import parse
-from openrlhf.observability.metrics import Metrics
-from openrlhf.observability.usage import Usage
-from openrlhf.runs.engine_settings import engine_memory, places, transfer_backend
-from openrlhf.trainers.hybrid import (
-    GIB,
-    HybridSwitch,
-    HybridWeightSync,
-    HybridWorkers,
+from openrlhf.observability.usage import GIB
+from openrlhf.runs.engine_settings import (
     TrainedShape,
+    engine_memory,
     engine_share,
     needs_sleep,
+    places,
     training_bytes,
+    transfer_backend,
 )
-
-
-class Device:
-    """80 GiB, an engine of 60 and a backend of 30: whoever takes more than is left fails, as on a real one."""
-
-    def __init__(self):
-        self.free = 80
-        self.peak = 0
-
-    def take(self, size):
-        assert size <= self.free, "out of memory"
-        self.free -= size
-        self.peak = max(self.peak, 80 - self.free)
-
-    def looked_at_when_asked(self):
-        """What a meter has seen that did not happen to look since the last call."""
-        return {"10.0.0.1": Usage(0.5, 80 - self.free)}
-
-    def looked_at_always(self):
-        """What a meter has seen that looks all the time: the most since the last call."""
-        peak, self.peak = self.peak, 80 - self.free
-        return {"10.0.0.1": Usage(0.5, peak)}
-
-
-class Engine:
-    """Asleep at first. A push wakes it; its weights are whatever was pushed last."""
-
-    def __init__(self, device):
-        self.device, self.awake, self.version = device, False, None
-
-    def sleep(self):
-        assert self.awake
-        self.device.free += 60
-        self.awake, self.version = False, None
-
-    def push(self, *, version):
-        if not self.awake:
-            self.device.take(60)
-        self.awake, self.version = True, version
-
-
-class Trainer:
-    """A backend and the workers on it: updates need its state on the device, and leave 20 behind in an allocator."""
-
-    def __init__(self, device):
-        self.device, self.awake, self.cached = device, True, 0
-        device.take(30)
-
-    def sleep(self):
-        assert self.awake
-        self.device.free += 30
-        self.awake = False
-
-    def wake(self):
-        assert not self.awake
-        self.device.take(30)
-        self.awake = True
-
-    def release(self):
-        self.device.free += self.cached
-        self.cached = 0
-
-    def place(self, groups):
-        return groups
-
-    def update(self, batch):
-        assert self.awake
-        if not self.cached:
-            self.device.take(20)
-            self.cached = 20
-        metrics = Metrics()
-        metrics.last("policy_loss", 0.5)
-        return metrics
-
-
-def shared(meter=Device.looked_at_when_asked):
-    device = Device()
-    engine, trainer = Engine(device), Trainer(device)
-    switch = HybridSwitch(engines=[engine], backends=[trainer], release=trainer.release)
-    workers = HybridWorkers(trainer, switch, usage=lambda: meter(device))
-    return device, engine, trainer, workers, HybridWeightSync(engine, switch)
-
-
-@pytest.mark.parametrize("meter", [Device.looked_at_when_asked, Device.looked_at_always])
-def test_engine_and_training_take_turns_on_a_device_that_cannot_hold_both(meter):
-    """60 + 30 are more than 80, and so are 60 + 20 of cached memory + anything. Three rounds, and nothing grows.
-    What is measured is the same whenever the meter happens to look."""
-    device, engine, trainer, workers, weights = shared(meter)
-    weights.push(version=0)
-    seen = []
-    for version in (1, 2, 3):
-        assert (engine.awake, engine.version, trainer.awake) == (True, version - 1, False)
-        batch = workers.place([])
-        assert (engine.awake, trainer.awake) == (False, True)
-        seen.append(workers.update(batch).values())
-        weights.push(version=version)
-        assert device.free == 20
-    memory = {"memory/peak_generation_gb": 60, "memory/peak_training_gb": 50}
-    busy = {"device/10.0.0.1/generation_busy": 0.5, "device/10.0.0.1/training_busy": 0.5}
-    assert seen == [{"policy_loss": 0.5} | memory | busy] * 3
-
-
-def test_a_phase_that_has_begun_is_not_begun_again():
-    """A second push in a row, as after a resumed run's first; a second batch placed before the push."""
-    _, engine, trainer, workers, weights = shared()
-    weights.push(version=0)
-    weights.push(version=0)
-    workers.place([])
-    workers.place([])
-    assert (engine.awake, trainer.awake) == (False, True)
-
-
-def test_an_engine_that_does_not_fall_asleep_leaves_the_phase_as_it_was():
-    _, engine, trainer, workers, weights = shared()
-    weights.push(version=0)
-    fall_asleep = engine.sleep
-    engine.sleep = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        workers.place([])
-    assert not trainer.awake
-    engine.sleep = fall_asleep
-    workers.place([])
-    assert trainer.awake
-
-
-def test_who_need_not_sleep_is_left_alone():
-    """Without engines that sleep nothing is given back either: taking memory anew costs time."""
-    switch = HybridSwitch(release=lambda: 1 / 0)
-    switch.to_rollout()
-    switch.to_training()
-
-
-def test_workers_whose_memory_nobody_measures_log_none():
-    device = Device()
-    workers = HybridWorkers(Trainer(device), HybridSwitch())
-    assert workers.update(workers.place([])).values() == {"policy_loss": 0.5}
-
 
 SHAPE = TrainedShape(parameters=1000, layers=3, hidden=10, intermediate=20, element_bytes=2, checkpointing=False)
 

@@ -1,0 +1,106 @@
+"""An engine that fulfils the whole contract with a table of logits, and notes what happens to it in which order."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.rollout.base import EngineError
+from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.weight_sync.blocks import WeightBlock
+
+PROBLEMS = ("132", "213", "231", "312", "321")
+"""The demo's task with three digits: `312>` → `123`. What stands behind `>` only names a prompt."""
+
+
+class TablePolicy(nn.Module):
+    """The smallest policy: logits [problem, place, digit]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(len(PROBLEMS), 3, 3))
+
+    def logprobs(self, problem: str) -> Tensor:
+        """[place, digit]"""
+        return self.logits[PROBLEMS.index(problem)].log_softmax(-1)
+
+
+class FakeEngine:
+    """Samples one digit per turn of the event loop. `events` has the requests, and each call that changed something."""
+
+    any_loop = False
+    max_model_len = 64
+
+    def __init__(self, policy: TablePolicy, events: list[str], *, shares_weights: bool = False, asleep: bool = False):
+        """`policy` is the engine's own, or with `shares_weights` the one that is trained."""
+        self.policy, self.events, self.shares_weights = policy, events, shares_weights
+        self.version = 0
+        self.asleep = asleep
+        self.has_weights = not asleep
+        self.running = asyncio.Event()
+        if not asleep:
+            self.running.set()
+        self.stops: dict[str, tuple[int, asyncio.Event]] = {}
+        """By a prompt's name: at which place its requests stop, and what lets them go on."""
+
+    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+        problem, _, name = "".join(map(chr, token_ids)).partition(">")
+        self.events.append(f"generate {name}")
+        rng, ids, logprobs, versions = random.Random(sampling_params.seed), [], [], []
+        for place in range(3):
+            await asyncio.sleep(0)
+            if name in self.stops and self.stops[name][0] == place:
+                await self.stops[name][1].wait()
+            await self.running.wait()
+            of_digits = self.policy.logprobs(problem)[place].tolist()
+            digit = rng.choices(range(3), [2.718281828459045**x for x in of_digits])[0]
+            ids.append(ord("1") + digit)
+            logprobs.append(of_digits[digit])
+            versions.append(self.version)
+        self.events.append(f"answer {name}")
+        return Generation(token_ids=ids, logprobs=logprobs, versions=versions, finish_reason=FinishReason.STOP)
+
+    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+        yield await self.generate(token_ids, sampling_params)
+
+    async def pause(self) -> None:
+        if self.running.is_set():
+            self.running.clear()
+            self.events.append("pause")
+
+    async def resume(self, version: int) -> None:
+        if not self.has_weights:
+            raise EngineError("an engine that slept has no weights before the next push")
+        if not self.running.is_set() or version != self.version:
+            self.version = version
+            self.running.set()
+            self.events.append(f"resume {version}")
+
+    async def sleep(self) -> None:
+        if not self.asleep:
+            self.running.clear()
+            self.asleep, self.has_weights = True, False
+            self.events.append("sleep")
+
+    async def wake(self) -> None:
+        if self.asleep:
+            self.asleep = False
+            self.events.append("wake")
+
+    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+        assert not self.running.is_set(), "weights are loaded into an engine that samples"
+        assert not self.asleep, "weights are loaded into memory that was given away"
+        for name, tensor in (pair for block in blocks for pair in block.tensors()):
+            self.policy.get_parameter(name).data.copy_(tensor)
+        self.has_weights = True
+        self.events.append("load_weights")
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Of a problem's answer; its prompt is certain."""
+        problem, _, answer = "".join(map(chr, token_ids)).partition(">")
+        of_places = self.policy.logprobs(problem)
+        return [0.0] * len(problem) + [float(of_places[i, int(digit) - 1]) for i, digit in enumerate(answer)]
+
+    async def check_health(self) -> None: ...
