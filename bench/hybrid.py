@@ -188,7 +188,7 @@ def _profile_the_third_update() -> None:
     """Prints the operators and kernels that took longest in it."""
     import torch
 
-    from openrlhf.learners.local import LocalWorkers
+    from openrlhf.learners.workers import LocalWorkers
 
     update, calls = LocalWorkers.update, iter(range(1_000_000))
 

@@ -49,7 +49,7 @@ from openrlhf.cluster.launch import ray_cluster
 from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.services import RankService
 from openrlhf.demo.model import write_model
-from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.accumulation import MicroBatching
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rewards.base import Reward, RewardRequest

@@ -10,8 +10,8 @@ from openrlhf.cluster.placement import Role
 from openrlhf.cluster.transport import PackedSamples
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.learners.advantages import SampleMaker
-from openrlhf.learners.base import Placed
 from openrlhf.learners.steps import StepSettings, assign_to_ranks
+from openrlhf.learners.workers import Placed
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, SampleKey
 

@@ -1,26 +1,117 @@
-"""The gradient of one optimizer step, whatever memory allows: micro-batches that do not fit are cut again.
+"""The gradient of one optimizer step, whatever memory allows.
 
-A backward that fails may have added a part of its gradient, and nobody knows which. So the whole step is begun again:
-all gradients since the last optimizer step are dropped, and the same samples are run in smaller micro-batches. What
-they weigh was worked out before they were cut, so the gradient is the same; metrics of what was dropped go with it.
+MicroBatching     how a list of samples is cut into forwards
+MicroBatchSizer   as the flags say until memory runs out, and smaller from then on
+accumulate        the gradient of a step; micro-batches that do not fit are cut again
+SkippedSteps      steps that are left out because something in them is not finite: counted, named, and not for ever
 
-Ranks agree before the optimizer step: each tells the others whether it failed. One that did goes on with micro-batches
-that count for nothing, because the others, who do not know yet, may be waiting for its part of a sum.
+A backward that fails may have added a part of its gradient, and it is not known which. So the whole step is begun
+again: all gradients since the last optimizer step are dropped, and the same samples are run in smaller micro-batches.
+What they weigh was worked out before they were cut, so the gradient is the same; metrics of what was dropped go with
+it.
+
+Ranks agree before the optimizer step: each tells the others whether it failed. A rank that did goes on with
+micro-batches that count for nothing, because the others, which do not know yet, may be waiting for its part of a sum.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
-from openrlhf.learners.microbatch import DoesNotFitError, MicroBatchSizer, Overflow, give_memory_back
+from openrlhf.backends.state import LeftOut, NotFiniteError
+from openrlhf.data.packing import by_count, by_tokens
 from openrlhf.observability.metrics import Metrics
+from openrlhf.types import TrainingBatch
 from openrlhf.utils import waits
+
+logger = logging.getLogger(__name__)
+
+
+class DoesNotFitError(RuntimeError):
+    """Memory ran out, and smaller micro-batches are no help. The text says what is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatching:
+    """Either a token budget (never exceeded) or a number of samples. Packed without padding both ways."""
+
+    samples: int = 1
+    tokens: int | None = None
+    """Token budget; set, it takes the place of `samples`."""
+    remedy: str = "--train.max_tokens_per_gpu {tokens} with --train.dynamic_batch_enable"
+    """What people can do to begin with so many tokens."""
+
+    def cut(self, batch: TrainingBatch, indices: Sequence[int]) -> list[list[int]]:
+        """Micro-batches of these samples. A prompt's samples stay together where they can: they share its forward.
+
+        The budget counts every sample whole, as if none were shared: what it bounds is memory, and attention still
+        holds each sample's keys.
+        """
+        if self.tokens is None:
+            return by_count(indices, size=self.samples)
+        prompts = [sample.key.prompt for sample in batch.samples]
+        return by_tokens(indices, batch.lengths, budget=self.tokens, families=prompts)
+
+
+class Overflow(NamedTuple):
+    """A micro-batch for which the memory of a rank's device was not enough."""
+
+    tokens: int
+    samples: int
+    rank: int
+
+
+class MicroBatchSizer:
+    """The cut of the moment. It is the same on all ranks."""
+
+    def __init__(self, batching: MicroBatching) -> None:
+        self.batching = batching
+        self.shrunk = False
+
+    def shrink(self, overflows: Sequence[Overflow]) -> None:
+        """Half the tokens of the smallest micro-batch that did not fit, for the rest of the run.
+
+        `overflows`: of all ranks. Raises DoesNotFitError where one of them was a single sample.
+        """
+        smallest = min(overflows)
+        for tokens, samples, rank in overflows:
+            if samples == 1:
+                raise DoesNotFitError(
+                    f"memory ran out on a single sample of {tokens} tokens (rank {rank}), which cannot be cut: lower "
+                    "--data.max_len, or make room with gradient checkpointing, a higher --ds.zero_stage, "
+                    "--ds.adam_offload, or in RL a lower --vllm.gpu_memory_utilization"
+                )
+        budget, self.shrunk = smallest.tokens // 2, True
+        self.batching = MicroBatching(tokens=budget, remedy=self.batching.remedy)
+        logger.warning(
+            "memory ran out in a micro-batch of %d tokens (rank %d): from now on they have at most %d; gradients and "
+            "metrics stay what they were. To begin with that: %s",
+            smallest.tokens,
+            smallest.rank,
+            budget,
+            self.remedy(budget),
+        )
+
+    def remedy(self, tokens: int) -> str:
+        """For people whose micro-batches are to have at most so many tokens."""
+        return self.batching.remedy.format(tokens=tokens)
+
+
+def give_memory_back() -> None:
+    """What a forward that failed has left. Not inside the `except`: its error holds every frame and their tensors."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
 
 M = TypeVar("M")
 
@@ -86,3 +177,48 @@ def _require_another_try(backend: Backend, fitting: MicroBatchSizer, overflow: O
             f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}), and the step cannot "
             f"be begun again: {reason}; begin with {fitting.remedy(overflow.tokens // 2)}"
         ) from error
+
+
+MAX_SKIPPED = 5
+"""In a row; the default of --train.max_skipped_steps."""
+
+
+class SkippedSteps:
+    """Those of one model, which `<owner>skipped_steps` counts."""
+
+    def __init__(self, owner: str, *, most: int = MAX_SKIPPED, ranks: Ranks) -> None:
+        """`owner`: `actor_`, `critic_`, or nothing where there is one model. `most`: in a row until the run ends."""
+        self._owner = owner
+        self._most = most
+        self._ranks = ranks
+        self._in_a_row = 0
+
+    def after(self, left_out: LeftOut | None, metrics: Metrics, suspects: Callable[[], Sequence[str]]) -> bool:
+        """Whether a step was left out and its numbers do not count; `metrics` is told. Collective if so.
+
+        `suspects`: what of this rank's samples was not finite, in words. Raises NotFiniteError, on all ranks, when too
+        many were left out in a row. Where fp16 looks for its loss scale the losses are as good as ever.
+        """
+        if left_out is None:
+            self._in_a_row = 0
+            return False
+        self._in_a_row += not left_out.expected
+        metrics.sum(f"{self._owner}skipped_steps", 1 / self._ranks.count)
+        if left_out.expected:
+            return False
+        found = dict.fromkeys(text for texts in self._ranks.gather(list(suspects())) for text in texts)
+        who = {"actor_": " of the policy", "critic_": " of the critic"}.get(self._owner, "")
+        why = "; ".join([left_out.reason, *(f"not finite: {text}" for text in found)])
+        if self._in_a_row >= self._most:
+            raise NotFiniteError(
+                f"{self._in_a_row} optimizer steps{who} in a row were left out (--train.max_skipped_steps), the last "
+                f"one because {why}. The last checkpoint is good: go on from it with a lower learning rate, with bf16 "
+                "or fp32 in place of fp16, or without these samples"
+            )
+        metrics.note(f"an optimizer step{who} was left out: {why}")
+        return True
+
+    def mended(self, said: Sequence[str], metrics: Metrics) -> None:
+        """What was brought back after the last step, before anybody was given it."""
+        for text in said:
+            metrics.note(text)

@@ -10,9 +10,8 @@ import torch
 from openrlhf.algorithms.losses import load_balancing_loss, value_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.accumulation import accumulate
+from openrlhf.learners.accumulation import MAX_SKIPPED, SkippedSteps, accumulate
 from openrlhf.learners.policy import BalanceSettings
-from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.body import RouterLog
 from openrlhf.observability.metrics import Metrics

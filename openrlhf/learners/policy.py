@@ -14,8 +14,7 @@ from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss, load_balancing_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.accumulation import accumulate
-from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
+from openrlhf.learners.accumulation import MAX_SKIPPED, SkippedSteps, accumulate
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.body import RouterLog
 from openrlhf.observability.metrics import Metrics

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from openrlhf.algorithms.kl import KLController, KLEstimator
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.learners.accumulation import MicroBatchSizer
 from openrlhf.learners.advantages import AdvantageSettings, KLCost, assign_advantages, may_get_advantages
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.microbatch import MicroBatchSizer
 from openrlhf.learners.policy import PolicyLearner
 from openrlhf.learners.scorer import Scorer
 from openrlhf.learners.steps import Step, StepSettings, optimizer_steps

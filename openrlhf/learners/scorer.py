@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from openrlhf.backends.offload import on_device
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.microbatch import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow, give_memory_back
+from openrlhf.learners.accumulation import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow, give_memory_back
 from openrlhf.learners.steps import filler
 from openrlhf.types import PackedTokens, TrainingBatch
 from openrlhf.utils import waits

@@ -19,7 +19,7 @@ from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation, sample_weights
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.data.packing import by_middle, evenly
-from openrlhf.learners.microbatch import MicroBatching, MicroBatchSizer
+from openrlhf.learners.accumulation import MicroBatching, MicroBatchSizer
 from openrlhf.types import PackedBatch, PackedTokens, SampleKey, TrainingBatch, TrainingSample
 
 

@@ -7,21 +7,22 @@ when nothing is in play. So it has started L + S prompts, or, when more than S o
 many as it takes to have L accepted groups; both are functions of what the prompts' groups are like, not of time.
 It trains on the `batch_size` accepted groups with the lowest ordinals; the others wait, and the next round takes them
 first. They were sampled by older weights, and every token of theirs says so (`Segment.versions`).
+
+A checkpoint keeps groups that wait as plain values and tensors (`group_state`, `group_from`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.filtering import ScoreFilter, Verdicts
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.rollout.saved_groups import group_from, group_state
-from openrlhf.types import Group, Prompt, SamplingParams
+from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopRunner
 
@@ -170,3 +171,28 @@ def prompts_in_play(ordinals: Collection[int], *, started: int) -> str:
 def params_of(prompt: Prompt, params: SamplingParams, *, logprobs_every: int) -> SamplingParams:
     """With sampled log-probs for prompts whose ordinal is a multiple of `logprobs_every`, by a resumed run the same."""
     return params.copy(logprobs=None) if prompt.ordinal % logprobs_every else params
+
+
+def group_state(group: Group) -> dict[str, Any]:
+    """Without its prompt, which its ordinal stands for."""
+    return {"ordinal": group.prompt.ordinal, "trajectories": [_trajectory_state(t) for t in group.trajectories]}
+
+
+def group_from(state: dict[str, Any], prompt: Prompt) -> Group:
+    return Group(prompt=prompt, trajectories=tuple(_trajectory_from(t) for t in state["trajectories"]))
+
+
+def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    segments = [_values(segment) for segment in trajectory.segments]
+    return _values(trajectory) | {"segments": segments, "outcome": str(trajectory.outcome)}
+
+
+def _trajectory_from(state: dict[str, Any]) -> Trajectory:
+    segments = tuple(Segment(**segment) for segment in state["segments"])
+    return Trajectory(
+        **state | {"key": SampleKey(*state["key"]), "segments": segments, "outcome": Outcome(state["outcome"])}
+    )
+
+
+def _values(record: Trajectory | Segment) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}

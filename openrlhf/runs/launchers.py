@@ -16,7 +16,7 @@ from openrlhf.checkpoint.manager import CheckpointedModel
 from openrlhf.cluster.placement import plan, requested
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.effects import newly_without_effect
-from openrlhf.learners.base import Workers
+from openrlhf.learners.workers import Workers
 from openrlhf.observability.usage import Usage
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.base import ControlledEngine

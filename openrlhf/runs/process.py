@@ -24,7 +24,7 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.sources import DataError
-from openrlhf.learners.microbatch import DoesNotFitError
+from openrlhf.learners.accumulation import DoesNotFitError
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
 from openrlhf.observability.loggers import (
     CompositeLogger,

@@ -58,7 +58,8 @@ from openrlhf.runs.resume import (
 )
 from openrlhf.runs.rl_models import ACTOR, CRITIC
 from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation, evaluation_names
-from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, DeviceUsage, EngineParts, Pipeline, Sync
+from openrlhf.trainers.hybrid import DeviceUsage
+from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EngineParts, Pipeline, Sync
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts, waits

@@ -19,14 +19,14 @@ from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
+from openrlhf.learners.accumulation import MicroBatching
 from openrlhf.learners.advantages import AdvantageSettings, RewardShaping, SampleMaker
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.local import LocalWorkers
-from openrlhf.learners.microbatch import MicroBatching
 from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
+from openrlhf.learners.workers import LocalWorkers
 from openrlhf.models.adapters import LoraSettings, WithoutAdapter
 from openrlhf.models.body import NoRoutersError, experts_per_token
 from openrlhf.models.loading import load_policy, load_value_model

@@ -1,12 +1,19 @@
-"""The hybrid engine: one device for sampling and training, in turns."""
+"""The hybrid engine: one device for sampling and training, in turns.
+
+DeviceTurns    what sleeps in whose turn
+DeviceUsage    how full and how busy devices were in each turn
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.usage import Usage
 from openrlhf.rollout.base import EngineControl
 from openrlhf.utils.event_loops import LoopRunner
 
@@ -59,3 +66,24 @@ class DeviceTurns:
         if self._engine is not None:
             self._release()
         self._training = False
+
+
+class DeviceUsage:
+    """How full and how busy devices were while a phase lasted, as metrics."""
+
+    def __init__(self, usage: Callable[[], Mapping[str, Usage]] = dict) -> None:
+        """`usage` gives the use of devices since the last call, by the name of their node."""
+        self._usage = usage
+
+    def of(self, phase: str) -> Metrics:
+        """The metrics of a phase that ends now."""
+        metrics = Metrics()
+        for node, usage in self._usage().items():
+            metrics.max(f"memory/peak_{phase}_gb", usage.peak_gb)
+            if math.isfinite(usage.busy):
+                metrics.last(f"device/{node}/{phase}_busy", usage.busy)
+        return metrics
+
+    def forget(self) -> None:
+        """Leave out what was seen since the last phase ended."""
+        self._usage()

@@ -27,19 +27,17 @@ between two rounds.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from openrlhf.observability.metrics import Metrics
-from openrlhf.observability.usage import Usage
 from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.collector import Round
 from openrlhf.trainers.evaluation import BackgroundEvaluation, Evaluation
-from openrlhf.trainers.hybrid import DeviceTurns
+from openrlhf.trainers.hybrid import DeviceTurns, DeviceUsage
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
 
@@ -52,27 +50,6 @@ class Collector(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class DeviceUsage:
-    """How full and how busy devices were while a phase lasted, as metrics."""
-
-    def __init__(self, usage: Callable[[], Mapping[str, Usage]] = dict) -> None:
-        """`usage` gives the use of devices since the last call, by the name of their node."""
-        self._usage = usage
-
-    def of(self, phase: str) -> Metrics:
-        """The metrics of a phase that ends now."""
-        metrics = Metrics()
-        for node, usage in self._usage().items():
-            metrics.max(f"memory/peak_{phase}_gb", usage.peak_gb)
-            if math.isfinite(usage.busy):
-                metrics.last(f"device/{node}/{phase}_busy", usage.busy)
-        return metrics
-
-    def forget(self) -> None:
-        """Leave out what was seen since the last phase ended."""
-        self._usage()
 
 
 class EngineParts(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
-from openrlhf.learners.base import Workers
+from openrlhf.learners.workers import Workers
 from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics

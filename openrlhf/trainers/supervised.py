@@ -14,9 +14,14 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
 from openrlhf.data.schedule import divide
-from openrlhf.learners.accumulation import Accumulated, accumulate
-from openrlhf.learners.microbatch import MicroBatching, MicroBatchSizer
-from openrlhf.learners.skipping import MAX_SKIPPED, SkippedSteps
+from openrlhf.learners.accumulation import (
+    MAX_SKIPPED,
+    Accumulated,
+    MicroBatching,
+    MicroBatchSizer,
+    SkippedSteps,
+    accumulate,
+)
 from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.progress import Progress

@@ -11,7 +11,7 @@ from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.learners.microbatch import DoesNotFitError, MicroBatching
+from openrlhf.learners.accumulation import DoesNotFitError, MicroBatching
 from openrlhf.learners.policy import PolicyLearner, PolicySettings
 from openrlhf.learners.scorer import Scorer, logprobs
 from openrlhf.learners.steps import StepSettings, optimizer_steps

@@ -12,7 +12,7 @@ from torch import nn
 
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.learners.microbatch import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow
+from openrlhf.learners.accumulation import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.sft import SFTObjective

@@ -16,7 +16,7 @@ from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.state import NotFiniteError
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.accumulation import MicroBatching
 from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.scorer import Scorer, logprobs
 from openrlhf.learners.steps import StepSettings, optimizer_steps

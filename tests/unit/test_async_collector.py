@@ -11,11 +11,10 @@ from test_collector import BAD, FAILS, GOOD, make_group
 
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
-from openrlhf.rollout.async_collector import AsyncCollector
+from openrlhf.rollout.async_collector import AsyncCollector, bound_of, chosen, room_for
 from openrlhf.rollout.collector import PromptsExhausted
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import RolloutError
-from openrlhf.rollout.staleness import bound_of, chosen, room_for
 from openrlhf.types import SamplingParams
 from openrlhf.utils.event_loops import BackgroundRunner
 

@@ -9,7 +9,7 @@ from thread_ranks import together
 
 from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation
-from openrlhf.learners.microbatch import MicroBatching
+from openrlhf.learners.accumulation import MicroBatching
 from openrlhf.learners.steps import (
     StepSettings,
     assign_to_ranks,

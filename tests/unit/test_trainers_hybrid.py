@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from openrlhf.observability.usage import Usage
-from openrlhf.trainers.hybrid import DeviceTurns
-from openrlhf.trainers.pipelines import DeviceUsage
+from openrlhf.trainers.hybrid import DeviceTurns, DeviceUsage
 
 
 class Device:

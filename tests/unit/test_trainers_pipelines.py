@@ -22,8 +22,8 @@ from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation
-from openrlhf.trainers.hybrid import DeviceTurns
-from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, DeviceUsage, EngineParts, Overlap, Sync
+from openrlhf.trainers.hybrid import DeviceTurns, DeviceUsage
+from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EngineParts, Overlap, Sync
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.event_loops import BackgroundRunner
