@@ -27,7 +27,7 @@ class Episode:
     extra_logs: dict[str, float] = field(default_factory=dict)
     images: tuple[Any, ...] = ()
     """Pictures of the prompt, then those of the environment, as they came."""
-    unexplained: int = 0
+    unmatched_ranges: int = 0
     """Action ranges that no engine call accounts for: their versions are a guess."""
 
 

@@ -144,11 +144,11 @@ class RecordingEngine:
         self.calls.append(call)
         self._by_length[len(call.prompt_ids)].append(call)
 
-    def explain(self, token_ids: list[int], start: int, end: int) -> Generation | None:
-        """What was really sampled at `token_ids[start:end]`; None if some of it was not sampled by this engine.
+    def match_to_calls(self, token_ids: list[int], start: int, end: int) -> Generation | None:
+        """The generation of `token_ids[start:end]`, put together from recorded calls; None if some token is of none.
 
-        A token was sampled by a call when the call's prompt and the answer up to it are what stands here. Where an
-        answer ends, the next one may go on.
+        A token was sampled by a call if the call's prompt and its answer up to the token are equal to what
+        `token_ids` has there. Where an answer ends, the answer of another call may go on.
         """
         logprobs: list[float] | None = []
         versions: list[int] = []
@@ -156,6 +156,8 @@ class RecordingEngine:
         at = start
         while at < end:
             here = token_ids[at:end]
+            # Calls are looked up by the length of their prompts, because an answer begins where its prompt ends. The
+            # tokens before are compared as well: a log-prob is right only for the very tokens that the engine has read.
             matches = [
                 answer
                 for prompt_ids, answer in self._by_length.get(at, ())
@@ -165,12 +167,13 @@ class RecordingEngine:
             ]
             if not matches:
                 return None
-            # Of answers that begin alike: the one that covers most, and reaches least beyond.
+            # Several calls may have sampled the same beginning. The best match covers the most tokens; among those, the
+            # shortest answer, because the user's code has more likely used a whole answer than cut a longer one.
             best = max(matches, key=lambda answer: (min(len(answer.token_ids), len(here)), -len(answer.token_ids)))
             n = min(len(best.token_ids), len(here))
             logprobs = None if logprobs is None or best.logprobs is None else logprobs + best.logprobs[:n]
             versions += best.versions[:n]
-            # An answer that was cut short by its reader did not end for the engine's reason.
+            # If the user's code has cut the answer, the engine's finish reason (its length limit) does not apply.
             reason = best.finish_reason if n == len(best.token_ids) else FinishReason.STOP
             at += n
         return Generation(token_ids=token_ids[start:end], logprobs=logprobs, versions=versions, finish_reason=reason)

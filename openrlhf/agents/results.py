@@ -113,7 +113,7 @@ def parse_episode(
         score=judged.score,
         extra_logs=judged.extra_logs,
         images=tuple(images or ()) if kept is None else as_images(kept, what="execute's 'images'"),
-        unexplained=tokens.unexplained,
+        unmatched_ranges=tokens.unmatched_ranges,
     )
 
 
@@ -166,7 +166,7 @@ class _Tokens(NamedTuple):
     """Whether an answer of the engine met its token limit."""
     cut: bool = False
     """Whether actions stood beyond the episode's limit."""
-    unexplained: int = 0
+    unmatched_ranges: int = 0
 
 
 def _tokens_given(
@@ -187,14 +187,14 @@ def _tokens_given(
 
     _check_known(token_ids, 0, kept[0][0], vocabulary=vocabulary)
     recorder = TokenRecorder(token_ids[: kept[0][0]])
-    unexplained, truncated = 0, False
+    unmatched_ranges, truncated = 0, False
     for start, end in kept:
         _check_known(token_ids, len(recorder), start, vocabulary=vocabulary)
         recorder.append_observation(token_ids[len(recorder) : start])
-        sampled = engine.explain(token_ids, start, end)
+        sampled = engine.match_to_calls(token_ids, start, end)
         if sampled is None:
             _check_known(token_ids, start, end, vocabulary=vocabulary)
-            unexplained += 1
+            unmatched_ranges += 1
             sampled = Generation(
                 token_ids=token_ids[start:end],
                 logprobs=None,
@@ -210,7 +210,7 @@ def _tokens_given(
         answer_ids=token_ids[ranges[0][0] :],
         truncated=truncated,
         cut=final < ranges[-1][1],
-        unexplained=unexplained,
+        unmatched_ranges=unmatched_ranges,
     )
 
 

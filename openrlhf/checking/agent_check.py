@@ -97,9 +97,9 @@ def _about_tokens(episodes: Sequence[Episode], tokenizer: Any) -> Iterator[str]:
     segments = [segment for e in episodes for segment in e.segments]
     if any(segment.rollout_logprobs is None for segment in segments):
         yield "some actions have no log-probs: off-policy correction (--algo.advantage.is_correction_enable) needs them"
-    if unexplained := sum(e.unexplained for e in episodes):
+    if unmatched := sum(e.unmatched_ranges for e in episodes):
         yield (
-            f"{unexplained} action ranges were not sampled by llm_engine.generate as they stand: the policy is trained "
+            f"{unmatched} action ranges were not sampled by llm_engine.generate as they stand: the policy is trained "
             "on tokens it did not say (was a text tokenised again?)"
         )
     parts = [spans(segment, tokenizer) for segment in segments]

@@ -28,7 +28,7 @@ import numpy as np
 
 from openrlhf.cluster.engine_shell import EngineShell, ProcessId, Seat, kill_processes
 from openrlhf.cluster.health import HealthWatch, ReplacementBudget
-from openrlhf.cluster.launch import Placed, alive_nodes
+from openrlhf.cluster.launch import ReservedPlan, alive_nodes
 from openrlhf.cluster.placement import Placement, Role
 from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.cluster.workers import Calls, WorkerError, gone
@@ -62,7 +62,7 @@ class EngineLostError(EngineError):
 class EngineSlot:
     """An engine's place on the cluster, and the process that sits there now."""
 
-    def __init__(self, placed: Placed, places: Sequence[Placement], build: Callable[[], tuple[Any, Any]]) -> None:
+    def __init__(self, placed: ReservedPlan, places: Sequence[Placement], build: Callable[[], tuple[Any, Any]]) -> None:
         """`places`: of its devices, the first of which has its process."""
         import ray
 
@@ -123,7 +123,7 @@ class EngineSlot:
             ray.kill(actor)
 
 
-def engine_slots(placed: Placed, build: Callable[[], tuple[Any, Any]]) -> list[EngineSlot]:
+def engine_slots(placed: ReservedPlan, build: Callable[[], tuple[Any, Any]]) -> list[EngineSlot]:
     """A slot for every engine of a plan, in the order of their numbers. Their processes are starting."""
     places: dict[int, list[Placement]] = {}
     for place in sorted(placed.plan.placements(Role.ENGINE), key=lambda place: place.slot.part):

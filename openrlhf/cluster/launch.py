@@ -319,7 +319,7 @@ def _handlers_kept() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ReservedPlan:
     """A plan whose devices are reserved."""
 
     plan: PlacementPlan
@@ -358,7 +358,7 @@ class Placed:
 
 
 @contextlib.contextmanager
-def placed(plan: PlacementPlan, cluster: Cluster, *, deadline: float = 60.0) -> Iterator[Placed]:
+def placed(plan: PlacementPlan, cluster: Cluster, *, deadline: float = 60.0) -> Iterator[ReservedPlan]:
     """While open, the plan's devices are reserved for this run.
 
     A plan that the cluster could never hold is refused at once. If other runs use some of the devices now, this waits
@@ -383,7 +383,7 @@ def placed(plan: PlacementPlan, cluster: Cluster, *, deadline: float = 60.0) -> 
         for pool, group in zip(plan.pools, groups, strict=True):
             if not group.wait(deadline):
                 raise ClusterError(f"waited {deadline:g} s for the {len(pool.bundles)} devices of {pool.name}")
-        yield Placed(plan, cluster, found, tuple(groups))
+        yield ReservedPlan(plan, cluster, found, tuple(groups))
     finally:
         for group in groups:
             remove_placement_group(group)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from openrlhf.cluster.launch import Placed
+from openrlhf.cluster.launch import ReservedPlan
 from openrlhf.cluster.placement import ProcessGroupSpec, Role
 from openrlhf.cluster.stack_probes import ProbeAddress, StackProbes, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
@@ -161,7 +161,7 @@ class WorkerActor:
 class WorkerGroup:
     """The ranks of some models: one process on each of their devices. The processes end with `close`."""
 
-    def __init__(self, placed: Placed, spec: ProcessGroupSpec, build: Callable[[], Any]) -> None:
+    def __init__(self, placed: ReservedPlan, spec: ProcessGroupSpec, build: Callable[[], Any]) -> None:
         """`build` is called once in every rank's process, where it may meet the others (`backends.ranks`).
 
         Nothing is waited for: see `ready`.
@@ -230,7 +230,7 @@ class WorkerGroup:
 
 @contextlib.contextmanager
 def worker_groups(
-    placed: Placed, build: Callable[[tuple[Role, ...]], Any], *, deadline: float
+    placed: ReservedPlan, build: Callable[[tuple[Role, ...]], Any], *, deadline: float
 ) -> Iterator[dict[Role, WorkerGroup]]:
     """While open: the worker group of every role. All groups start at once; roles that share processes share a group.
 

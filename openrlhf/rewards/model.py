@@ -31,7 +31,7 @@ class UnreadableError(RewardError):
 
 
 class RewardReader:
-    """How a reward model reads a text, and which tokens must not hold its score.
+    """Turns texts into the tokens that a reward model reads, and refuses scores that are not numbers.
 
     A text that is longer than `max_length` loses its beginning: the score is read at the end of the answer, which must
     be the real end.

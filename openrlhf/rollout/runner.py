@@ -90,7 +90,7 @@ class EpisodeRunner:
                 where = prompt.where or f"prompt {prompt.ordinal}"
                 self._warn(f"an episode of {where} failed", str(error))
                 return Trajectory(key=key, segments=(), outcome=Outcome.FAILED, error=f"{where}: {error}")
-        if episode.unexplained:
+        if episode.unmatched_ranges:
             self._warn(
                 "some tokens that an agent returned as its actions were not sampled by the engine",
                 "they are trained on all the same; return what llm_engine.generate gave",

@@ -14,7 +14,7 @@ import torch
 from openrlhf.agents.host import kill_every_host
 from openrlhf.cluster.adapters import GroupSleep, NodeUsage, RemoteCheckpointedModel, RewardRanks
 from openrlhf.cluster.engines import CLOSE_SECONDS, RayEngines, engine_slots
-from openrlhf.cluster.launch import Cluster, Placed, ray_cluster
+from openrlhf.cluster.launch import Cluster, ReservedPlan, ray_cluster
 from openrlhf.cluster.launch import placed as placed_on
 from openrlhf.cluster.learners import DEADLINE, RayWorkers
 from openrlhf.cluster.placement import PlacementPlan, Role, plan, requested
@@ -87,7 +87,7 @@ def _require_engines(wanted: PlacementPlan) -> None:
 class RayLauncher:
     """Models and engines have processes of their own. Implements `Launcher`."""
 
-    def __init__(self, config: RLConfig, tokenizer: Any, placed: Placed) -> None:
+    def __init__(self, config: RLConfig, tokenizer: Any, placed: ReservedPlan) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.placed = placed

@@ -361,7 +361,7 @@ def test_the_dict_that_users_may_change_says_the_same_as_the_episode(script):
     episode = play(UserAgent(AgentExecutor, file=Path(__file__)), engine_of(script), **limits)
     assert episode.extra_logs == {"mine": 1.0}
     assert (episode.reward, episode.score, episode.truncated) == (expected.reward, expected.score, expected.truncated)
-    assert episode.unexplained == 0
+    assert episode.unmatched_ranges == 0
     (ours,), (theirs,) = expected.segments, episode.segments
     for column in ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards"):
         assert torch.equal(getattr(ours, column), getattr(theirs, column)), column

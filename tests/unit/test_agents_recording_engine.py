@@ -26,42 +26,42 @@ def recording(*calls: EngineCall) -> RecordingEngine:
     return engine
 
 
-def explain(engine: RecordingEngine, text: str) -> Generation | None:
+def match(engine: RecordingEngine, text: str) -> Generation | None:
     """`ab[CD]e`: brackets mark the range that is asked about."""
     start, end = text.index("["), text.index("]") - 1
     ids = [ord(c) for c in text if c not in "[]"]
-    return engine.explain(ids, start, end)
+    return engine.match_to_calls(ids, start, end)
 
 
 def test_a_range_is_explained_by_the_call_with_the_tokens_before_it():
     engine = recording(call("ab", "CD", version=1), call("xb", "CD", version=2), call("abCDe", "F", version=3))
-    found = explain(engine, "ab[CD]eF")
+    found = match(engine, "ab[CD]eF")
     assert (found.versions, found.logprobs) == ([1, 1], [0.0, -0.125])
-    assert explain(engine, "abCDe[F]").versions == [3]
-    assert explain(engine, "ab[C]DeF").versions == [1]  # a part from the beginning
-    assert explain(engine, "abC[D]eF") is None  # no call read "abC"
-    assert explain(engine, "zb[CD]") is None
-    assert explain(engine, "ab[CX]") is None
-    assert explain(engine, "ab[CDe]F") is None  # "e" was not sampled
+    assert match(engine, "abCDe[F]").versions == [3]
+    assert match(engine, "ab[C]DeF").versions == [1]  # a part from the beginning
+    assert match(engine, "abC[D]eF") is None  # no call read "abC"
+    assert match(engine, "zb[CD]") is None
+    assert match(engine, "ab[CX]") is None
+    assert match(engine, "ab[CDe]F") is None  # "e" was not sampled
 
 
 def test_answers_without_anything_between_them_explain_one_range():
     engine = recording(call("ab", "CD", version=1), call("abCD", "E", version=2))
-    found = explain(engine, "ab[CDE]")
+    found = match(engine, "ab[CDE]")
     assert (found.versions, found.logprobs) == ([1, 1, 2], [0.0, -0.125, 0.0])
 
 
 def test_the_finish_reason_is_that_of_the_last_answer_if_it_was_kept_whole():
     engine = recording(call("ab", "CD", reason=FinishReason.LENGTH))
-    assert explain(engine, "ab[CD]").finish_reason is FinishReason.LENGTH
-    assert explain(engine, "ab[C]").finish_reason is FinishReason.STOP
+    assert match(engine, "ab[CD]").finish_reason is FinishReason.LENGTH
+    assert match(engine, "ab[C]").finish_reason is FinishReason.STOP
 
 
 def test_of_answers_that_begin_alike_the_one_that_fits_is_meant():
     engine = recording(call("ab", "C", version=1), call("ab", "CDE", version=2), call("ab", "CD", version=3))
-    assert explain(engine, "ab[C]").versions == [1]
-    assert explain(engine, "ab[CD]").versions == [3, 3]
-    assert explain(engine, "ab[CDE]").versions == [2, 2, 2]
+    assert match(engine, "ab[C]").versions == [1]
+    assert match(engine, "ab[CD]").versions == [3, 3]
+    assert match(engine, "ab[CDE]").versions == [2, 2, 2]
 
 
 def test_lists_that_users_go_on_writing_to_do_not_change_the_record():
@@ -71,8 +71,8 @@ def test_lists_that_users_go_on_writing_to_do_not_change_the_record():
     said += [7, 8]  # feedback, in place
     tokens += said
     assert engine.calls[0].token_ids == [1, 2, 5, 6]
-    assert engine.explain(tokens, 2, 4).versions == [0, 0]
-    assert engine.explain(tokens, 2, 5) is None
+    assert engine.match_to_calls(tokens, 2, 4).versions == [0, 0]
+    assert engine.match_to_calls(tokens, 2, 5) is None
 
 
 def shown(segments) -> list[str]:

@@ -207,7 +207,7 @@ def test_every_shape_plays_the_same_episode(agent, shape):
     (segment,) = episode.segments
     assert segment.versions.tolist() == [-1, -1, -1, 0, 0, -1, 1]
     assert segment.rollout_logprobs.tolist() == pytest.approx([0, 0, 0, 0, -0.01, 0, -1.0])
-    assert (episode.reward, episode.score, episode.truncated, episode.unexplained) == (1.0, 1.0, False, 0)
+    assert (episode.reward, episode.score, episode.truncated, episode.unmatched_ranges) == (1.0, 1.0, False, 0)
     assert sum(turn_rewards(episode)) == 1.0
     assert [asked.seed for _, asked in engine.asked] == [derive_seed(7, "turn", 0), derive_seed(7, "turn", 1)]
     assert params == SamplingParams(seed=7, max_tokens=10)
@@ -382,7 +382,7 @@ def test_an_answer_may_be_cut_by_its_reader(agent):
     body = 'return {"observation_tokens": tokens[:5], "action_ranges": [(3, 5)], "reward": 1}'
     episode = play(agent(executor(ASK + body)), says("12345x"), params=SamplingParams(max_tokens=5))
     assert episode.segments[0].rollout_logprobs.tolist() == pytest.approx([0, 0, 0, 0, -0.01])
-    assert (shown(episode), episode.truncated, episode.unexplained) == (["ask[12]"], False, 0)
+    assert (shown(episode), episode.truncated, episode.unmatched_ranges) == (["ask[12]"], False, 0)
     whole = 'return {"observation_tokens": tokens, "action_ranges": ranges, "reward": 1}'
     assert play(agent(executor(ASK + whole)), says("12345x"), params=SamplingParams(max_tokens=5)).truncated
 
@@ -391,7 +391,7 @@ def test_tokens_that_no_call_gave_are_counted(agent):
     """Two ranges, the second made up: its version is the engine's, its log-prob unknown, so the column is."""
     body = 'return {"observation_tokens": tokens + [33, 65], "action_ranges": [*ranges, (6, 7)], "reward": 1}'
     episode = play(agent(executor(ASK + body)), says("12"))
-    assert (shown(episode), episode.unexplained) == (["ask[12]![A]"], 1)
+    assert (shown(episode), episode.unmatched_ranges) == (["ask[12]![A]"], 1)
     assert episode.segments[0].rollout_logprobs is None
     assert episode.segments[0].versions.tolist() == [-1, -1, -1, 0, 0, -1, 0]
 

@@ -171,7 +171,7 @@ def episode(
     logprobs=True,
     truncated=False,
     reward: float | None = 1.0,
-    unexplained=0,
+    unmatched_ranges=0,
 ) -> PlayedEpisode:
     """The prompt, then turns with feedback between them, one token per character; every log-prob is −0.5."""
     recorder = TokenRecorder([ord(c) for c in prompt])
@@ -188,7 +188,9 @@ def episode(
             )
         )
         recorder.reward_turn(rewards[index] if rewards else 0.0)
-    made = Episode(segments=(recorder.segment(),), text="", truncated=truncated, reward=reward, unexplained=unexplained)
+    made = Episode(
+        segments=(recorder.segment(),), text="", truncated=truncated, reward=reward, unmatched_ranges=unmatched_ranges
+    )
     return PlayedEpisode(prompt=PROMPT, sample=0, episode=made)
 
 
@@ -228,7 +230,7 @@ def test_turns_of_a_silent_environment_are_told_apart():
         ([episode("1", "2", prompt="§ask§", feedback="No: ")], ["feedback 'No: ' has none of the turn markers"]),
         ([episode("1", "2", prompt="§ask§", feedback="§No§")], []),
         ([episode("1", logprobs=False)], ["some actions have no log-probs"]),
-        ([episode("1", unexplained=2)], ["2 action ranges were not sampled by llm_engine.generate"]),
+        ([episode("1", unmatched_ranges=2)], ["2 action ranges were not sampled by llm_engine.generate"]),
     ],
 )
 def test_odd_episodes(episodes, warnings):

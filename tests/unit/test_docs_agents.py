@@ -104,7 +104,7 @@ def test_an_executor_keeps_its_own_books(play):
     episode, engine = play(THINKER, "it is five", "5")
     assert episode.text == "2+3=it is five So: 5"
     assert episode.extra_logs == {"thoughts": 10.0}
-    assert episode.unexplained == 0
+    assert episode.unmatched_ranges == 0
     assert [params.max_tokens for _, params in engine.asked] == [16, 4]
     assert episode.segments[0].turn_rewards.nonzero().flatten().tolist() == [len(episode.segments[0]) - 1]
 
