@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.checkpoint.folder import CheckpointError
 from openrlhf.cluster.engines import RayEngines
@@ -115,7 +115,7 @@ CHECKPOINT_DEADLINE = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpointedModel:
-    """A model on the ranks of a group, which see the same file system as the driver. Implements `CheckpointedModel`."""
+    """A model on the ranks of a group, which see the same file system as the driver."""
 
     group: WorkerGroup
     name: str
@@ -137,3 +137,9 @@ class RemoteCheckpointedModel:
             if isinstance(error.reason, CheckpointError):
                 raise CheckpointError(str(error.reason)) from error
             raise
+
+
+if TYPE_CHECKING:
+    from openrlhf.checkpoint.manager import CheckpointedModel
+
+    _: type[CheckpointedModel] = RemoteCheckpointedModel

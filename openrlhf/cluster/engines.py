@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -132,7 +132,7 @@ def engine_slots(placed: ReservedPlan, build: Callable[[], tuple[Any, Any]]) -> 
 
 
 class RayEngines:
-    """The engines of a plan. Implements `rollout.base.Engine`, and what a push of weights needs."""
+    """The engines of a plan, as one engine."""
 
     def __init__(
         self,
@@ -515,3 +515,9 @@ async def _cancellable(call: Any) -> Any:
     except asyncio.CancelledError:
         ray.cancel(call)
         raise
+
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.base import ControlledEngine
+
+    _: type[ControlledEngine] = RayEngines

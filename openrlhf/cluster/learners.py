@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.transport import PackedSamples
@@ -29,7 +29,7 @@ class HeldBatch:
 
 
 class RayWorkers:
-    """Groups of `cluster.services`: the policy's, and those of models that live elsewhere. Implements `Workers`.
+    """Groups of `cluster.services`: the policy's, and those of models that live elsewhere.
 
     Samples and columns go from rank to rank; the driver sees neither.
     """
@@ -122,3 +122,9 @@ class RayWorkers:
         random = state.get("random", ())
         if len(random) == len(self._policy):
             self._policy.call("restore_random_state", shares=[(own,) for own in random], deadline=DEADLINE)
+
+
+if TYPE_CHECKING:
+    from openrlhf.learners.base import Workers
+
+    _: type[Workers] = RayWorkers

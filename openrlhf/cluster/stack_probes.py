@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from openrlhf.utils import stack_probe, waits
 from openrlhf.utils.stack_probe import Address
@@ -36,7 +36,7 @@ def install_here() -> ProbeAddress:
 
 
 class StackProbes:
-    """The stack probes of named actors. Implements `waits.PeerProcesses`, and is one of its peers while it lives."""
+    """The stack probes of named actors. One of the peers of `utils.waits` while it lives."""
 
     def __init__(self, names: Sequence[str], references: Sequence[Any]) -> None:
         """`references`: Ray references to the `ProbeAddress` of each actor."""
@@ -87,3 +87,9 @@ def _look_there(look: Callable[[Address], _T], at: ProbeAddress) -> Any:
 
     there = NodeAffinitySchedulingStrategy(at.node_id, soft=False)
     return ray.remote(look).options(num_cpus=0, scheduling_strategy=there).remote(at.address)
+
+
+if TYPE_CHECKING:
+    from openrlhf.utils.waits import PeerProcesses
+
+    _: type[PeerProcesses] = StackProbes

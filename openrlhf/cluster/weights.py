@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.cluster.engines import EngineLostError, RayEngines
 from openrlhf.cluster.learners import DEADLINE as UPDATE
@@ -20,7 +20,7 @@ DEADLINE = 1800.0 + UPDATE
 
 
 class RayWeightSync:
-    """The loop's push, for engines and ranks that have processes of their own. Implements `WeightSync`.
+    """The loop's push, for engines and ranks that have processes of their own.
 
     An engine that replaces another is given the weights as the ranks have them when they find time for it, called by
     the version they are: between an update and the push after it that is the version which will be pushed.
@@ -106,3 +106,9 @@ class RayWeightSync:
         found = self._loop.run(self._engines.all_logprobs(probe.token_ids))
         sent = self._sent
         return max((probe.compare(sent.probed, engine, version=sent.version) for engine in found), default=0.0)
+
+
+if TYPE_CHECKING:
+    from openrlhf.weight_sync.base import WeightSync
+
+    _: type[WeightSync] = RayWeightSync

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,7 @@ def local_launcher(config: RLConfig, tokenizer: Any) -> Iterator[LocalLauncher]:
 
 @dataclass(frozen=True, slots=True)
 class LocalLauncher:
-    """Everything is right here. Implements `Launcher`."""
+    """Everything is right here."""
 
     config: RLConfig
     tokenizer: Any
@@ -165,3 +165,9 @@ def policy_probe(config: RLConfig, policy: Policy, device: torch.device) -> Prob
         dtype=model_dtype(config.ds.param_dtype, device),
         max_model_len=config.data.max_len,
     )
+
+
+if TYPE_CHECKING:
+    from openrlhf.runs.launchers import Launcher
+
+    _: type[Launcher] = LocalLauncher

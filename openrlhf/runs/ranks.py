@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -144,7 +144,7 @@ def engines_sleep(config: RLConfig, device: torch.device) -> bool:
 
 
 class RankWeights:
-    """A rank's side of transfers of the policy's weights. Methods are collective. Implements `WeightSender`."""
+    """A rank's side of transfers of the policy's weights. Methods are collective."""
 
     def __init__(self, config: RLConfig, policy: Policy, backend: Backend, ranks: Ranks) -> None:
         self._config = config
@@ -180,3 +180,9 @@ class RankWeights:
 
     def probe(self, probe: Probe) -> list[float]:
         return probe.policy_side(self._backend.module)
+
+
+if TYPE_CHECKING:
+    from openrlhf.cluster.services import WeightSender
+
+    _: type[WeightSender] = RankWeights

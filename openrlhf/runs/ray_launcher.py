@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -85,7 +85,7 @@ def _require_engines(wanted: PlacementPlan) -> None:
 
 
 class RayLauncher:
-    """Models and engines have processes of their own. Implements `Launcher`."""
+    """Models and engines have processes of their own."""
 
     def __init__(self, config: RLConfig, tokenizer: Any, placed: ReservedPlan) -> None:
         self.config = config
@@ -183,3 +183,9 @@ class RayLauncher:
 def _kept(groups: dict[Role, WorkerGroup]) -> dict[str, RemoteCheckpointedModel]:
     folders = {Role.ACTOR: ACTOR, Role.CRITIC: CRITIC}
     return {name: RemoteCheckpointedModel(groups[role], name) for role, name in folders.items() if role in groups}
+
+
+if TYPE_CHECKING:
+    from openrlhf.runs.launchers import Launcher
+
+    _: type[Launcher] = RayLauncher

@@ -37,6 +37,12 @@ class Request:
     prompt_version: int = field(default=-1)
     """The version of the weights that read its prompt."""
 
+    @property
+    def running_row(self) -> int:
+        """The row of a request that runs."""
+        assert self.row is not None
+        return self.row
+
 
 class SampledTokens(NamedTuple):
     """The tokens that a request has sampled so far."""

@@ -140,7 +140,7 @@ class EmbeddedEngine:
             return
         self._version = version
         self._decoder.forget()
-        running = {request.row: request for request in self._running()}
+        running = {request.running_row: request for request in self._running()}
         self._decoder.remove([row for row in running if row not in self._stale])
         self._stale = running
         self._free_to_step.set()
@@ -148,7 +148,7 @@ class EmbeddedEngine:
     async def sleep(self) -> None:
         """The weights stay, which are the trainer's; keys and values go. The next step allocates their memory anew."""
         await self.pause()
-        running = {request.row: request for request in self._running()}
+        running = {request.running_row: request for request in self._running()}
         self._decoder.clear()
         self._stale = running
 
@@ -220,7 +220,7 @@ class EmbeddedEngine:
                 progress.clear()
                 if request.future.done():
                     break
-                yield parts.next(self._batch.columns(request.row, start=parts.num_tokens))
+                yield parts.next(self._batch.columns(request.running_row, start=parts.num_tokens))
             yield parts.last(request.future.result())
         finally:
             self._streams.remove(request)
@@ -309,9 +309,11 @@ class EmbeddedEngine:
         self.stats.reused_tokens += sum(prefill.before for prefill in prefills)
         for finished, reason in ((stopped, FinishReason.STOP), (full, FinishReason.LENGTH)):
             if finished:
-                self._finish([self._batch.requests[row] for row in finished], reason)
+                self._finish(
+                    [request for row in finished if (request := self._batch.requests[row]) is not None], reason
+                )
         for request in self._streams:
-            if request.row is not None:
+            if request.row is not None and request.progress is not None:
                 request.progress.set()
 
     def _admit(self) -> list[Prefill]:
@@ -339,7 +341,7 @@ class EmbeddedEngine:
             request.prompt_version = self._version
             if shared is not None:
                 prefills[prompt] = shared._replace(siblings=(*shared.siblings, row))
-            elif reader is None or not self._decoder.fork(reader.row, row, length=len(prompt) - 1):
+            elif reader is None or not self._decoder.fork(reader.running_row, row, length=len(prompt) - 1):
                 prefills[prompt] = Prefill(row, np.array(unread, dtype=np.int64), known=known)
                 tokens += len(unread)
             self._by_prompt.setdefault(prompt, []).append(request)
@@ -368,16 +370,16 @@ class EmbeddedEngine:
         return [request for request in self._batch.requests if request is not None]
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        columns = [self._batch.columns(request.row) for request in requests]
+        columns = [self._batch.columns(request.running_row) for request in requests]
         if self._reuse_prefixes and reason is not FinishReason.ABORT:
             # The last token was sampled but never fed. Requests that saw two versions of the weights are mixtures.
             self._decoder.keep(
                 {
-                    request.row: (*request.token_ids, *column.token_ids[:-1])
+                    request.running_row: (*request.token_ids, *column.token_ids[:-1])
                     for request, column in zip(requests, columns, strict=True)
                     if request.prompt_version == self._version
                 },
-                wanted={request.wanted for request in self._waiting},
+                wanted={request.wanted for request in self._waiting if request.wanted is not None},
             )
         self._free(requests)
         for request, column in zip(requests, columns, strict=True):
@@ -393,10 +395,9 @@ class EmbeddedEngine:
         text = ""
         if self.tokenizer is not None and params.detokenize:
             text = finished_text(self.tokenizer, columns.token_ids, params, by_token=by_token, found=found)
+        stop_reason: int | str | None = found.string if found else None
         if by_token and (params.ignore_eos or last not in self._eos):
             stop_reason = last
-        else:
-            stop_reason = found.string if found else None
         request.future.set_result(
             Generation(
                 token_ids=columns.token_ids,
@@ -409,10 +410,10 @@ class EmbeddedEngine:
         )
 
     def _free(self, requests: Sequence[Request]) -> None:
-        self._decoder.remove([request.row for request in requests if request.row not in self._stale])
+        self._decoder.remove([request.running_row for request in requests if request.row not in self._stale])
         for request in requests:
-            self._stale.pop(request.row, None)
-            self._batch.remove(request.row)
+            self._stale.pop(request.running_row, None)
+            self._batch.remove(request.running_row)
             siblings = self._by_prompt[request.token_ids]
             siblings.remove(request)
             if not siblings:
