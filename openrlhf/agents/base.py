@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What became of one sample: the recorded tokens, and the reward if the agent has one of its own."""
+    """The result of one sample's episode: the recorded tokens, and the reward if the agent gives one itself."""
 
     segments: tuple[Segment, ...]
     text: str
@@ -22,7 +22,7 @@ class Episode:
     truncated: bool
     """A token or turn limit cut it short."""
     reward: float | None = None
-    """Sum of its turn rewards. None: somebody else (a reward function, a server, a model) judges it."""
+    """The sum of its turn rewards. None: the reward comes from elsewhere (a reward function, a server, a model)."""
     score: float | None = None
     extra_logs: dict[str, float] = field(default_factory=dict)
     images: tuple[Any, ...] = ()
@@ -54,7 +54,7 @@ class Player(Protocol):
 
 
 class AgentExecutorBase(ABC):
-    """What a user's `AgentExecutor` derives from to play episodes in a way of its own.
+    """The base class of a user's `AgentExecutor` that plays episodes in its own way.
 
     It is made once, without arguments, and plays many episodes at once: keep no state of an episode on `self`.
     """

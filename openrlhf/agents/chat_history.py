@@ -38,8 +38,8 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""What a system message says of tools where the template says nothing. Hermes' and Qwen's words, which models that have
-seen any tools are most likely to know, and the form of calls that `tool_calls.py` reads."""
+"""The text about tools in a system message, where the template has none. These are the words of Hermes and Qwen, which
+models that have seen any tools are most likely to know, and the form of calls that `tool_calls.py` reads."""
 
 
 class TemplateError(ValueError):
@@ -47,7 +47,7 @@ class TemplateError(ValueError):
 
 
 class Conversation(NamedTuple):
-    """What a request shows the policy."""
+    """The messages, tools and options that a request shows the policy."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
@@ -83,7 +83,7 @@ class ChatHistory:
         """Whether tools are described in a message of ours, as the template leaves them out; None: none were given."""
 
     def prompt(self, conversation: Conversation) -> ChatPrompt:
-        """What the engine reads next. Raises TemplateError."""
+        """The tokens that the engine reads next. Raises TemplateError."""
         text = self._render(conversation)
         count = len(conversation.messages)
         candidates = [e for e in self._exchanges if e.prompt.num_messages < count and text.startswith(e.prompt.text)]
@@ -210,7 +210,7 @@ def spell_tools(conversation: Conversation) -> Conversation:
 
 
 def _without_system(conversation: Conversation) -> Conversation:
-    """What the system message says begins the first message of the user."""
+    """The messages with the text of the system message at the beginning of the user's first message."""
     system, first, *others = conversation.messages
     if first["role"] != "user":
         return conversation

@@ -13,11 +13,11 @@ from openrlhf.types import Generation, SamplingParams
 
 
 class EpisodeSettings(NamedTuple):
-    """What every episode of a host has in common."""
+    """The settings that all episodes of a host have in common."""
 
     agent_file: str
     tokenizer: str
-    """Where it is loaded from: it is too large to travel with every prompt."""
+    """The folder that the tokenizer is loaded from: it is too large to be sent with every prompt."""
     use_fast: bool
     trust_remote_code: bool
     max_length: int

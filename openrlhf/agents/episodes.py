@@ -1,4 +1,4 @@
-"""Where episodes are played: in this process (our own single turn), or in host processes (users' agents)."""
+"""Players of episodes: in this process (our own single turn), or in host processes (users' agents)."""
 
 from __future__ import annotations
 

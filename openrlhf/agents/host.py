@@ -125,7 +125,7 @@ class HostStartError(HostError):
     def __init__(self, message: str, failure: Failure | None = None) -> None:
         super().__init__(message)
         self.failure = failure
-        """What the service's constructor raised; None if it died or took too long."""
+        """The exception of the service's constructor; None if the process died or took too long."""
 
 
 class HostTimeoutError(HostError):
@@ -158,12 +158,12 @@ class Reply(NamedTuple):
 
     value: Any
     users_seconds: float
-    """In functions that the service ran with `run_user`."""
+    """The seconds spent in functions that the service ran with `run_user`."""
     slowest: Slowest | None
 
 
 class Host(Protocol):
-    """Where a service lives: a process of its own (`HostProcess`) or this one (`LocalHost`)."""
+    """A service and its calls: in a process of its own (`HostProcess`) or in this one (`LocalHost`)."""
 
     async def start(self) -> None: ...
 
@@ -183,7 +183,8 @@ _under_way: set[asyncio.Task[Answered | Refused]] = set()
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a host's parent answers with. `answer(name, *args)` gives the answer, `answer_stream` its parts."""
+    """Answers to what calls in a host ask their parent. `answer(name, *args)` gives the answer, `answer_stream` its
+    parts."""
 
     answer: Callable[..., Awaitable[Any]] | None = None
     answer_stream: Callable[..., AsyncGenerator[Any, None]] | None = None
@@ -295,11 +296,11 @@ class _Pending:
     answer: Future[Reply]
     loop: asyncio.AbstractEventLoop
     context: Context
-    """Of the coroutine that awaits it; what the call asks is answered there."""
+    """The context of the coroutine that awaits the call; what the call asks is answered in it."""
     process: _Process | None = None
-    """Where it runs."""
+    """The process in which it runs."""
     questions: list[_Question] = field(default_factory=list)
-    """What it has asked, in this process or one before."""
+    """The questions that it has asked, in this process or in an earlier one."""
     deadline: float = float("inf")
     """When it is late; infinite while a question is open."""
     losses: int = 0
@@ -323,7 +324,7 @@ class _Process:
     popen: subprocess.Popen[bytes]
     outbox: queue.SimpleQueue[bytes | None]
     deadline: float
-    """By when it must be ready."""
+    """The time by which the process must be ready."""
     probe: Address
     ready: bool = False
     killed: bool = False
@@ -333,7 +334,7 @@ class _Process:
     soonest: float = float("inf")
     """No deadline of a running call is earlier."""
     late: dict[int, float] = field(default_factory=dict)
-    """For each call that is late: by when the host must say that it cancels it."""
+    """For each call that is late: the time by which the host must say that it cancels it."""
 
     def next_deadline(self) -> float:
         if self.killed:
@@ -430,7 +431,7 @@ class HostProcess:
         # What follows belongs to the supervisor.
         self._processes: list[_Process] = []
         self._main: _Process | None = None
-        """Of the processes, the one that gets new calls."""
+        """The process that gets new calls."""
         self._starters: list[_Start] = []
         self._waiting: deque[_Pending] = deque()
         self._alone: deque[_Pending] = deque()
@@ -493,12 +494,12 @@ class HostProcess:
         return shown
 
     def idle_seconds(self) -> float:
-        """What users' code does is no sign of life: it has deadlines of its own."""
+        """Infinite: work of users' code is no sign of life, because it has deadlines of its own."""
         return float("inf")
 
     @property
     def pid(self) -> int | None:
-        """Of the process that gets new calls; another after a restart."""
+        """The pid of the process that gets new calls; it changes after a restart."""
         process = self._main
         return None if process is None else process.popen.pid
 

@@ -77,7 +77,7 @@ WRONG_LOOP = (
     "Event loop is closed",
     "Timeout context manager should be used inside a task",
 )
-"""What asyncio and aiohttp say when something is used on another loop than the one it was made on."""
+"""The messages of asyncio and aiohttp for something that is used on another loop than the one it was made on."""
 
 
 class AskError(Exception):
@@ -134,7 +134,7 @@ def make_service(target: str, args: tuple[Any, ...]) -> Any:
 
 
 async def invoke(service: Any, method: str, args: bytes) -> Any:
-    """What the method returns, a coroutine or not; its arguments are pickled."""
+    """The result of the method, whether it is a coroutine or not; its arguments are pickled."""
     return await _call_user(getattr(service, method), pickle.loads(args))
 
 
@@ -256,7 +256,7 @@ class UserCall:
         self._shared_loop = shared_loop
         self._threads = threads
         self._thread: EpisodeThread | None = None
-        """For plain functions, where calls share a loop."""
+        """The thread for plain functions, where calls share a loop."""
         self._clock_lock = threading.Lock()
         self._asks = 0
         self._waited = 0.0
@@ -338,8 +338,8 @@ async def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> _Outcome:
-    """What it returned or raised. A task that raised SystemExit would end its loop, and a TimeoutError on its way from
-    another thread would lose its traceback."""
+    """The result or exception of a task, as a value. A task that raised SystemExit would end its loop, and a
+    TimeoutError that comes from another thread would lose its traceback."""
     try:
         return await coroutine, None
     except (Exception, SystemExit) as error:
@@ -358,7 +358,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 class _Inbox:
-    """Where the answer to one ask arrives: on the loop that waits for it."""
+    """Receives the answer to one ask on the loop that waits for it."""
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -415,7 +415,7 @@ class CallRunner:
     def __init__(self, send: Callable[[Any], None]) -> None:
         self.send = send
         self.service: Any = None
-        """To be set before the first call, as `shared_loop`."""
+        """The service; it must be set before the first call, like `shared_loop`."""
         self.shared_loop = False
         self.loop = asyncio.new_event_loop()
         self.threads = EpisodeThreads(self._on_foreign_use)

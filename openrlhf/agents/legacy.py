@@ -9,14 +9,14 @@ from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.types import SamplingParams
 
 LEGACY_ARGS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
-"""What such a constructor takes."""
+"""The arguments of such a constructor."""
 
 MANY_STEPS = 10_000
-"""What `max_steps` is when the run has no limit: their loops count up to it."""
+"""The value of `max_steps` when the run has no limit: their loops count up to it."""
 
 
 class LegacyTurns(AgentExecutorBase):
-    """What such classes call `super()`: keeps the wires and plays the turns."""
+    """The base class that such classes call as `super()`: it keeps the arguments and plays the turns."""
 
     def __init__(
         self,

@@ -50,13 +50,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_THREADS = 4
-"""In which requests are read, rendered and tokenised. More wait for their turn."""
+"""The number of threads in which requests are read, rendered and tokenised. Further requests wait."""
 BODY_SECONDS = 60.0
 """How long a client may take to send a request."""
 MOST_SESSIONS = 4096
 HOST = "127.0.0.1"
 NO_RETRY = {"X-Should-Retry": "false"}
-"""To clients: asking again gives the same."""
+"""Tells clients that asking again would give the same answer."""
 
 
 class AgentServer:
@@ -194,7 +194,7 @@ def _named(request: web.Request) -> str | None:
 
 
 async def _content(request: web.Request, most: int, session: ChatSession | None = None) -> bytes:
-    """What was sent, if it is no more than `most` bytes."""
+    """The body of the request, if it has no more than `most` bytes."""
     if (request.content_length or 0) > most:
         raise _too_large(most, session)
     content = bytearray()
@@ -338,7 +338,7 @@ def _is_here(host: str) -> bool:
 
 
 def _failure(error: Exception) -> ApiError:
-    """What went wrong here and not in the request. The episode is told too, by the engine's record or this log."""
+    """The answer for an error on our side. The episode learns of it too, by the engine's record or this log."""
     if isinstance(error, ApiError):
         return error
     logger.debug("a request failed", exc_info=error)

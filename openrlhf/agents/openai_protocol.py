@@ -14,10 +14,10 @@ from openrlhf.agents.tool_calls import ToolCall
 from openrlhf.agents.values import shown
 
 MODEL = "policy"
-"""What `/v1/models` lists. Requests may name any model: there is one."""
+"""The model that `/v1/models` lists. Requests may name any model: there is only one."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Of a message → as templates know it."""
+"""The role of a message → the role that templates know."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Fields that change the distribution which answers are sampled from."""
@@ -30,7 +30,8 @@ NO_OPTIONS = frozenset(
         *("return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
-"""What `apply_chat_template` takes beside a template's variables. Templates are programs: none comes from outside."""
+"""The arguments of `apply_chat_template` that are not variables of a template. Clients may not set them: templates are
+programs, and none comes from outside."""
 
 
 class ApiError(Exception):
@@ -57,7 +58,7 @@ class ChatRequest:
     conversation: Conversation
     model: str
     sampling: dict[str, Any]
-    """Of `SAMPLING`, what is given."""
+    """The entries of `SAMPLING` that the request gives."""
     max_tokens: int | None
     stop: list[str]
     seed: int | None
@@ -307,7 +308,7 @@ def write_calls(calls: Sequence[ToolCall], *, id: str) -> list[dict[str, Any]]:
 
 
 def write_logprobs(tokenizer: Any, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Of the sampled tokens; the text of a token that is part of a character is not known, nor are its bytes."""
+    """The log-probs of the sampled tokens. The text and bytes of a token that is part of a character are not known."""
     content = []
     for token_id, logprob in zip(ids, logprobs, strict=True):
         token = tokenizer.decode([token_id], skip_special_tokens=False)
@@ -323,7 +324,7 @@ def write_logprobs(tokenizer: Any, ids: Sequence[int], logprobs: Sequence[float]
 
 
 def token_ids(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> dict[str, list[int]]:
-    """What the engine read and wrote."""
+    """The tokens that the engine read and wrote."""
     return {"prompt_token_ids": list(prompt_ids), "completion_token_ids": list(completion_ids)}
 
 

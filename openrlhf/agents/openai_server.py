@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine
 
 ARGUMENTS = ("prompt", "label", "session_id", "base_url", "images")
-"""What `run_agent` is offered: by name, or the first three in this order."""
+"""The arguments that `run_agent` can take: by name, or the first three in this order."""
 
 _starting = threading.Lock()
 
@@ -62,7 +62,7 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
 
     @property
     def base_url(self) -> str:
-        """Of all episodes: requests there must say whose they are."""
+        """The address that all episodes share: requests to it must name their session."""
         return f"{self._server.url}/v1"
 
     async def play(

@@ -16,13 +16,13 @@ from openrlhf.agents.tool_calls import GrowingReply, Reply
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
 BYTES_PER_TOKEN = 64
-"""Of JSON. Tokens have 4 characters or so; some have 16, and JSON may spell each in 6 bytes."""
+"""Bytes of JSON per token: tokens have about 4 characters, some have 16, and JSON may write each in 6 bytes."""
 LEAST_LIMIT = 1 << 20
 """Bytes of a request that are for everything else: tools, ids, and messages that are found to be too long."""
 
 
 class Delta(NamedTuple):
-    """What is new in an answer that is being written."""
+    """The new part of an answer that is being written."""
 
     content: str
     part: Generation
@@ -31,7 +31,7 @@ class Delta(NamedTuple):
 
     @property
     def finish_reason(self) -> str | None:
-        """In OpenAI's words."""
+        """The finish reason in OpenAI's words."""
         if self.reply is None:
             return None
         if self.part.finish_reason is not FinishReason.STOP:
@@ -91,7 +91,7 @@ def _refusals() -> Iterator[None]:
 
 
 class ChatSession:
-    """What the server knows of one episode."""
+    """The state of one episode on the server."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ChatSession:
         self.tasks: set[asyncio.Task[Any]] = set()
         """Requests under way, on the server's loop."""
         self.foreign_sampling: dict[str, Any] = {}
-        """What requests have asked for that is not the run's."""
+        """The sampling parameters that requests have asked for and that differ from the run's."""
         self.refused_for_length = False
         """Whether the last request met a limit before it was answered."""
         self._params = sampling_params
@@ -136,7 +136,7 @@ class ChatSession:
 
     @property
     def most_bytes(self) -> int:
-        """Of a request. More cannot fit into the context, whatever is in it."""
+        """The most bytes of a request. A larger one cannot fit into the context, whatever is in it."""
         return LEAST_LIMIT + BYTES_PER_TOKEN * self.max_length
 
     def next_id(self) -> str:
@@ -178,7 +178,7 @@ class ChatSession:
         return ChatTurn(self, request, prompt, self._sampling(request), ticket)
 
     def prompt(self, request: ChatRequest) -> ChatPrompt:
-        """What the engine would read. Raises ApiError."""
+        """The prompt that the engine would read. Raises ApiError."""
         try:
             return self.history.prompt(request.conversation)
         except TemplateError as error:

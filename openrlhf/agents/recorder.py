@@ -72,7 +72,7 @@ class TokenRecorder:
         raise ValueError("a reward was given before the first action")
 
     def segment(self) -> Segment:
-        """What was recorded, as tensors."""
+        """The recorded tokens as tensors."""
         return Segment(
             token_ids=_column(self._token_ids, np.int64),
             action_mask=_column(self._action_mask, np.bool_),
@@ -105,5 +105,5 @@ class TokenRecorder:
 
 
 def _column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
-    """By way of numpy, which reads a list in a third of the time."""
+    """The list as a tensor, by way of numpy, which reads a list in a third of the time."""
     return torch.from_numpy(np.array(values, dtype=dtype))

@@ -30,7 +30,7 @@ class EngineCall(NamedTuple):
 
     @property
     def token_ids(self) -> list[int]:
-        """What the engine read, then what it wrote."""
+        """The tokens that the engine read, then those that it wrote."""
         return self.prompt_ids + self.generation.token_ids
 
 
@@ -49,12 +49,12 @@ class RecordingEngine:
         self._asked = 0
         self._context = copy_context()
         self._loop = None if engine.any_loop else _running_loop()
-        """Where the engine must be asked; None: anywhere."""
+        """The loop on which the engine must be asked; None: any."""
         self._by_length: dict[int, list[EngineCall]] = defaultdict(list)
         self.calls: list[EngineCall] = []
-        """In the order in which they were answered."""
+        """The calls in the order in which they were answered."""
         self.failure: Exception | None = None
-        """What the engine itself raised: not the fault of the code that asked it."""
+        """The exception of the engine itself, which is not the fault of the code that asked it."""
 
     @property
     def version(self) -> int:

@@ -1,4 +1,4 @@
-"""What users' `reset`, `step` and `execute` return, checked once, here, and turned into records."""
+"""The results of users' `reset`, `step` and `execute`, checked once, here, and turned into records."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Start(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What users' code thinks of an episode."""
+    """The rewards and logs that users' code gives an episode."""
 
     reward: float | None
-    """None: somebody else judges it."""
+    """None: the reward comes from elsewhere."""
     score: float | None
     extra_logs: dict[str, float]
 
@@ -215,7 +215,7 @@ def _tokens_given(
 
 
 def _check_known(token_ids: Sequence[int], start: int, end: int, *, vocabulary: int) -> None:
-    """Of tokens that the engine has not sampled: a model has no embedding for an id it does not know."""
+    """Check tokens that the engine has not sampled: a model has no embedding for an id that it does not know."""
     for index in range(start, end):
         if token_ids[index] >= vocabulary:
             raise BadValueError(

@@ -1,4 +1,4 @@
-"""Single turn: one prompt, one response; the reward is somebody else's business."""
+"""Single turn: one prompt, one response; the reward comes from elsewhere."""
 
 from __future__ import annotations
 

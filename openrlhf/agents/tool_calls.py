@@ -22,7 +22,7 @@ class ToolCall(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the policy said, as its client reads it."""
+    """An answer of the policy, as its client reads it."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine
 
 ARGUMENTS = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images")
-"""What `execute` is offered, in this order."""
+"""The arguments that `execute` can take, in this order."""
 
 NAME = "AgentExecutor"
 
 LOOP_BOUND = (asyncio.Lock, asyncio.Semaphore, asyncio.Event, asyncio.Condition, asyncio.Queue)
-"""What belongs to the event loop that first waits for it."""
+"""Objects that belong to the event loop that first waits for them."""
 
 
 def load_agent(path: str | os.PathLike[str]) -> UserAgent:
@@ -215,7 +215,7 @@ def _plays(cls: type) -> bool:
 
 
 def _answer(returned: Any, queue: asyncio.Queue[Any]) -> Any:
-    """What `execute` returned, else the one thing that it put on the queue."""
+    """The value that `execute` returned, or else the only one that it put on the queue."""
     if isinstance(returned, Mapping) or queue.empty():
         return returned
     if queue.qsize() > 1:

@@ -25,7 +25,7 @@ class AgentResultError(AgentError):
 
 @contextlib.contextmanager
 def users_code(file: Path) -> Iterator[None]:
-    """What is raised inside becomes an AgentError that names the line in `file`."""
+    """Exceptions inside become an AgentError that names the line in `file`."""
     try:
         yield
     except AgentError:

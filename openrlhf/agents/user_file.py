@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 MOST_CHARACTERS = 500
-"""Of an exception's text in a message: some carry a whole page that a server answered."""
+"""The most characters of an exception's text in a message: some hold a whole page that a server has answered."""
 
 
 class UserFileError(Exception):
@@ -65,11 +65,11 @@ def public_functions(module: ModuleType) -> list[str]:
 
 
 class LoadedFile:
-    """A file as a service of a host, for those who want to know what it defines."""
+    """A file as a service of a host, which tells the names that the file defines."""
 
     def __init__(self, path: str) -> None:
         self._module = load_module(path)
 
     def names(self) -> list[str]:
-        """What stands at its top level, imports included."""
+        """The names at the file's top level, imports included."""
         return [name for name in vars(self._module) if not name.startswith("__")]

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 class EngineMemory(NamedTuple):
     share: float
-    """Of the device's memory."""
+    """The engine's share of the device's memory."""
     sleeps: bool
 
 
 def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, *, engines: int = 1) -> VllmSettings:
-    """Of one of so many engines."""
+    """The settings of one of so many engines."""
     return VllmSettings(
         model=required(config.actor.model_name_or_path),
         max_model_len=config.data.max_len,
@@ -71,7 +71,7 @@ def places(requests: int) -> int:
 
 
 def engine_memory(config: RLConfig, models: RLModels, device: torch.device) -> EngineMemory:
-    """What an engine may take beside models that are loaded, and whether training needs it in between."""
+    """The memory that an engine may take beside models that are loaded, and whether training needs it in between."""
     asked = config.vllm.gpu_memory_utilization
     if device.type != "cuda":
         return EngineMemory(asked, sleeps=False)
@@ -116,7 +116,7 @@ def _shape(module: Policy | ValueModel, *, checkpointing: bool) -> TrainedShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedShape:
-    """What the memory of training a model follows from."""
+    """The figures of a model from which the memory of its training follows."""
 
     parameters: int
     """Trained ones."""
@@ -128,7 +128,8 @@ class TrainedShape:
 
     @property
     def state_bytes(self) -> int:
-        """What stays from step to step beside the weights: two moments, and a master of 16-bit weights, in fp32."""
+        """The bytes that stay from step to step beside the weights: two moments, and a master of 16-bit weights, in
+        fp32."""
         return (12 if self.element_bytes < 4 else 8) * self.parameters
 
 

@@ -1,4 +1,4 @@
-"""What a run is bound to: this process, or a Ray cluster. The loop does not know which."""
+"""Launchers: they bind a run to this process or to a Ray cluster. The loop does not know which."""
 
 from __future__ import annotations
 

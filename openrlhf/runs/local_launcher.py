@@ -79,7 +79,7 @@ def _usage(device: torch.device) -> Iterator[Callable[[], Mapping[str, Usage]]]:
 
 
 GPU_FLAGS = ("enforce_eager", "gpu_memory_utilization", "enable_sleep")
-"""What engines do on GPUs alone."""
+"""Flags of engines that have an effect on GPUs only."""
 
 
 class LocalEngine(NamedTuple):
@@ -159,7 +159,7 @@ def _vllm(
 
 
 def policy_probe(config: RLConfig, policy: Policy, device: torch.device) -> Probe:
-    """For the comparison of engines with this policy."""
+    """The policy's side of the comparison with engines."""
     return Probe.of(
         vocab_size=policy.model.config.get_text_config().vocab_size,
         dtype=model_dtype(config.ds.param_dtype, device),

@@ -1,4 +1,4 @@
-"""What can go wrong around a run, found before it begins rather than after hours of training."""
+"""Checks before a run begins, of what would otherwise fail after hours of training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def checked_model_dir(output_dir: str) -> Path:
-    """Where the trained model goes, as an absolute path that can be written. Raises ConfigError."""
+    """The folder of the trained model, as an absolute path that can be written. Raises ConfigError."""
     flag, target = f"--ckpt.output_dir {output_dir}", Path(output_dir).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{flag}: this is a file; name a folder for the model")
@@ -99,7 +99,7 @@ def reading_model(path: str, *, flag: str) -> Iterator[None]:
 
 
 def policy_tokenizer(config: RLConfig) -> Any:
-    """Of the model that an RL run trains, in whatever process. Raises ModelLoadError."""
+    """The tokenizer of the model that an RL run trains, in whatever process. Raises ModelLoadError."""
     path = required(config.actor.model_name_or_path)
     with reading_model(path, flag="--actor.model_name_or_path"):
         tokenizer = load_tokenizer(

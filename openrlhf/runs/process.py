@@ -1,4 +1,4 @@
-"""What every run shares, whatever it trains: how its process is set up, what watches it, and how it ends."""
+"""The process of a run, whatever it trains: how it is set up, what watches it, and how it ends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ USER_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a finished run leaves behind."""
+    """The result of a finished run."""
 
     run_dir: Path | None
     """None on ranks that have none: the main one reports for all."""
@@ -127,7 +127,7 @@ def watchdog(train: TrainSection, ranks: Ranks = ALONE) -> Watchdog:
 
 
 def _let_go() -> None:
-    """What a process that ends as it is must not leave behind."""
+    """Release what a process that ends abruptly must not leave behind."""
     kill_every_host()
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), interrupts.SHOW_CURSOR)
@@ -139,7 +139,7 @@ def process_device() -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
-    """Who is told how a run goes."""
+    """The observers of a run: progress, logs, report."""
 
     logger: Logger
     progress: Progress
@@ -150,9 +150,9 @@ class Observers:
 def observed(
     config: TrainerConfig, run_dir: RunDirectory | None, watchdog: Watchdog, *, steps: int, title: str
 ) -> Iterator[Observers]:
-    """Progress and logs of a run, which has to go on; the report is written however it ends.
+    """The progress and logs of a run, while open; the report is written however the run ends.
 
-    Without a directory nobody is told.
+    Without a directory there are none.
     """
     path = None if run_dir is None else run_dir.path
     with watchdog.stalls_count(path), _told(config, run_dir, steps=steps, title=title) as observers:

@@ -1,4 +1,4 @@
-"""What a process of a cluster builds: a rank's part of the models behind one service, or an engine."""
+"""The parts that a process of a cluster builds: a rank's part of the models behind one service, or an engine."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Rank:
         return [self._judge(path) for path in self._config.reward.model_paths]
 
     def _judge(self, path: str) -> Forward:
-        """A reward model. One that is shared out over ranks is run by all of them, whoever has something to ask."""
+        """A reward model. All ranks that share its weights run it together, whichever of them has a request."""
         with self._loading():
             model = load_reward_model(
                 path,
@@ -139,7 +139,8 @@ def build_engine(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
 
 
 def engines_sleep(config: RLConfig, device: torch.device) -> bool:
-    """Engines that share the actor's devices start before its models: what these will need, nobody knows then."""
+    """Whether engines sleep. Engines that share the actor's devices start before its models, whose need is not known
+    then."""
     return device.type == "cuda" and config.engines_sleep is not False
 
 

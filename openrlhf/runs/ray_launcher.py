@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 ACTOR_FLAG = "--actor.model_name_or_path"
 START_DEADLINE = 1800.0
-"""Of loading models and of starting engines, in seconds."""
+"""Seconds in which models must have loaded and engines started."""
 SIGNALLED_SECONDS = 4.0
-"""Of engines to end in order after a signal: they may be in a long step, and whoever has sent it does not wait for it.
-Those that are killed leave shared memory behind."""
+"""Seconds in which engines may end in order after a signal: they may be in a long step, and the sender of the signal
+does not wait for long. Engines that are killed leave shared memory behind."""
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def ray_launcher(config: RLConfig, tokenizer: Any) -> Iterator[RayLauncher]:
 
 
 def plan_on(cluster: Cluster, config: RLConfig) -> PlacementPlan:
-    """Who is to sit where. Raises ConfigError."""
+    """The placement plan of a run on this cluster. Raises ConfigError."""
     has_gpus = cluster.kind.resource == "GPU"
     wanted = plan(
         requested(

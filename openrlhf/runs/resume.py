@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints(NamedTuple):
-    """What a run knows about checkpoints before it loads anything."""
+    """The checkpoints of a run, as they are known before anything is loaded."""
 
     folder: CheckpointFolder | None
     """None: it neither writes nor reads any."""
     found: ResumePoint | None
-    """To be continued from."""
+    """The checkpoint to continue from."""
     universal: UniversalCheckpoint | None = None
-    """To be begun with, where there is none of our own."""
+    """The checkpoint of DeepSpeed to start from, where there is none of our own."""
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def weights_digest(model: str) -> str:
 
 
 ROOM_SECONDS = 600.0
-"""For so long a restart waits for a cluster that has room for the run: a node that was lost may come back."""
+"""The time for which a restart waits for a cluster with room for the run: a node that was lost may come back."""
 LOOK_SECONDS = 10.0
 
 _T = TypeVar("_T")

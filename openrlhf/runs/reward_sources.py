@@ -78,7 +78,7 @@ def reward_model_here(config: RLConfig, policy_tokenizer: Any, device: torch.dev
 
 
 def load_reward_reader(path: str, config: RLConfig) -> RewardReader:
-    """What a reward model at `path` that lives elsewhere would read of a text."""
+    """The reader of a reward model at `path` whose weights are elsewhere: tokeniser and limits."""
     with reading_model(path, flag=FLAG):
         tokenizer = _tokenizer(path, config, trust_remote_code=config.actor.trust_remote_code)
         model_config = load_config(path, trust_remote_code=config.actor.trust_remote_code, flag=FLAG)

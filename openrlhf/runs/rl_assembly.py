@@ -282,7 +282,7 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptS
 
 
 def _episodes(config: RLConfig, engine: Engine, tokenizer: Any) -> Episodes:
-    """Where episodes are played: a user's agent in its hosts, else our own single turn right here."""
+    """The player of episodes: a user's agent in its hosts, or our own single turn in this process."""
     if not config.train.agent_func_path:
         return OwnEpisodes(
             SingleTurnAgentExecutor(), engine=engine, tokenizer=tokenizer, max_length=config.data.max_len
@@ -317,7 +317,7 @@ _S = TypeVar("_S", bound=_Service)
 
 
 def _loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
-    """Where episodes are played: between the other phases of a round, or all the time."""
+    """The event loop of episodes: it runs between the other phases of a round, or all the time."""
     return BackgroundRunner() if config.plays_across_rounds else asyncio.Runner()
 
 

@@ -45,7 +45,7 @@ CRITIC = "critic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLModels:
-    """What a local run has loaded."""
+    """The models that a local run has loaded."""
 
     policy: Policy
     reference: nn.Module | None
@@ -155,7 +155,7 @@ class RLTraining:
         return [backend for backend in (self.policy_backend, self._critic_backend) if backend is not None]
 
     def checkpointed(self, tokenizer: Any) -> dict[str, LocalCheckpointedModel]:
-        """What a checkpoint holds, by the names of its folders."""
+        """The models that a checkpoint holds, by the names of its folders."""
         policy, critic, ranks = self._models.policy, self._models.critic, self._distribution.ranks
         trained = {
             ACTOR: LocalCheckpointedModel(
@@ -212,7 +212,7 @@ class RLTraining:
 
 
 def kept_critic(backend: Backend, critic: ValueModel, tokenizer: Any, ranks: Ranks) -> LocalCheckpointedModel:
-    """What a checkpoint holds of it."""
+    """The part of the critic that a checkpoint holds."""
     return LocalCheckpointedModel(
         backend, lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights), ranks
     )

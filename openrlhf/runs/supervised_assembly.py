@@ -230,7 +230,7 @@ def _universal_start(
 
 
 class _Place(NamedTuple):
-    """Where models live."""
+    """The device and the ranks on which models live."""
 
     device: torch.device
     distribution: Distribution
@@ -254,7 +254,7 @@ class _Kind:
     format: Callable[[Any], ExampleFormat | PairFormat | JudgedFormat]
     assemble: Callable[[Any, _Place], _Parts]
     stand_in: Callable[[TokenisedSet[Any]], _First | None] = lambda samples: None
-    """What is evaluated without evaluation data."""
+    """The data to evaluate on where there is no evaluation data."""
 
 
 def _kind(config: SupervisedConfig) -> str:
@@ -331,7 +331,7 @@ def _kto(config: DPOConfig, place: _Place) -> _Parts:
 
 
 def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> Objective:
-    """What is trained on; evaluations measure the objective alone."""
+    """The objective to train on; evaluations measure the objective alone."""
     coef = config.model.aux_loss_coef
     if not coef:
         return objective
@@ -360,7 +360,7 @@ def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
 
 
 def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
-    """What all models of a run are loaded with."""
+    """The arguments with which all models of a run are loaded."""
     return {
         "dtype": model_dtype(config.ds.param_dtype, device),
         "device": device,
@@ -380,7 +380,7 @@ def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
 
 
 def tokenizer_of(config: SupervisedConfig) -> Any:
-    """Of the model that is trained, with the chat template of the run. Raises ModelLoadError."""
+    """The tokenizer of the model that is trained, with the chat template of the run. Raises ModelLoadError."""
     path = required(config.model.model_name_or_path)
     with reading_model(path, flag=MODEL_FLAG):
         tokenizer = load_tokenizer(
