@@ -48,7 +48,7 @@ class MicroBatching:
     tokens: int | None = None
     """Token budget; set, it takes the place of `samples`."""
     remedy: str = "--train.max_tokens_per_gpu {tokens} with --train.dynamic_batch_enable"
-    """What people can do to begin with so many tokens."""
+    """The advice for a run that is to begin with `tokens` tokens."""
 
     def cut(self, batch: TrainingBatch, indices: Sequence[int]) -> list[list[int]]:
         """Micro-batches of these samples. A prompt's samples stay together where they can: they share its forward.
@@ -102,12 +102,12 @@ class MicroBatchSizer:
         )
 
     def remedy(self, tokens: int) -> str:
-        """For people whose micro-batches are to have at most so many tokens."""
+        """The advice for micro-batches of at most so many tokens."""
         return self.batching.remedy.format(tokens=tokens)
 
 
 def give_memory_back() -> None:
-    """What a forward that failed has left. Not inside the `except`: its error holds every frame and their tensors."""
+    """Free what a failed forward has left. Not inside the `except`: its error holds every frame and their tensors."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -124,7 +124,7 @@ class MicroBatchSource(Protocol[M]):
     fitting: MicroBatchSizer
 
     def micro_batches(self) -> Sequence[M]:
-        """As they fit at the moment, as many on every rank. Collective."""
+        """The micro-batches, cut as they fit at the moment, as many on every rank. Collective."""
         ...
 
     def size(self, micro: M) -> tuple[int, int]:
@@ -133,7 +133,7 @@ class MicroBatchSource(Protocol[M]):
 
 
 class Accumulated(NamedTuple):
-    """What a step's micro-batches of this rank came to; their gradient is in the backend."""
+    """The losses and metrics of this rank's micro-batches of a step; their gradient is in the backend."""
 
     loss: float
     metrics: Metrics
@@ -180,11 +180,11 @@ def _require_another_try(backend: Backend, fitting: MicroBatchSizer, overflow: O
 
 
 MAX_SKIPPED = 5
-"""In a row; the default of --train.max_skipped_steps."""
+"""How many steps in a row may be skipped; the default of --train.max_skipped_steps."""
 
 
 class SkippedSteps:
-    """Those of one model, which `<owner>skipped_steps` counts."""
+    """The skipped steps of one model, which the metric `<owner>skipped_steps` counts."""
 
     def __init__(self, owner: str, *, most: int = MAX_SKIPPED, ranks: Ranks) -> None:
         """`owner`: `actor_`, `critic_`, or nothing where there is one model. `most`: in a row until the run ends."""

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardShaping:
-    """What is done to an episode's rewards before episodes are compared, in this order."""
+    """The penalties and the clip that an episode's rewards get before episodes are compared, in this order."""
 
     overlong_buffer: float | None = None
     """Tokens before `response_limit` in which the reward falls; None: no such penalty."""
@@ -53,7 +53,7 @@ class RewardShaping:
     response_limit: int = 0
     """Most tokens of one turn."""
     stop_properly: float | None = None
-    """What truncated episodes keep: a factor in [0, 1], or a total below 0. None: everything."""
+    """The part of its rewards that a truncated episode keeps: a factor in [0, 1], or a total below 0. None: all."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
     """Each turn's reward is clipped to it."""
 
@@ -137,7 +137,7 @@ class SampleMaker:
 
 
 class EpisodeRewards(NamedTuple):
-    """What an episode earned, over the action tokens of all its segments; an episode without any has a single entry."""
+    """The rewards of an episode, over the action tokens of all its segments; without such tokens it has one entry."""
 
     rewards_A: Tensor
     """float64: a turn's reward stands on its last token."""

@@ -41,7 +41,7 @@ class BalanceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """What the policy update is told."""
+    """The settings of the policy update."""
 
     loss: PolicyLoss
     clip: LossSettings
@@ -160,7 +160,7 @@ class PolicyLearner:
 
 
 def _rollout_logprobs(packed: PackedBatch) -> Tensor:
-    """Those of every token."""
+    """The rollout log-probs, which every token must have."""
     column = _needed(packed.rollout_logprobs_A, "rollout log-probs")
     if bool(column.isnan().any()):
         raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")

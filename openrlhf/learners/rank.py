@@ -76,7 +76,7 @@ class RankLearners:
 
     @property
     def rounds(self) -> int:
-        """In which the policy was updated."""
+        """The number of rounds in which the policy was updated."""
         return self._rounds
 
     def score(self, batch: TrainingBatch) -> None:
@@ -132,7 +132,7 @@ class RankLearners:
         return optimizer_steps(batch, self._steps, round_index=self._rounds, fitting=self._fitting, ranks=self._ranks)
 
     def _episodes(self, batch: TrainingBatch) -> int:
-        """Of the round, on all ranks. Collective."""
+        """The number of episodes of the round, on all ranks. Collective."""
         return sum(self._ranks.gather(len(batch.episode_offsets) - 1))
 
     def _adapt_kl(self, batch: TrainingBatch, updated: Metrics) -> None:

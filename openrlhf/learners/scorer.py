@@ -45,7 +45,7 @@ class Scorer:
     def score(self, batch: TrainingBatch, indices: Sequence[int] | None = None) -> Tensor:
         """float32 [A] for this rank's batch, on CPU; 0 for samples that are not in `indices` (None: all are).
 
-        Collective: weights may be shared out over ranks, who then run as many forwards as the one with the most.
+        Collective: weights may be shared out over ranks, which then run as many forwards as the rank with the most.
         """
         result = torch.zeros(batch.num_actions)
         self._module.eval()

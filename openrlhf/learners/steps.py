@@ -25,16 +25,16 @@ from openrlhf.types import PackedBatch, PackedTokens, SampleKey, TrainingBatch, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """How a round is cut."""
+    """How a round is cut into optimizer steps."""
 
     epochs: int
     batch_size: int
     """Samples of an optimizer step, at most."""
     batching: MicroBatching
     aggregation: Aggregation
-    """Of the policy loss."""
+    """The aggregation of the policy loss."""
     regulariser_aggregation: Aggregation = Aggregation.TOKEN
-    """Of KL and entropy terms."""
+    """The aggregation of KL and entropy terms."""
     constant_length: int | None = None
     """Divisor of constant aggregation."""
     skip_idle: bool = False
@@ -62,7 +62,7 @@ class MicroBatch(NamedTuple):
     is_filler: bool = False
     """It weighs nothing and is in no metric."""
     keys: tuple[SampleKey, ...] = ()
-    """Of its samples."""
+    """The keys of its samples."""
 
 
 def filler() -> PackedBatch:
@@ -139,7 +139,7 @@ class Step:
         return len(self._micro_batches)
 
     def micro_batches(self) -> list[MicroBatch]:
-        """As many on every rank. Collective where they do not fit any more, which all ranks know."""
+        """The micro-batches, as many on every rank. Collective where they do not fit any more, which all ranks know."""
         if self._cut_by is not self.fitting.batching:
             self._cut_by = self.fitting.batching
             self._micro_batches = self._cut()
@@ -147,7 +147,7 @@ class Step:
         return self._micro_batches
 
     def fill_up(self, count: int) -> None:
-        """To so many, and at least one, with such as count for nothing."""
+        """Add fillers, which count for nothing, until there are `count` micro-batches, and at least one."""
         self._micro_batches += [FILLER] * (max(1, count) - len(self))
 
     def size(self, micro: MicroBatch) -> tuple[int, int]:
@@ -183,14 +183,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SampleInfo:
-    """What every rank knows of a sample, whosever it is."""
+    """What every rank knows of a sample, also of one that lies on another rank."""
 
     key: SampleKey
     actions: int
     tokens: int
     rank: int
     index: int
-    """In its rank's batch."""
+    """Its place in its rank's batch."""
 
     @property
     def episode(self) -> SampleKey:

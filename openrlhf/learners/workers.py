@@ -21,7 +21,7 @@ class Placed(NamedTuple):
     batch: Any
     """A handle for the workers' other methods."""
     metrics: Metrics
-    """Of the samples' rewards."""
+    """The metrics of shaping and comparing rewards."""
 
 
 class Workers(Protocol):
@@ -44,7 +44,7 @@ class Workers(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What of their state is no model: rounds, the price of KL."""
+        """Their state without the models: the number of rounds, the price of KL."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -76,7 +76,7 @@ def room_for(capacity: int, *, batch_size: int, behind: int) -> int:
 class _Finished(NamedTuple):
     group: Group
     version: int
-    """With which it was begun."""
+    """The version that it was begun with."""
 
 
 class AsyncCollector:
@@ -116,9 +116,9 @@ class AsyncCollector:
         self._ahead = ahead
         self._filter = score_filter
         self._tasks: dict[int, asyncio.Task[Group]] = {}
-        """By ordinal, of prompts in play."""
+        """The prompts in play, by ordinal."""
         self._versions: dict[int, int] = {}
-        """With which those in play were begun."""
+        """The versions that the prompts in play were begun with, by ordinal."""
         self._finished: dict[int, _Finished] = {}
         self._behind = behind
         self._changed = asyncio.Event()
@@ -201,7 +201,7 @@ class AsyncCollector:
         verdicts, self._verdicts = self._verdicts, Verdicts(self._filter)
         metrics = self._metrics(groups, verdicts)
         self._resting = not self._ahead
-        self._start_due()  # there is room now, and nobody asks before the round is trained
+        self._start_due()  # there is room now, and `next_batch` is not called before the round is trained
         return Round(groups, metrics, verdicts.turned_away)
 
     async def _drain(self) -> None:

@@ -1,6 +1,6 @@
 """Where training batches come from: prompts in, judged groups out. Sync: one round at a time.
 
-Which groups a round trains on does not depend on who finishes first. Prompts start in the order of their ordinals.
+Which groups a round trains on does not depend on which finishes first. Prompts start in the order of their ordinals.
 A round that lacks L groups begins with L + S prompts, S being what over-sampling adds. Each group that is turned away
 takes from S as long as there is some, and is replaced by the next prompt at once when there is none. The round ends
 when nothing is in play. So it has started L + S prompts, or, when more than S of these are turned away, exactly as
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
+from statistics import pstdev, stdev
 from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
@@ -40,12 +41,12 @@ class PromptsExhausted(Exception):
 
 
 class Round(NamedTuple):
-    """What one round trains on."""
+    """The groups that one round trains on."""
 
     groups: list[Group]
     """In the order of their prompts."""
     metrics: Metrics
-    """How it was to get them; what they are like is `statistics`' business."""
+    """How many groups were judged, rejected and failed on the way; `rollout_metrics` says what the groups are like."""
     turned_away: Sequence[int] = ()
     """Ordinals of the prompts that were played for it and not accepted."""
 
@@ -162,14 +163,14 @@ class SyncCollector:
 
 
 def prompts_in_play(ordinals: Collection[int], *, started: int) -> str:
-    """For whoever wonders what takes so long: `3 of 64 prompts (17, 23, 40): prompt 17 sample 0 at the engine`."""
+    """What a wait is for: `3 of 64 prompts (17, 23, 40): prompt 17 sample 0 at the engine`."""
     named = [*map(str, sorted(ordinals)[:MOST_NAMED]), *(["…"] if len(ordinals) > MOST_NAMED else [])]
     who = waits.oldest_activity()
     return f"{len(ordinals)} of {started} prompts ({', '.join(named)})" + (f": {who}" if who else "")
 
 
 def params_of(prompt: Prompt, params: SamplingParams, *, logprobs_every: int) -> SamplingParams:
-    """With sampled log-probs for prompts whose ordinal is a multiple of `logprobs_every`, by a resumed run the same."""
+    """The sampling parameters of a prompt: with log-probs if its ordinal is a multiple of `logprobs_every`."""
     return params.copy(logprobs=None) if prompt.ordinal % logprobs_every else params
 
 
@@ -196,3 +197,31 @@ def _trajectory_from(state: dict[str, Any]) -> Trajectory:
 
 def _values(record: Trajectory | Segment) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
+    """Means over the judged samples of the groups that a round trains on; failed ones are only counted."""
+    metrics = Metrics()
+    judged = [t for group in groups for t in group.scored]
+    count = len(judged)
+    rewards = [reward for group in groups for reward in group.rewards]
+    truncated = sum(t.outcome is Outcome.TRUNCATED for t in judged)
+    responses = sum(t.num_actions for t in judged)
+    metrics.mean("score", sum(score for group in groups for score in group.scores), count)
+    metrics.mean("response_length", responses, count)
+    metrics.mean("total_length", sum(t.num_tokens for t in judged), count)
+    metrics.mean("truncated", truncated, count)
+    metrics.mean("response_clip_ratio", sum(t.num_tokens >= max_length for t in judged), count)
+    compared = [group.rewards for group in groups if len(group.rewards) > 1]
+    spread = sum(stdev(rewards) for rewards in compared)
+    metrics.mean("group_reward_std", spread, len(compared))
+    for trajectory in judged:
+        for name, value in trajectory.extra_logs.items():
+            metrics.mean(name, value, 1)
+    metrics.mean("rollout/reward_mean", sum(rewards), count)
+    metrics.last("rollout/reward_std", pstdev(rewards) if count else 0.0)
+    metrics.mean("rollout/response_length_mean", responses, count)
+    metrics.mean("rollout/truncated_rate", truncated, count)
+    metrics.last("rollout/num_samples", count)
+    metrics.sum("rollout/failed", sum(t.failed for group in groups for t in group.trajectories))
+    return metrics

@@ -36,7 +36,7 @@ class RunParts(NamedTuple):
     kept: Mapping[str, CheckpointedModel]
     """Trained models, by their folder in a checkpoint."""
     turns: DeviceTurns
-    """What sleeps while the policy is trained, and while it is sampled from."""
+    """Puts engine and optimizer states to sleep in turns, where they share a device."""
     usage: Callable[[], Mapping[str, Usage]]
     """The use of devices since the last call, by the name of their node."""
 

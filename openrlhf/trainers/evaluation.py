@@ -27,7 +27,7 @@ class Evaluation(Protocol):
         ...
 
     def result(self, *, wait: bool = False) -> dict[str, float] | None:
-        """What was found, once it is over; None before that, and when it has been told. `wait`: until it is over."""
+        """The metrics, once; None before it is over and after they were taken. `wait`: until it is over."""
         ...
 
 
@@ -121,7 +121,7 @@ def evaluation_metrics(groups: Sequence[Group], *, k: int) -> Metrics:
 
 
 def evaluation_names(sources: Iterable[str], *, k: int) -> list[str]:
-    """What `evaluation_metrics` gives where every sample is judged."""
+    """The names of the metrics that `evaluation_metrics` gives where every sample is judged."""
     kinds = ["pass1", *([f"pass{k}"] if k > 1 else []), "mean", "response_length_mean", "truncated_rate"]
     of_sources = [f"{source}_{kind}" for source in sources for kind in kinds]
     return [f"eval_{name}" for name in (*of_sources, "failed", "response_length_mean", "truncated_rate", "num_samples")]
@@ -134,7 +134,7 @@ class BestMetric:
         """`wanted` is --ckpt.best_metric_key: a metric's name, "" for the first `*_pass1` by name, "none" for none."""
         self._wanted = wanted
         self.key: str | None = None
-        """What is followed; known from the first evaluation on."""
+        """The name of the metric that is followed; known from the first evaluation on."""
         self.value: float | None = None
         self.step: int | None = None
 

@@ -53,7 +53,7 @@ class Collector(Protocol):
 
 
 class EngineParts(NamedTuple):
-    """What every pipeline drives."""
+    """The parts that every pipeline drives."""
 
     engine: ControlledEngine
     weights: WeightSync
@@ -63,7 +63,7 @@ class EngineParts(NamedTuple):
 
 
 class Pipeline(ABC):
-    """What the RL loop knows of a pipeline."""
+    """The pipeline as the RL loop sees it."""
 
     collector: Collector
     evaluation: Evaluation | None

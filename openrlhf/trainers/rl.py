@@ -15,9 +15,8 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.signs import NoWarnings, Warnings
 from openrlhf.observability.timing import PhaseClock
-from openrlhf.rollout.collector import PromptsExhausted
+from openrlhf.rollout.collector import PromptsExhausted, rollout_metrics
 from openrlhf.rollout.runner import RolloutError
-from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.trainers.pipelines import Pipeline
 from openrlhf.types import Group
@@ -27,7 +26,7 @@ from openrlhf.utils.interrupts import Stopped, StopRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When things happen."""
+    """When a run evaluates, saves, logs and ends."""
 
     rounds: int
     """Rounds of the whole run; fewer when the prompts run out before."""
@@ -39,18 +38,18 @@ class Schedule:
     """None: no checkpoints."""
     log_every: int = 1
     max_length: int = 0
-    """Tokens a sample may have; what `response_clip_ratio` counts."""
+    """The most tokens that a sample may have; `response_clip_ratio` counts those that reach it."""
 
     def evaluates_after(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0
 
     def saves_after(self, step: int, *, best: bool) -> bool:
-        """At its period, and when no evaluation was better."""
+        """Whether a checkpoint is due: at its period, and after the best evaluation so far."""
         return self.save_every is not None and (best or step % self.save_every == 0)
 
 
 class RLTrainer:
-    """Drives the parts; they do not know it."""
+    """The RL loop. It drives its parts, and none of them holds a reference to it."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class RLTrainer:
         stop: StopRequest | None = None,
         warnings: Warnings | None = None,
     ) -> None:
-        """`stop`: who may ask for the end of the run, after a checkpoint; None: nobody."""
+        """`stop`: the request to end the run after a checkpoint; None: the run cannot be asked."""
         self.pipeline = pipeline
         self.workers = workers
         self.best = best
@@ -123,7 +122,7 @@ class RLTrainer:
         return self.last_evaluation
 
     def conclude(self) -> None:
-        """After a round: evaluate, save, and stop, as far as each is due. Who is to stop does not evaluate first."""
+        """After a round: evaluate, save and stop, as far as each is due. A run that is to stop saves at once."""
         self.take_evaluation()
         best = self.stop.asked is None and self._evaluation_is_due() and self.evaluate()
         if self.stop.accept() is not None or self.schedule.saves_after(self.rounds_done, best=best or self.may_be_best):
@@ -156,7 +155,7 @@ class RLTrainer:
         return metrics
 
     def measure(self, groups: Sequence[Group]) -> Metrics:
-        """What the round's rollouts were like, and how long it all took."""
+        """The metrics of a round's rollouts, its seconds by phase, and its tokens per second."""
         metrics = rollout_metrics(groups, max_length=self.schedule.max_length)
         timings = self.clock.take()
         for name, seconds in timings.items():
@@ -175,7 +174,7 @@ class RLTrainer:
             self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="train")
 
     def evaluate(self) -> bool:
-        """Measure the present weights. Whether they are known to be the best so far: not if it takes its time."""
+        """Measure the present weights. Returns whether they are known to be the best: not while it still goes on."""
         if self.pipeline.evaluation is None:
             return False
         with waits.during(f"evaluation after step {self.rounds_done}"), self.clock.phase("evaluation"):
@@ -186,7 +185,7 @@ class RLTrainer:
         return best
 
     def take_evaluation(self, *, wait: bool = False) -> bool:
-        """Tell what an evaluation has found, under the step it measured. Whether that is the best so far."""
+        """Log the result of an evaluation, if there is one, under its step. Returns whether it is the best so far."""
         evaluation = self.pipeline.evaluation
         values = evaluation.result(wait=wait) if evaluation is not None and self.evaluating else None
         if values is None:
@@ -203,7 +202,7 @@ class RLTrainer:
 
     @property
     def may_be_best(self) -> bool:
-        """Nobody knows yet, and when somebody does the weights will have changed."""
+        """Whether the present weights may turn out to be the best: by the time it is known they will have changed."""
         return self.evaluating and self.best.follows
 
     def save(self, *, best: bool) -> None:
@@ -213,7 +212,7 @@ class RLTrainer:
         self.clock.take()  # nor are checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two rounds. Without the models: whoever keeps checkpoints knows them."""
+        """The state between two rounds, without the models: the checkpointer has these."""
         return {
             "rounds": self.rounds_done,
             "version": self.version,

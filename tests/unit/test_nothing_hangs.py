@@ -9,8 +9,8 @@ import time
 
 import pytest
 from patience import patience
-from test_async_collector import Engine, Runner
-from test_collector import GOOD
+from test_rollout_async_collector import Engine, Runner
+from test_rollout_collector import GOOD
 
 from openrlhf.agents.episodes import OwnEpisodes
 from openrlhf.agents.host import HostProcess, HostTimeoutError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_collector import make_group
+from test_rollout_collector import make_group
 
 from openrlhf.observability.ledger import TrainedLedger, numbers, ranges, read_trained
 

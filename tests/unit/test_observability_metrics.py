@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.observability.metrics import Last, Max, Mean, Metrics, Min, Std, Sum
-from openrlhf.observability.timing import PhaseClock
+from openrlhf.observability.timing import BusyClock, PhaseClock
 
 numbers = st.floats(-1e6, 1e6)
 
@@ -149,3 +149,17 @@ def test_a_phase_may_span_a_take():
         assert clock.take()["timing/generation"] == 1.0
         now.seconds += 2
     assert clock.take() == {"timing/generation": 2.0, "timing/step_total": 2.0}
+
+
+def test_busy_seconds_are_those_in_which_anything_was_under_way():
+    """One from 1 to 4, another from 2 to 6, a third from 8 on: 5 s until 8, and 7 s at 10."""
+    clock = iter([1.0, 6.0, 8.0, 10.0])
+    busy = BusyClock(now=lambda: next(clock))
+    assert busy.seconds == 0
+    busy.begin()
+    busy.begin()
+    busy.end()
+    busy.end()
+    assert busy.seconds == 5
+    busy.begin()
+    assert busy.seconds == 7

@@ -9,13 +9,12 @@ import pytest
 import torch
 from fake_engine import PROBLEMS, FakeEngine, TablePolicy
 from scripted_engine import CharTokenizer
-from test_rl_loop import Silent
+from test_trainers_rl import Silent
 
 from openrlhf.agents.episodes import OwnEpisodes
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.observability.loggers import NullLogger
 from openrlhf.observability.metrics import Metrics
-from openrlhf.observability.timing import BusyClock
 from openrlhf.observability.usage import Usage
 from openrlhf.rewards.base import Reward
 from openrlhf.rollout.async_collector import AsyncCollector
@@ -449,17 +448,3 @@ def test_overlap_is_the_share_of_a_round_in_which_rollout_went_on_beside_trainin
     overlap.begin()
     now[0] = 1.25
     assert overlap.end().values()["perf/overlap"] == pytest.approx(1 / 3)
-
-
-def test_busy_seconds_are_those_in_which_anything_was_under_way():
-    """One from 1 to 4, another from 2 to 6, a third from 8 on: 5 s until 8, and 7 s at 10."""
-    clock = iter([1.0, 6.0, 8.0, 10.0])
-    busy = BusyClock(now=lambda: next(clock))
-    assert busy.seconds == 0
-    busy.begin()
-    busy.begin()
-    busy.end()
-    busy.end()
-    assert busy.seconds == 5
-    busy.begin()
-    assert busy.seconds == 7

@@ -7,7 +7,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_collector import BAD, FAILS, GOOD, make_group
+from test_rollout_collector import BAD, FAILS, GOOD, make_group
 
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records

@@ -17,9 +17,8 @@ from openrlhf.observability.metrics import Metrics
 from openrlhf.observability.timing import PhaseClock
 from openrlhf.rewards.base import Reward, RewardError
 from openrlhf.rewards.combined import CombinedReward
-from openrlhf.rollout.collector import PromptsExhausted, SyncCollector
+from openrlhf.rollout.collector import PromptsExhausted, SyncCollector, rollout_metrics
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
-from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
 from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from openrlhf.checkpoint.training_state import read_state, write_state
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
-from openrlhf.rollout.collector import PromptsExhausted, SyncCollector, group_from, group_state
+from openrlhf.rollout.collector import PromptsExhausted, SyncCollector, group_from, group_state, rollout_metrics
 from openrlhf.rollout.filtering import ScoreFilter, mean_score
 from openrlhf.rollout.runner import RolloutError
-from openrlhf.rollout.statistics import rollout_metrics
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
 
 GOOD, BAD, FAILS = (1.0, 0.0), (0.0, 0.0), (None, None)
