@@ -9,7 +9,6 @@ from openrlhf.agents.base import AgentExecutorBase, Episode
 from openrlhf.agents.host_worker import run_user
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import Start, describe_episode, parse_reset, parse_step
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.user_calls import (
     AgentResultError,
     check_instance_class,
@@ -20,6 +19,7 @@ from openrlhf.agents.user_calls import (
 )
 from openrlhf.agents.values import BadValueError
 from openrlhf.types import FinishReason, SamplingParams, StepResult
+from openrlhf.utils.randomness import derive_seed
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from openrlhf.agents.chat_history import ChatHistory, ChatPrompt, TemplateError
 from openrlhf.agents.openai_protocol import ApiError, ChatRequest
 from openrlhf.agents.recording_engine import RecordingEngine
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.tool_calls import GrowingReply, Reply
 from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.utils.randomness import derive_seed
 
 BYTES_PER_TOKEN = 64
 """Bytes of JSON per token: tokens have about 4 characters, some have 16, and JSON may write each in 6 bytes."""

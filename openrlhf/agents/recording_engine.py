@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from openrlhf.agents.host_worker import AskError
 from openrlhf.agents.recorder import TokenRecorder
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.values import as_sampling_params, as_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams, Segment
+from openrlhf.utils.randomness import derive_seed
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine

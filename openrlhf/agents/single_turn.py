@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.agents.base import AgentExecutorBase, Episode
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import describe_episode
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.types import FinishReason, SamplingParams
+from openrlhf.utils.randomness import derive_seed
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine

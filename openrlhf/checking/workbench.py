@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from openrlhf.agents.episode_worker import EpisodeSettings
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.checking.options import CheckOptions
 from openrlhf.checking.tiny_model import builtin_prompts, write_tiny_model
 from openrlhf.data.prompts import PromptSet
@@ -22,6 +21,7 @@ from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.rl_models import model_dtype
 from openrlhf.types import Prompt, SamplingParams
+from openrlhf.utils.randomness import derive_seed
 
 PROMPTS = 4
 """How many prompts of the user's data are tried."""

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.agents.user_file import UserFileError
-from openrlhf.checking.captured import captured_stderr, replay
 from openrlhf.checking.kinds import kinds_of
-from openrlhf.checking.options import CheckOptions
+from openrlhf.checking.options import CheckOptions, captured_stderr, replay
 from openrlhf.utils import interrupts
 
 

@@ -60,7 +60,7 @@ class EngineShell(Seat):
             self._engine, self._client = await asyncio.to_thread(build)
         self._meter = UsageMeter()
         gc.collect()
-        gc.freeze()  # see `utils.gc`; for good, this process has no other work
+        gc.freeze()  # see `runs.process`; for good, this process has no other work
         return own_processes()
 
     async def usage(self) -> tuple[str, Usage]:

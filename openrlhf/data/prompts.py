@@ -13,10 +13,10 @@ import numpy as np
 
 from openrlhf.data.boundaries import HUGE, longest_token
 from openrlhf.data.errors import DataError
-from openrlhf.data.shuffling import shuffled
 from openrlhf.data.sources import Record, Records, named, warn_left_out
 from openrlhf.data.templates import known_keys, render_prompt, usable_template
 from openrlhf.types import Prompt
+from openrlhf.utils.randomness import shuffled
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from openrlhf.data.errors import DataError
 from openrlhf.data.packing import balance, best_fit, by_count
-from openrlhf.data.shuffling import shuffled
+from openrlhf.utils.randomness import shuffled
 
 logger = logging.getLogger(__name__)
 

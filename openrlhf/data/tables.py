@@ -1,4 +1,4 @@
-"""Everything that `datasets` reads for us: tables, folders and the Hub."""
+"""Everything that `datasets` reads for us: tables, folders and the Hub, or its cache where the Hub is out of reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from openrlhf.data.errors import DataError
-from openrlhf.data.hub import hub_reachable, offline
 from openrlhf.data.json_files import Record
 
 _NO_DATA = "corresponds to no data"
@@ -133,3 +132,34 @@ def _quiet() -> Iterator[None]:
         datasets_logging.set_verbosity(level)
         if not bars:
             datasets.enable_progress_bars()
+
+
+PROBE_SECONDS = 5.0
+
+
+def hub_reachable() -> bool:
+    """One short request: `datasets` and `transformers` retry for half a minute before they say so."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+    except Exception:  # whatever the HTTP client raises: the answer is no
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Cached copies only, without a request."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

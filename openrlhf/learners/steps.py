@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation, sample_weights
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.data.packing import by_middle, evenly
 from openrlhf.learners.accumulation import MicroBatching, MicroBatchSizer
 from openrlhf.types import PackedBatch, PackedTokens, SampleKey, TrainingBatch, TrainingSample
+from openrlhf.utils.randomness import derive_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from openrlhf.agents.episodes import EpisodeError, Episodes
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.rewards.base import RewardError, RewardRequest, RewardSource
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Trajectory
 from openrlhf.utils import waits
+from openrlhf.utils.randomness import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -42,6 +42,7 @@ from openrlhf.runs.preflight import (
 )
 from openrlhf.runs.process import (
     RunResult,
+    frozen_gc,
     link_model,
     observed,
     prepare_process,
@@ -64,7 +65,6 @@ from openrlhf.trainers.rl import RLTrainer, Schedule
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts, waits
 from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
-from openrlhf.utils.gc import frozen_gc
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from scripted_engine import CharTokenizer, ScriptedEngine, bpe_tokenizer, says
 
 from openrlhf.agents.base import Episode
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.user_agent import UserAgent, load_agent
 from openrlhf.types import FinishReason, SamplingParams
 from openrlhf.utils.agent import AgentInstanceBase
+from openrlhf.utils.randomness import derive_seed
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "python" / "agent_func.py"
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import describe_episode
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.types import FinishReason, Generation
+from openrlhf.utils.randomness import derive_seed
 
 
 def said(ids: list[int], *, version: int = 0, logprobs: bool = True) -> Generation:

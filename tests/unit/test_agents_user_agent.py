@@ -9,11 +9,11 @@ import torch
 from scripted_engine import CharTokenizer, ScriptedEngine, says
 
 from openrlhf.agents.results import parse_step
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.agents.user_agent import load_agent
 from openrlhf.agents.values import as_sampling_params
 from openrlhf.types import SamplingParams
 from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
+from openrlhf.utils.randomness import derive_seed
 
 HEAD = """
 import asyncio

@@ -7,7 +7,6 @@ import pytest
 import torch
 from thread_ranks import together
 
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.learners.accumulation import MicroBatching
 from openrlhf.learners.steps import (
@@ -19,6 +18,7 @@ from openrlhf.learners.steps import (
     trained_samples,
 )
 from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
+from openrlhf.utils.randomness import derive_seed
 
 
 def make_batch(shapes: list[tuple[int, int]], advantages: list[float] | None = None) -> TrainingBatch:

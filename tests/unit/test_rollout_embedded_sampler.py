@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.rollout.embedded.sampler import Penalty, _mix, inverse_cdf, sample, uniforms
+from openrlhf.utils.randomness import derive_seed
 
 
 def draw(

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from openrlhf.agents.seeds import derive_seed
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import ControlledEngine, check_prompt
@@ -32,6 +31,7 @@ from openrlhf.rollout.embedded.sampler import sample
 from openrlhf.rollout.generated_text import StopStrings, eos_token_ids, finished_text
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils import waits
+from openrlhf.utils.randomness import derive_seed
 from openrlhf.weight_sync.blocks import WeightBlock
 from openrlhf.weight_sync.probe import policy_logprobs
 

@@ -1,8 +1,10 @@
-"""Randomness as a function of where a token stands, never of a shared generator."""
+"""Random seeds and orders as pure functions of a position in the run, never of a shared generator."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
+
+import numpy as np
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -12,3 +14,9 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def shuffled(n: int, *, seed: int, epoch: int) -> np.ndarray:
+    """int64 [n]: ranks of n raw random words. Raw words never change between numpy versions; `permutation` may."""
+    words = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])).random_raw(n)
+    return np.argsort(words, kind="stable")
