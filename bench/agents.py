@@ -20,7 +20,7 @@ from bench.results import write_section
 from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, hosts_for
 from openrlhf.demo.model import write_model
-from openrlhf.models.loading import load_policy, load_tokenizer, silence_progress_bars
+from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, silence_progress_bars
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.types import Prompt, SamplingParams
 
@@ -48,7 +48,7 @@ WAITS = {"none": "pass", "async": f"await asyncio.sleep({SECONDS})", "blocking":
 
 async def measure(model: Path, agent: Path, repeats: int) -> list[float]:
     """Seconds of each repeat, after one that is not counted."""
-    policy = load_policy(model, dtype=torch.float32, device="cpu")
+    policy = load_policy(model, LoadSettings(device="cpu"))
     engine = EmbeddedEngine(policy.model, load_tokenizer(model), max_model_len=128, max_batch_size=EPISODES)
     settings = EpisodeSettings(
         agent_file=str(agent),

@@ -29,8 +29,9 @@ from torch import nn
 
 from bench.results import write_section
 from openrlhf.backends.base import Backend
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
+from openrlhf.config.backend import BackendSection
+from openrlhf.config.training import AdamSection, OptimizerSection
 from openrlhf.data.schedule import divide
 from openrlhf.models.body import compile_layers, fuse_norms
 from openrlhf.models.policy import Policy
@@ -38,7 +39,7 @@ from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
-SETTINGS = OptimizerSettings(lr=1e-5)
+SETTINGS = OptimizerSection(adam=AdamSection(lr=1e-5), lr_scheduler="constant")
 WAYS = {"even": ("compiled", "torch", "deepspeed", "padded"), "long-tailed": ("compiled", "torch", "padded")}
 LABELS = {
     "torch": "packed, plain torch",
@@ -174,11 +175,11 @@ def started(way: str, work: Work, device: torch.device) -> Iterator[tuple[Backen
         (compile_layers if way == "compiled" else fuse_norms)(model)
         policy = Policy(model, packed=support.packed, transform=support.transform)
         if way == "deepspeed":
-            from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings
+            from openrlhf.backends.deepspeed import DeepSpeedBackend
             from openrlhf.backends.ranks import join
 
             ranks = join(also_alone=True)
-            yield DeepSpeedBackend(policy, SETTINGS, ZeroSettings(stage=2)), packed_nll
+            yield DeepSpeedBackend(policy, SETTINGS, BackendSection(zero_stage=2)), packed_nll
             ranks.close()
         else:
             yield TorchBackend(policy, SETTINGS), packed_nll

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,7 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends import BACKENDS
+from openrlhf.backends.ranks import Launch, Ranks, read_launch
 from openrlhf.backends.state import LeftOut, not_finite
+from openrlhf.config.backend import BackendSection
+from openrlhf.config.fields import ConfigError
+from openrlhf.config.training import OptimizerSection
 
 GATHERED_BYTES = 256 * 2**20
 """The most bytes of parameters that are gathered at a time, where ranks share parameters out."""
@@ -125,6 +133,70 @@ class Backend(Weights, Protocol):
         optimizers is a ValueError (`state.require_names`).
         """
         ...
+
+
+class Distribution(Protocol):
+    """How a run's models are spread over the processes that were started for it. One class per backend."""
+
+    ranks: Ranks
+    name: str
+    """As --train.backend calls the backend."""
+
+    @property
+    def computes_together(self) -> bool:
+        """Whether each forward is one of all ranks, because each has only a part of the weights."""
+        ...
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether no rank holds a whole model."""
+        ...
+
+    @classmethod
+    def check(cls, ds: BackendSection, launch: Launch) -> None:
+        """Raise ConfigError where this backend cannot do what the flags and the launch ask for."""
+        ...
+
+    @classmethod
+    def start(cls, ds: BackendSection) -> Distribution:
+        """Meet the other processes, if there are any. Raises ConfigError."""
+        ...
+
+    def loading(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Held open while a model is loaded that `train` or `freeze` gets: no rank then loads all of a sharded one."""
+        ...
+
+    def train(
+        self, module: nn.Module, optimizer: OptimizerSection, *, total_steps: int, ema_beta: float | None = None
+    ) -> Backend:
+        """A backend that trains the module. `ema_beta` as in `TorchBackend`. Collective."""
+        ...
+
+    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
+        """A module that is only run forward. With `offload` its weights wait in CPU memory. Collective."""
+        ...
+
+
+def choose_backend(name: str, ds: BackendSection, launch: Launch) -> type[Distribution]:
+    """The class of the backend `name`; `auto`: the first that can do what is asked. Raises ConfigError."""
+    *simpler, last = BACKENDS if name == "auto" else [name]
+    for candidate in simpler:
+        found = _distribution(candidate)
+        with contextlib.suppress(ConfigError):
+            found.check(ds, launch)
+            return found
+    found = _distribution(last)
+    found.check(ds, launch)
+    return found
+
+
+def start_backend(name: str, ds: BackendSection) -> Distribution:
+    """Choose the backend and meet the other processes, if there are any. Raises ConfigError."""
+    return choose_backend(name, ds, read_launch(os.environ)).start(ds)
+
+
+def _distribution(name: str) -> type[Distribution]:
+    return importlib.import_module(BACKENDS[name]).Distribution
 
 
 class ModuleWeights:

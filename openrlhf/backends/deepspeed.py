@@ -9,7 +9,6 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,12 +22,13 @@ from openrlhf.backends.optimizer import (
     INITIAL_LOSS_SCALE,
     STATE_KINDS,
     LossScale,
-    OptimizerSettings,
     ScheduledOptimizers,
     divided,
     make_adamw,
     muon_arguments,
+    rate_factor,
 )
+from openrlhf.backends.ranks import Launch, Ranks, join
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import (
     AVERAGE,
@@ -41,6 +41,9 @@ from openrlhf.backends.state import (
     some,
     whole,
 )
+from openrlhf.config.backend import BackendSection
+from openrlhf.config.fields import ConfigError
+from openrlhf.config.training import OptimizerSection
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
@@ -55,39 +58,25 @@ _MASTERS = (
 """Attributes of DeepSpeed's optimizers: a rank's master weights, and the parameters that they are pieces of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroSettings:
-    """How DeepSpeed shares a model out over ranks."""
+def deepspeed_config(
+    ds: BackendSection, *, dtype: torch.dtype, max_norm: float = 0.0, offload_parameters: bool = False
+) -> dict[str, Any]:
+    """DeepSpeed's configuration. Losses come weighted over the whole step, so DeepSpeed is told no batch sizes.
 
-    stage: int = 2
-    """The ZeRO stage: ranks share out 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
-    offload: bool = False
-    """fp32 masters and moments live in CPU memory, and are updated there."""
-    offload_parameters: bool = False
-    """Stage 3: each rank's share of the parameters lives in CPU memory."""
-    secondary_partition: int = 1
-    """ZeRO++: parameters of stage 3 are gathered from a second copy within this many ranks."""
-    overlap: bool = False
-    """Gradients are reduced while backward goes on."""
-    tensor_parallel_size: int = 1
-    """Ranks that share every layer."""
-
-
-def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float = 0.0) -> dict[str, Any]:
-    """The configuration for DeepSpeed. Losses are weighted over the whole step already, so its batch sizes mean
-    nothing."""
+    `offload_parameters`: in stage 3 each rank's share of the parameters lives in CPU memory.
+    """
     sharing: dict[str, Any] = {
-        "stage": zero.stage,
+        "stage": ds.zero_stage,
         # Below stage 2 gradients are reduced once, in step(): there is nothing left to overlap with.
-        "overlap_comm": zero.overlap and zero.stage >= 2,
+        "overlap_comm": ds.overlap_comm and ds.zero_stage >= 2,
         "contiguous_gradients": True,
     }
-    if zero.stage == 3:
-        sharing["zero_hpz_partition_size"] = zero.secondary_partition
+    if ds.zero_stage == 3:
+        sharing["zero_hpz_partition_size"] = ds.zpg
     in_cpu_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if zero.offload:
+    if ds.adam_offload:
         sharing["offload_optimizer"] = in_cpu_memory
-    if zero.offload_parameters:
+    if offload_parameters:
         sharing["offload_param"] = in_cpu_memory
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -108,8 +97,8 @@ def deepspeed_config(zero: ZeroSettings, *, dtype: torch.dtype, max_norm: float 
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": sys.maxsize,
     }
-    if zero.tensor_parallel_size > 1:
-        config["tensor_parallel"] = {"autotp_size": zero.tensor_parallel_size}
+    if ds.tensor_parallel_size > 1:
+        config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
     return config
 
 
@@ -120,41 +109,44 @@ class DeepSpeedBackend:
     """
 
     def __init__(
-        self, module: nn.Module, settings: OptimizerSettings, zero: ZeroSettings, *, ema_beta: float | None = None
+        self,
+        module: nn.Module,
+        optimizer: OptimizerSection,
+        ds: BackendSection,
+        *,
+        total_steps: int = 1,
+        ema_beta: float | None = None,
     ) -> None:
-        """Collective. `ema_beta` as in `TorchBackend`."""
+        """Collective. `total_steps` and `ema_beta` as in `TorchBackend`."""
         self._module = module
-        self._max_norm = settings.max_norm
+        self._max_norm = optimizer.max_norm
         self._ema_beta = ema_beta
         self._parking = Parking()
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        optimizer, self._kinds = _one_optimizer(module, settings, trained)
-        self._rates = ScheduledOptimizers(
-            [optimizer],
-            settings.rate_factor(),
-        )
+        base, self._kinds = _one_optimizer(module, optimizer, trained)
+        self._rates = ScheduledOptimizers([base], rate_factor(optimizer, total_steps=total_steps))
         dtype = next(iter(trained.values())).dtype
-        zero = _with_fp32_sums(zero, dtype)
+        ds = _with_fp32_sums(ds, dtype)
         # Without ZeRO nobody measures the gradient, and it is whole only inside step(): we do it there, and clip too.
-        self._unwrapped = zero.stage == 0
-        config = deepspeed_config(zero, dtype=dtype, max_norm=0.0 if self._unwrapped else settings.max_norm)
-        self._zero = zero
-        self._engine = _start(module, config, optimizer)
-        self._tensor_group = tensor_group(zero)
+        self._unwrapped = ds.zero_stage == 0
+        config = deepspeed_config(ds, dtype=dtype, max_norm=0.0 if self._unwrapped else optimizer.max_norm)
+        self._ds = ds
+        self._engine = _start(module, config, base)
+        self._tensor_group = tensor_group(ds)
         self._splits = _splits(module, self._tensor_group)
-        self._sharded = zero.stage == 3 or bool(self._splits)
+        self._sharded = ds.zero_stage == 3 or bool(self._splits)
         # Gradients are averaged over the ranks that have different samples; ours are to be summed.
-        self._shares = dist.get_world_size() // zero.tensor_parallel_size
-        self._base: torch.optim.Optimizer = optimizer
+        self._shares = dist.get_world_size() // ds.tensor_parallel_size
+        self._base: torch.optim.Optimizer = base
         self._norm_unwrapped = math.nan
         if self._unwrapped:
-            self._step_taken = optimizer.step
-            optimizer.step = self._clipped_step  # type: ignore[method-assign, assignment]  # DeepSpeed calls it
+            self._step_taken = base.step
+            base.step = self._clipped_step  # type: ignore[method-assign, assignment]  # DeepSpeed calls it
         # AutoTP has put its own layers, with their own parameters, in place of some.
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._begin_optimizer_state()
-        if isinstance(optimizer, ShardedMuon):
-            optimizer.sharing = self._sharing()
+        if isinstance(base, ShardedMuon):
+            base.sharing = self._sharing()
         self._scaler: Any = self._engine.optimizer.loss_scaler if dtype == torch.float16 else None
         self._left_out: LeftOut | None = None
         self._damaged = False
@@ -294,9 +286,9 @@ class DeepSpeedBackend:
             optimizer.exit_backward()
 
     def retry_blocker(self) -> str | None:
-        if self._zero.stage == 3 or self._zero.tensor_parallel_size > 1:
+        if self._ds.zero_stage == 3 or self._ds.tensor_parallel_size > 1:
             return "its ranks compute every layer together, and the others are waiting for this one"
-        if self._zero.offload:
+        if self._ds.adam_offload:
             return "--ds.adam_offload adds gradients up in CPU memory"
         if any(getattr(self._engine.optimizer, "params_already_reduced", ())):
             return "its ranks were already adding up the gradients of this micro-batch"
@@ -531,26 +523,81 @@ class DeepSpeedBackend:
         return parts[dist.get_rank(self._tensor_group)].contiguous()
 
 
-def shard_frozen(module: nn.Module, zero: ZeroSettings, *, offload: bool = False) -> nn.Module:
-    """A module that is only run forward, its parameters shared out over ranks as stage 3 does. Collective."""
-    settings = ZeroSettings(stage=3, secondary_partition=zero.secondary_partition, offload_parameters=offload)
-    return _start(module.requires_grad_(False), deepspeed_config(settings, dtype=next(module.parameters()).dtype), None)
+def shard_frozen(module: nn.Module, ds: BackendSection, *, offload: bool = False) -> nn.Module:
+    """A module that is only run forward, its parameters sharded over ranks as stage 3 does. Collective."""
+    dtype = next(module.parameters()).dtype
+    config = deepspeed_config(BackendSection(zero_stage=3, zpg=ds.zpg), dtype=dtype, offload_parameters=offload)
+    return _start(module.requires_grad_(False), config, None)
+
+
+class Distribution:
+    """Ranks of DeepSpeed, which share out optimizer state (ZeRO 1), gradients (2), weights (3) or layers (TP)."""
+
+    name = "deepspeed"
+
+    def __init__(self, ranks: Ranks, ds: BackendSection) -> None:
+        self.ranks = ranks
+        self._ds = ds
+
+    @classmethod
+    def check(cls, ds: BackendSection, launch: Launch) -> None:
+        if launch.count % ds.tensor_parallel_size:
+            raise ConfigError(
+                f"--ds.tensor_parallel_size {ds.tensor_parallel_size}: {launch.count} processes cannot be divided into "
+                "groups of that size; start a multiple of it"
+            )
+
+    @classmethod
+    def start(cls, ds: BackendSection) -> Distribution:
+        try:
+            takes_fp16 = computes_in(torch.float16)  # a missing DeepSpeed is found before the model is loaded
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
+        if ds.param_dtype == "fp16" and not takes_fp16:
+            raise ConfigError(
+                "--ds.param_dtype fp16: DeepSpeed does not compute in fp16 on this machine; use bf16 or fp32, or one "
+                "process with --train.backend torch"
+            )
+        return cls(join(tensor_parallel_size=ds.tensor_parallel_size, also_alone=True), ds)
+
+    def loading(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+        return sharded_loading(self._ds, dtype=dtype)
+
+    def train(
+        self, module: nn.Module, optimizer: OptimizerSection, *, total_steps: int, ema_beta: float | None = None
+    ) -> DeepSpeedBackend:
+        return DeepSpeedBackend(module, optimizer, self._ds, total_steps=total_steps, ema_beta=ema_beta)
+
+    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
+        """A sharded module fetches its weights by itself, layer by layer."""
+        module.requires_grad_(False)
+        if self.shards_weights:
+            return shard_frozen(module, self._ds, offload=offload)
+        return module.to("cpu") if offload else module
+
+    @property
+    def computes_together(self) -> bool:
+        return self.shards_weights or self._ds.tensor_parallel_size > 1
+
+    @property
+    def shards_weights(self) -> bool:
+        return self._ds.zero_stage == 3
 
 
 @contextlib.contextmanager
-def sharded_loading(zero: ZeroSettings, *, dtype: torch.dtype) -> Iterator[None]:
+def sharded_loading(ds: BackendSection, *, dtype: torch.dtype) -> Iterator[None]:
     """While open, transformers loads models of stage 3 shard by shard: no rank ever holds one whole.
 
     Tensor parallelism needs them whole: it cuts layers before ZeRO does.
     """
-    if zero.stage < 3 or zero.tensor_parallel_size > 1:
+    if ds.zero_stage < 3 or ds.tensor_parallel_size > 1:
         yield
         return
     require_deepspeed()
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     # Transformers knows of it for as long as the object lives.
-    announced = HfDeepSpeedConfig(deepspeed_config(zero, dtype=dtype))
+    announced = HfDeepSpeedConfig(deepspeed_config(ds, dtype=dtype))
     try:
         yield
     finally:
@@ -613,16 +660,16 @@ def _register_head(module: nn.Module) -> None:
 
 
 def _one_optimizer(
-    module: nn.Module, settings: OptimizerSettings, trained: Mapping[str, nn.Parameter]
+    module: nn.Module, section: OptimizerSection, trained: Mapping[str, nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, dict[str, tuple[str, ...]]]:
     """DeepSpeed takes one. With what it keeps for each parameter."""
-    matrices, rest = divided(module, settings, trained=trained)
+    matrices, rest = divided(module, section, trained=trained)
     kinds = {name: STATE_KINDS[torch.optim.Muon] for name, _ in matrices}
     kinds |= {name: STATE_KINDS[torch.optim.AdamW] for name, _ in rest}
-    adamw = make_adamw(rest, settings, stands_for=trained) if rest else None
+    adamw = make_adamw(rest, section, stands_for=trained) if rest else None
     if adamw is not None and not matrices:
         return adamw, kinds
-    return ShardedMuon([p for _, p in matrices], adamw, **muon_arguments(settings)), kinds
+    return ShardedMuon([p for _, p in matrices], adamw, **muon_arguments(section)), kinds
 
 
 def _pieces(parameters: Mapping[str, nn.Parameter], *, whole: bool) -> list[Piece]:
@@ -646,12 +693,12 @@ def _pieces(parameters: Mapping[str, nn.Parameter], *, whole: bool) -> list[Piec
     return pieces
 
 
-def _with_fp32_sums(zero: ZeroSettings, dtype: torch.dtype) -> ZeroSettings:
+def _with_fp32_sums(ds: BackendSection, dtype: torch.dtype) -> BackendSection:
     """DeepSpeed without ZeRO sums 16-bit gradients in 16 bits."""
-    if zero.stage == 0 and dtype != torch.float32:
+    if ds.zero_stage == 0 and dtype != torch.float32:
         logger.info("--ds.zero_stage 0 with 16-bit weights runs as stage 1, which sums gradients in fp32")
-        return dataclasses.replace(zero, stage=1)
-    return zero
+        return dataclasses.replace(ds, zero_stage=1)
+    return ds
 
 
 @contextlib.contextmanager
@@ -685,9 +732,9 @@ def _together(named: Iterable[tuple[str, nn.Parameter]], *, max_bytes: int) -> I
 # ---------------------------------------------------------------------------------------- tensor parallelism
 
 
-def tensor_group(zero: ZeroSettings) -> dist.ProcessGroup | None:
+def tensor_group(ds: BackendSection) -> dist.ProcessGroup | None:
     """The ranks that share this rank's layers; None: it has its own."""
-    if zero.tensor_parallel_size == 1:
+    if ds.tensor_parallel_size == 1:
         return None
     from deepspeed.utils import groups
 
@@ -715,6 +762,6 @@ def _splits(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int
 
 
 if TYPE_CHECKING:
-    from openrlhf.backends.base import Backend
+    from openrlhf.backends import base
 
-    _: type[Backend] = DeepSpeedBackend
+    _: tuple[type[base.Backend], type[base.Distribution]] = (DeepSpeedBackend, Distribution)

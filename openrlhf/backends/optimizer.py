@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,49 +14,7 @@ from torch import Tensor, nn
 
 from openrlhf.backends.base import whole_shape
 from openrlhf.backends.state import NotFiniteError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MuonSettings:
-    """Muon, for the matrices of a module (https://kellerjordan.github.io/posts/muon)."""
-
-    lr: float
-    momentum: float = 0.95
-    ns_steps: int = 5
-    """Newton–Schulz iterations."""
-    nesterov: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW, Muon for the matrices if asked for, and the schedule of both."""
-
-    lr: float
-    """Peak of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled; of Muon's matrices too."""
-    muon: MuonSettings | None = None
-    """None: AdamW updates everything."""
-    max_norm: float = 1.0
-    """Gradient clip; 0 disables. Hardly matters to Muon, whose steps have the same size whatever the gradient's."""
-    scheduler: str = "constant"
-    """One of `config.training.SCHEDULES`."""
-    warmup_ratio: float = 0.0
-    min_lr_ratio: float = 0.1
-    """Used by the `*_with_min_lr` schedules."""
-    total_steps: int = 1
-    """Optimizer steps of the whole run."""
-
-    def rate_factor(self) -> Callable[[int], float]:
-        """Learning rate ÷ peak, given the number of steps already taken."""
-        return rate_factor(
-            self.scheduler,
-            total_steps=self.total_steps,
-            warmup_ratio=self.warmup_ratio,
-            min_lr_ratio=self.min_lr_ratio,
-        )
+from openrlhf.config.training import OptimizerSection
 
 
 def no_decay(name: str, parameter: nn.Parameter) -> bool:
@@ -98,10 +57,10 @@ def adamw_groups(
 
 
 def make_optimizers(
-    module: nn.Module, settings: OptimizerSettings, *, stands_for: Mapping[str, nn.Parameter]
+    module: nn.Module, section: OptimizerSection, *, stands_for: Mapping[str, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
     """Muon if asked for, then AdamW for the rest; each only if it has something to update."""
-    matrices, rest = divided(module, settings, trained=stands_for)
+    matrices, rest = divided(module, section, trained=stands_for)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         optimizers.append(
@@ -110,43 +69,36 @@ def make_optimizers(
                 # Steps of lr·√max(1, rows/columns), for which the usual rate of 0.02 is meant. The alternative,
                 # 0.2·lr·√max(rows, columns), is meant for rates of AdamW.
                 adjust_lr_fn="original",
-                **muon_arguments(settings),
+                **muon_arguments(section),
             )
         )
     if rest:
-        optimizers.append(make_adamw(rest, settings, stands_for=stands_for))
+        optimizers.append(make_adamw(rest, section, stands_for=stands_for))
     return optimizers
 
 
 def divided(
-    module: nn.Module, settings: OptimizerSettings, *, trained: Collection[str]
+    module: nn.Module, section: OptimizerSection, *, trained: Collection[str]
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
     """The parameters that Muon updates, and those that AdamW updates."""
     named = [(name, p) for name, p in module.named_parameters() if name in trained]
-    chosen = muon_parameters(module) if settings.muon else set()
+    chosen = muon_parameters(module) if section.optim == "muon" else set()
     return [(name, p) for name, p in named if p in chosen], [(name, p) for name, p in named if p not in chosen]
 
 
-def muon_arguments(settings: OptimizerSettings) -> dict[str, Any]:
-    if settings.muon is None:
-        raise ValueError("these are settings without Muon")
-    return {
-        "lr": settings.muon.lr,
-        "weight_decay": settings.weight_decay,
-        "momentum": settings.muon.momentum,
-        "nesterov": settings.muon.nesterov,
-        "ns_steps": settings.muon.ns_steps,
-    }
+def muon_arguments(section: OptimizerSection) -> dict[str, Any]:
+    """What torch's Muon is told (https://kellerjordan.github.io/posts/muon); the weight decay is AdamW's."""
+    return {"weight_decay": section.adam.weight_decay, **dataclasses.asdict(section.muon)}
 
 
 def make_adamw(
-    named: Sequence[tuple[str, nn.Parameter]], settings: OptimizerSettings, *, stands_for: Mapping[str, nn.Parameter]
+    named: Sequence[tuple[str, nn.Parameter]], section: OptimizerSection, *, stands_for: Mapping[str, nn.Parameter]
 ) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        adamw_groups(named, weight_decay=settings.weight_decay, stands_for=stands_for),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
+        adamw_groups(named, weight_decay=section.adam.weight_decay, stands_for=stands_for),
+        lr=section.adam.lr,
+        betas=section.adam.betas,
+        eps=section.adam.eps,
         # One kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
         fused=True,
     )
@@ -234,21 +186,21 @@ def share_of(steps: int, ratio: float) -> int:
     return math.ceil(round(steps * ratio, 6))
 
 
-def rate_factor(name: str, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float) -> Callable[[int], float]:
-    """The schedule `name` as a function: learning rate ÷ peak, given the number of optimizer steps already done.
+def rate_factor(section: OptimizerSection, *, total_steps: int) -> Callable[[int], float]:
+    """The schedule as a function: learning rate ÷ peak, given the number of optimizer steps already done.
 
     A factor of the step alone, so that one schedule serves parameters with different peaks, and resuming needs only
-    the number of steps. `name` is one of `config.training.SCHEDULES`; `min_lr_ratio` is for `*_with_min_lr`.
+    the number of steps.
 
     The w steps of a warm-up have 1/w, 2/w … 1. Transformers begins most of its schedules at 0/w, with a step that
     changes nothing.
     """
     from transformers import get_scheduler  # brings transformers' trainer along, and peft where it is installed
 
-    warmup = share_of(total_steps, warmup_ratio)
+    name, warmup = section.lr_scheduler, share_of(total_steps, section.lr_warmup_ratio)
     specific: dict[str, float] = {}
     if name.endswith("with_min_lr"):
-        specific["min_lr_rate"] = min_lr_ratio
+        specific["min_lr_rate"] = section.min_lr_ratio
     elif name == "polynomial":
         specific["lr_end"] = 0.0  # transformers' 1e-7 is no factor: a tenth of a usual RL rate, nothing of Muon's
     elif name == "warmup_stable_decay":

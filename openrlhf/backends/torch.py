@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.backends.offload import Parking
-from openrlhf.backends.optimizer import LossScale, OptimizerSettings, ScheduledOptimizers, make_optimizers
+from openrlhf.backends.optimizer import LossScale, ScheduledOptimizers, make_optimizers, rate_factor
+from openrlhf.backends.ranks import ALONE, Launch, Ranks, join
 from openrlhf.backends.state import (
     AVERAGE,
     PARAMETERS,
@@ -24,6 +25,9 @@ from openrlhf.backends.state import (
     some,
     whole,
 )
+from openrlhf.config.backend import BackendSection
+from openrlhf.config.fields import ConfigError
+from openrlhf.config.training import OptimizerSection
 
 
 class WeightAverage:
@@ -70,16 +74,19 @@ class TorchBackend(ModuleWeights):
     fp16 modules are scaled. A step whose gradient, weights or moments are not finite is left out.
     """
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings, *, ema_beta: float | None = None) -> None:
-        """`ema_beta`: decay of an average of the weights to be saved in their place; None keeps none."""
+    def __init__(
+        self, module: nn.Module, optimizer: OptimizerSection, *, total_steps: int = 1, ema_beta: float | None = None
+    ) -> None:
+        """`total_steps` is the length of the schedule. `ema_beta` is the decay of an average of the weights, which is
+        saved in their place; with None no average is kept."""
         super().__init__(module)
-        self._max_norm = settings.max_norm
+        self._max_norm = optimizer.max_norm
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._masters = {name: self._master_of(p) for name, p in self._trained.items()}
         self._shadowed = [(p, self._masters[name]) for name, p in self._trained.items() if self._masters[name] is not p]
         self._optimizers = ScheduledOptimizers(
-            make_optimizers(module, settings, stands_for=self._masters),
-            settings.rate_factor(),
+            make_optimizers(module, optimizer, stands_for=self._masters),
+            rate_factor(optimizer, total_steps=total_steps),
         )
         self._average = None if ema_beta is None else WeightAverage(self._masters, beta=ema_beta)
         self._parking = Parking()
@@ -242,7 +249,49 @@ class TorchBackend(ModuleWeights):
             parameter.copy_(master)
 
 
-if TYPE_CHECKING:
-    from openrlhf.backends.base import Backend
+class Distribution:
+    """One process, which holds every model whole."""
 
-    _: type[Backend] = TorchBackend
+    name = "torch"
+    computes_together = False
+    shards_weights = False
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+
+    @classmethod
+    def check(cls, ds: BackendSection, launch: Launch) -> None:
+        needs_deepspeed = {
+            f"{launch.count} processes": launch.count > 1,
+            "--ds.adam_offload": ds.adam_offload,
+            f"--ds.tensor_parallel_size {ds.tensor_parallel_size}": ds.tensor_parallel_size > 1,
+        }
+        for reason, given in needs_deepspeed.items():
+            if given:
+                raise ConfigError(f"--train.backend torch is one process with all its state: {reason} needs deepspeed")
+
+    @classmethod
+    def start(cls, ds: BackendSection) -> Distribution:
+        return cls(join())
+
+    def loading(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def train(
+        self, module: nn.Module, optimizer: OptimizerSection, *, total_steps: int, ema_beta: float | None = None
+    ) -> TorchBackend:
+        return TorchBackend(module, optimizer, total_steps=total_steps, ema_beta=ema_beta)
+
+    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
+        """An offloaded module is moved to the device for each forward (`backends.offload.on_device`)."""
+        module.requires_grad_(False)
+        return module.to("cpu") if offload else module
+
+
+ONE_PROCESS = Distribution()
+
+
+if TYPE_CHECKING:
+    from openrlhf.backends import base
+
+    _: tuple[type[base.Backend], type[base.Distribution]] = (TorchBackend, Distribution)

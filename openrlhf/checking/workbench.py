@@ -16,10 +16,9 @@ from openrlhf.checking.options import CheckOptions
 from openrlhf.checking.tiny_model import builtin_prompts, write_tiny_model
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.sources import load_records
-from openrlhf.models.loading import load_policy, load_tokenizer, silence_progress_bars
+from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, silence_progress_bars
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.runs.preflight import reading_model
-from openrlhf.runs.rl_models import model_dtype
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.randomness import derive_seed
 
@@ -65,7 +64,7 @@ def workbench(options: CheckOptions) -> Iterator[Workbench]:
             write_tiny_model(Path(folder))
         with reading_model(folder, flag="--pretrain"):
             tokenizer = load_tokenizer(folder, flag="--pretrain")
-            policy = load_policy(folder, dtype=model_dtype("auto", device), device=device, flag="--pretrain")
+            policy = load_policy(folder, LoadSettings(device=device, flag="--pretrain"))
         yield Workbench(
             options=options,
             model_folder=folder,

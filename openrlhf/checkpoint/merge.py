@@ -15,9 +15,17 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from openrlhf.checkpoint.export import VALUE_HEAD_FILE, export_policy, export_value_model
+from openrlhf.config.backend import ServeBackendSection
 from openrlhf.config.commands import LoraCombinerConfig
 from openrlhf.config.fields import ConfigError
-from openrlhf.models.loading import ModelLoadError, has_tokenizer, load_policy, load_value_model, silence_progress_bars
+from openrlhf.models.loading import (
+    LoadSettings,
+    ModelLoadError,
+    has_tokenizer,
+    load_policy,
+    load_value_model,
+    silence_progress_bars,
+)
 from openrlhf.models.value import Normalisation
 from openrlhf.utils.foreign_lines import start_logging
 
@@ -63,20 +71,17 @@ def _merge(config: LoraCombinerConfig) -> None:
     adapter = _read_adapter(folder)
     if adapter.head is not None and not config.is_rm:
         raise ModelLoadError(f"--lora_path {folder}: this adapter comes with the head of a reward model: add --is_rm")
-    loading: dict[str, Any] = {
-        "dtype": torch.float32,  # sums are rounded once, at the end
-        "device": "cpu",
-        "trust_remote_code": config.model.trust_remote_code,
-        "flag": "--model_path",
-    }
+    prefix = adapter.facts.get("value_head_prefix", "score")
+    # In fp32: sums are rounded once, at the end.
+    ds = ServeBackendSection(param_dtype="fp32", value_head_prefix=prefix)
+    settings = LoadSettings(device="cpu", ds=ds, model=config.model, flag="--model_path")
     if not config.is_rm:
-        policy = load_policy(base, **loading)
+        policy = load_policy(base, settings)
         policy.model = _merged(policy.model, adapter, config)
         policy.stored_dtype = _DTYPES.get(config.ds.param_dtype, policy.stored_dtype)
         export_policy(policy, _tokenizer(config), Path(output).expanduser())
     else:
-        prefix = adapter.facts.get("value_head_prefix", "score")
-        model = load_value_model(base, head_prefix=prefix, fresh_head=adapter.head is not None, **loading)
+        model = load_value_model(base, settings, fresh_head=adapter.head is not None)
         if adapter.head is not None:
             if adapter.head.shape != model.head.weight.shape:
                 raise _wrong_base(config, f"heads of {adapter.head.shape[1]} and {model.head.weight.shape[1]} numbers")

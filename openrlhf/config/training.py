@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from openrlhf.backends import BACKENDS
 from openrlhf.config.fields import Flag
 
 SCHEDULES = (
@@ -137,8 +138,11 @@ class TrainSection:
 @dataclass(frozen=True, kw_only=True)
 class SupervisedTrainSection(TrainSection):
     backend: Annotated[
-        Literal["auto", "torch", "deepspeed"],
-        Flag("what trains; auto: DeepSpeed for several processes or what only it can do, otherwise plain torch"),
+        str,
+        Flag(
+            "what trains; auto: DeepSpeed for several processes or what only it can do, otherwise plain torch",
+            choices=("auto", *BACKENDS),
+        ),
     ] = "auto"
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy
+from openrlhf.config.backend import InferenceBackendSection
+from openrlhf.config.training import AdamSection, OptimizerSection
 from openrlhf.demo.task import Problem
-from openrlhf.models.loading import load_policy, load_tokenizer
+from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer
 from openrlhf.types import PackedTokens
 
 BATCH = 256
@@ -36,12 +37,10 @@ def warm_up(
     write it back. Returns the number of steps; `on_step(step, probability)` hears of each.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_policy(str(directory), dtype=torch.float32, device=device)
+    policy = load_policy(str(directory), LoadSettings(device=device, ds=InferenceBackendSection(param_dtype="fp32")))
     tokenizer = load_tokenizer(str(directory))
-    backend = TorchBackend(
-        policy,
-        OptimizerSettings(lr=5e-4, scheduler="constant_with_warmup", warmup_ratio=0.05, total_steps=MAX_STEPS),
-    )
+    optimizer = OptimizerSection(adam=AdamSection(lr=5e-4), lr_scheduler="constant_with_warmup", lr_warmup_ratio=0.05)
+    backend = TorchBackend(policy, optimizer, total_steps=MAX_STEPS)
     rng = random.Random(seed)
     recent: deque[float] = deque(maxlen=WINDOW)
     for step in range(1, MAX_STEPS + 1):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from openrlhf.config.backend import LoraSection
+
 ALL_LINEAR = "all-linear"
+"""Stands for every linear layer but the head. Other targets are modules by the end of their names."""
 _NAME = "default"
 """PEFT's name of an adapter that was given none. It is part of its parameters' names, but not in its files."""
 _BASE = ".base_layer"
@@ -28,38 +30,29 @@ class AdapterError(ValueError):
     """The model cannot have such an adapter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """y = W x + (alpha / rank) · B A dropout(x), with W frozen (Hu et al. 2021, https://arxiv.org/abs/2106.09685)."""
+def add_adapter(model: Any, lora: LoraSection, *, dtype: torch.dtype, seed: int = 0) -> None:
+    """Give a Hugging Face model an adapter in `dtype`, in place, and freeze everything else. Raises `AdapterError`.
 
-    rank: int
-    alpha: int
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Modules by the end of their names; `all-linear`: every linear layer but the head."""
-    dropout: float = 0.0
-    """The dropout, in training mode only."""
-    seed: int = 0
-    """How A is initialised. B starts at 0, so an adapter changes nothing until it is trained."""
-
-
-def add_adapter(model: Any, settings: LoraSettings, *, dtype: torch.dtype) -> None:
-    """Give a Hugging Face model an adapter in `dtype`, in place, and freeze everything else. Raises `AdapterError`."""
+    y = W x + (alpha / rank) · B A dropout(x), with W frozen (Hu et al. 2021, https://arxiv.org/abs/2106.09685). Dropout
+    acts in training mode only. A is drawn with `seed`; B starts at 0: an adapter changes nothing until it is trained.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
-    _check_targets(model, settings.targets)
+    targets = lora.target_modules
+    _check_targets(model, targets)
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=ALL_LINEAR if settings.targets == (ALL_LINEAR,) else list(settings.targets),
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
     )
     # The same matrices on every rank, whatever was drawn before.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, model, adapter_name=_NAME)
         except ValueError as error:  # a module that is no linear layer
-            raise AdapterError(f"--ds.lora.target_modules {' '.join(settings.targets)}: {error}") from error
+            raise AdapterError(f"--ds.lora.target_modules {' '.join(targets)}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
         if _is_adapter(name):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from openrlhf.config.fields import ConfigError
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.packed import PackedAttention, length_order
 from openrlhf.models.prefixes import share_prefixes
@@ -29,8 +30,12 @@ class RouterLog:
         self.logits: list[Tensor] = []
 
 
-class NoRoutersError(ValueError):
-    """The model has no experts, or keeps to itself how it chooses them."""
+class NoRoutersError(ConfigError):
+    """The model has no experts, or does not show how it chooses them."""
+
+
+class NoLayersError(ValueError):
+    """The model has no list of layers."""
 
 
 def experts_per_token(config: Any, *, flag: str) -> int:
@@ -169,6 +174,6 @@ def compile_layers(model: Any) -> None:
     """
     layers = getattr(decoder_body(model), "layers", None)
     if layers is None:
-        raise ValueError(f"--ds.deepcompile: {type(model).__name__} has no list of layers to compile; leave it out")
+        raise NoLayersError(f"--ds.deepcompile: {type(model).__name__} has no list of layers to compile; leave it out")
     for layer in layers:
         layer.compile(dynamic=True)

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from openrlhf.models.adapters import AdapterError, LoraSettings, add_adapter
-from openrlhf.models.body import compile_layers, fuse_norms
+from openrlhf.config.backend import BackendSection, InferenceBackendSection, LigerSection, LoraSection, ValueHeadSection
+from openrlhf.config.models import TrainedModelSection, TrustSection
+from openrlhf.models.adapters import AdapterError, add_adapter
+from openrlhf.models.body import NoLayersError, compile_layers, fuse_norms
 from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
@@ -55,64 +58,79 @@ def name_accelerator() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def load_policy(
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-    gradient_checkpointing: bool = False,
-    gradient_checkpointing_reentrant: bool = False,
-    lora: LoraSettings | None = None,
-    load_in_4bit: bool = False,
-    experts_implementation: str | None = None,
-    use_liger_kernel: bool = False,
-    compiled: bool = False,
-    flag: str = "--actor.model_name_or_path",
-) -> Policy:
+def model_dtype(name: str, device: torch.device | str) -> torch.dtype:
+    """The dtype that --ds.param_dtype names; `auto` depends on the device."""
+    if name == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """How a model is loaded: the sections of the configuration that say it, and what follows from the run.
+
+    Commands have sections of different classes. What a command has no flag for is off.
+    """
+
+    device: torch.device | str
+    ds: InferenceBackendSection = field(default=InferenceBackendSection())
+    model: TrustSection = field(default=TrustSection())
+    trains: bool = False
+    """The model gets an adapter and gradient checkpointing, if the sections say so. Otherwise it only runs forward."""
+    seed: int = 0
+    """Seed of what starts from random weights: an adapter, a scalar head."""
+    flag: str = "--actor.model_name_or_path"
+    """The flag that error messages name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return model_dtype(self.ds.param_dtype, self.device)
+
+    @property
+    def compiled(self) -> bool:
+        """The layers go through torch.compile."""
+        return isinstance(self.ds, BackendSection) and self.ds.deepcompile
+
+    @property
+    def uses_liger(self) -> bool:
+        """Liger kernels replace norms, rotary embeddings and MLPs; log-probs are computed as ever."""
+        return isinstance(self.ds, LigerSection) and self.ds.use_liger_kernel
+
+    @property
+    def lora(self) -> LoraSection | None:
+        """The weights are frozen, and this adapter is trained. None: all weights are."""
+        section = self.ds.lora if self.trains and isinstance(self.ds, BackendSection) else None
+        return section if section is not None and section.rank else None
+
+    @property
+    def native_attention(self) -> str | None:
+        """Attention is packed whatever --ds.attn_implementation says. "eager" and "sdpa" name the implementation of
+        models that have to run one sequence at a time."""
+        return self.ds.attn_implementation if self.ds.attn_implementation in ("eager", "sdpa") else None
+
+
+def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
     """The causal language model at `path`, in training mode, its dropout off.
 
-    Attention is packed whatever `attn_implementation` says, except "eager" and "sdpa", which name the implementation of
-    models that have to run one sequence at a time. Gradient checkpointing acts in training mode only. With `lora` the
-    weights are frozen and an adapter is trained. `load_in_4bit` holds the matrices of linear layers, the head apart, in
-    NF4; `dtype` is what is computed in. `experts_implementation` is transformers' name of a kernel. Liger kernels
-    replace norms, rotary embeddings and MLPs; log-probs are computed as ever. `compiled`: the layers go through
-    torch.compile. `flag` is what errors call the path.
+    Gradient checkpointing acts in training mode only. In 4 bits (NF4) are the matrices of linear layers, the head
+    apart.
     """
-    check_model_path(path, flag=flag)
-    config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
+    what = f"{settings.flag} {path}"
+    config = load_config(path, trust_remote_code=settings.model.trust_remote_code, flag=settings.flag)
     changed = _switch_dropout_off(config.get_text_config())
-    native = attn_implementation if attn_implementation in ("eager", "sdpa") else None
-    model = _load(
-        AutoModelForCausalLM,
-        path,
-        flag=flag,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=native,
-        **_how(dtype, device, load_in_4bit=load_in_4bit, experts_implementation=experts_implementation),
-    )
-    if load_in_4bit:
-        _keep_layout(model)
-    else:
-        model = model.to(device)
-    if use_liger_kernel:
+    model = _to_device(_load_model(AutoModelForCausalLM, path, config, settings), settings)
+    if settings.uses_liger:
         _use_liger_kernels(model)
-    if not compiled:
+    if not settings.compiled:
         fuse_norms(model)
     # Transformers has chosen a native implementation that the model supports; it serves where packing does not.
     try:
-        with _trying(experts_implementation):
+        with _trying(settings.ds.experts_implementation):
             support = examine(model, native_attention=model.config._attn_implementation)
     except UnsupportedModelError as error:
-        raise ModelLoadError(f"{flag} {path}: {error}") from error
-    if lora:
-        _add_adapter(model, lora, dtype=dtype, what=f"{flag} {path}")
-    if gradient_checkpointing:
-        _checkpoint_gradients(model, reentrant=gradient_checkpointing_reentrant)
-    if compiled:
-        _compile(model, what=f"{flag} {path}")
+        raise ModelLoadError(f"{what}: {error}") from error
+    _prepare_training(model, settings, what=what)
     policy = Policy(
         model,
         packed=support.packed,
@@ -124,76 +142,43 @@ def load_policy(
 
 
 def load_value_model(
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    head_prefix: str = "score",
-    fresh_head: bool | None = None,
-    normalise: bool = False,
-    seed: int = 0,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-    gradient_checkpointing: bool = False,
-    gradient_checkpointing_reentrant: bool = False,
-    lora: LoraSettings | None = None,
-    load_in_4bit: bool = False,
-    experts_implementation: str | None = None,
-    compiled: bool = False,
-    flag: str = "--reward.model_name_or_path",
+    path: str | os.PathLike[str], settings: LoadSettings, *, fresh_head: bool | None = None, normalise: bool = False
 ) -> ValueModel:
     """The body of the model at `path` with a scalar head, in training mode, its dropout off.
 
     `fresh_head`: False: the head must be there; True: it is not looked for; None: kept where there is one, and fresh on
-    a language model. A fresh one is N(0, 1 / (hidden + 1)²), from `seed`. The head is called `head_prefix` unless the
-    model's config.json has a `value_head_prefix`. `normalise` takes `mean` and `std` from there. The rest as in
-    `load_policy`; beside a `lora` the head is trained too.
+    a language model. A fresh one is N(0, 1 / (hidden + 1)²). The head is called as --ds.value_head_prefix says unless
+    the model's config.json has a `value_head_prefix`. `normalise` takes `mean` and `std` from there. Beside an adapter
+    the head is trained too.
     """
-    check_model_path(path, flag=flag)
-    config = _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
-    normalisation = _normalisation(config, what=f"{flag} {path}") if normalise else None
-    head_prefix = getattr(config, "value_head_prefix", None) or head_prefix
+    flag, what = settings.flag, f"{settings.flag} {path}"
+    config = load_config(path, trust_remote_code=settings.model.trust_remote_code, flag=flag)
+    normalisation = _normalisation(config, what=what) if normalise else None
+    named = settings.ds if isinstance(settings.ds, ValueHeadSection) else ValueHeadSection()
+    head_prefix = getattr(config, "value_head_prefix", None) or named.value_head_prefix
     # Before the weights of the body, which take minutes: what is wrong with the head is found at once.
     weight = None if fresh_head else _stored_head(path, config, head_prefix, required=fresh_head is False, flag=flag)
     changed = _switch_dropout_off(config.get_text_config())
-    native = attn_implementation if attn_implementation in ("eager", "sdpa") else None
     with _no_load_report():
-        body, found = _load(
-            AutoModel,
-            path,
-            flag=flag,
-            config=config,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=native,
-            output_loading_info=True,
-            **_how(dtype, device, load_in_4bit=load_in_4bit, experts_implementation=experts_implementation),
-        )
+        body, found = _load_model(AutoModel, path, config, settings, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ModelLoadError(
-            f"{flag} {path}: its files lack {len(missing)} tensors of a {type(body).__name__}, such as {missing[0]}. "
+            f"{what}: its files lack {len(missing)} tensors of a {type(body).__name__}, such as {missing[0]}. "
             "They were written by another class: name the folder that this family's save_pretrained wrote."
         )
     if weight is None:
         if fresh_head is None:
             logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
-        weight = _fresh_head(config.get_text_config().hidden_size, seed=seed)
+        weight = _fresh_head(config.get_text_config().hidden_size, seed=settings.seed)
     head = ScalarHead(weight.shape[1])
     head.weight.data = weight
-    head = head.to(dtype=dtype, device=device)
-    if load_in_4bit:
-        _keep_layout(body)
-    else:
-        body = body.to(device)
-    if not compiled:
+    head = head.to(dtype=settings.dtype, device=settings.device)
+    body = _to_device(body, settings)
+    if not settings.compiled:
         fuse_norms(body)
-    with _trying(experts_implementation):
+    with _trying(settings.ds.experts_implementation):
         reason = examine_body(body, native_attention=body.config._attn_implementation)
-    if lora:
-        _add_adapter(body, lora, dtype=dtype, what=f"{flag} {path}")
-    if gradient_checkpointing:
-        _checkpoint_gradients(body, reentrant=gradient_checkpointing_reentrant)
-    if compiled:
-        _compile(body, what=f"{flag} {path}")
+    _prepare_training(body, settings, what=what)
     model = ValueModel(
         body,
         head,
@@ -284,27 +269,47 @@ def _load(loader: Any, path: str | os.PathLike[str], *, flag: str, **kwargs: Any
         raise ModelLoadError(f"{flag} {path}: cannot load the {what}: {error}") from error
 
 
-def _how(
-    dtype: torch.dtype, device: torch.device | str, *, load_in_4bit: bool, experts_implementation: str | None
-) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: how weights are held and computed with."""
-    how: dict[str, Any] = {"dtype": dtype}
-    if experts_implementation:
-        how["experts_implementation"] = experts_implementation
-    if load_in_4bit:
+def _load_model(loader: Any, path: str | os.PathLike[str], config: Any, settings: LoadSettings, **options: Any) -> Any:
+    """What `loader` reads at `path`, with weights held and computed with as the settings say."""
+    options |= {"dtype": settings.dtype, "attn_implementation": settings.native_attention}
+    if settings.ds.experts_implementation:
+        options["experts_implementation"] = settings.ds.experts_implementation
+    if settings.ds.load_in_4bit:
         _require("bitsandbytes", flag="--ds.load_in_4bit", extra="qlora")
         # QLoRA's: 4-bit normal floats, their scales quantised too (https://arxiv.org/abs/2305.14314). Quantised weights
         # do not change places: they are loaded where they are used.
-        how |= {
+        options |= {
             "quantization_config": BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=dtype,
+                bnb_4bit_compute_dtype=settings.dtype,
             ),
-            "device_map": {"": device},
+            "device_map": {"": settings.device},
         }
-    return how
+    trusts = settings.model.trust_remote_code
+    return _load(loader, path, flag=settings.flag, config=config, trust_remote_code=trusts, **options)
+
+
+def _to_device(model: Any, settings: LoadSettings) -> Any:
+    if not settings.ds.load_in_4bit:
+        return model.to(settings.device)
+    _keep_layout(model)
+    return model
+
+
+def _prepare_training(model: Any, settings: LoadSettings, *, what: str) -> None:
+    """The adapter, gradient checkpointing and compiled layers that the settings ask for."""
+    try:
+        if settings.lora:
+            add_adapter(model, settings.lora, dtype=settings.dtype, seed=settings.seed)
+        trained = settings.model
+        if settings.trains and isinstance(trained, TrainedModelSection) and trained.gradient_checkpointing_enable:
+            _checkpoint_gradients(model, reentrant=trained.gradient_checkpointing_reentrant)
+        if settings.compiled:
+            compile_layers(model)
+    except (AdapterError, NoLayersError) as error:
+        raise ModelLoadError(f"{what}: {error}") from error
 
 
 def _keep_layout(model: Any) -> None:
@@ -347,20 +352,6 @@ def _require(library: str, *, flag: str, extra: str) -> None:
         raise ModelLoadError(
             f"{flag} needs {library}, which is not installed: pip install -e '.[{extra}]' in the repository"
         )
-
-
-def _add_adapter(model: Any, lora: LoraSettings, *, dtype: torch.dtype, what: str) -> None:
-    try:
-        add_adapter(model, lora, dtype=dtype)
-    except AdapterError as error:
-        raise ModelLoadError(f"{what}: {error}") from error
-
-
-def _compile(model: Any, *, what: str) -> None:
-    try:
-        compile_layers(model)
-    except ValueError as error:
-        raise ModelLoadError(f"{what}: {error}") from error
 
 
 def _checkpoint_gradients(model: Any, *, reentrant: bool) -> None:

@@ -11,12 +11,12 @@ import torch
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
+from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.observability.usage import GIB
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.runs.rl_models import RLModels
-from openrlhf.runs.settings import model_dtype
 from openrlhf.weight_sync.vllm_names import GROUP_BACKEND, IPC_BACKEND, RPC_BACKEND
 
 logger = logging.getLogger(__name__)

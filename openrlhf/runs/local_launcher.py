@@ -15,6 +15,7 @@ from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rl import VLLMSection
+from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rewards.base import RewardSource
@@ -25,7 +26,6 @@ from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.process import process_device
 from openrlhf.runs.reward_sources import build_reward, reward_model_here
 from openrlhf.runs.rl_models import RLModels, RLTraining, load_models
-from openrlhf.runs.settings import model_dtype
 from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openrlhf.backends.base import Backend
+from openrlhf.backends.base import Backend, start_backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.services import CriticService, PolicyService, RankService, ReferenceService
 from openrlhf.config.commands import RLConfig
 from openrlhf.learners.rank import CriticLearners
 from openrlhf.learners.steps import filler
+from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.rewards.batching import Forward, Item
-from openrlhf.runs.distribution import Distribution
 from openrlhf.runs.engine_settings import EngineMemory, transfer_backend, vllm_settings
 from openrlhf.runs.preflight import policy_tokenizer
 from openrlhf.runs.process import prepare_process, process_device
@@ -34,7 +34,6 @@ from openrlhf.runs.rl_models import (
     reference_scorer,
     step_settings,
 )
-from openrlhf.runs.settings import model_dtype, optimizer_settings
 from openrlhf.weight_sync.probe import Probe
 
 
@@ -49,7 +48,7 @@ class _Rank:
     def __init__(self, config: RLConfig, *, total_steps: int) -> None:
         self._config = config
         self._total_steps = total_steps
-        self._distribution = Distribution.of("auto", config.ds)
+        self._distribution = start_backend("auto", config.ds)
         self._device = prepare_process(config.train, self._distribution.ranks)
 
     def service(self, roles: Collection[Role]) -> RankService:
@@ -88,8 +87,7 @@ class _Rank:
             critic = load_critic(config, self._device)
         assert critic is not None  # this rank was started for it
         steps = step_settings(config)
-        settings = optimizer_settings(config.critic, total_steps=self._total_steps)
-        backend = self._distribution.train(critic, settings)
+        backend = self._distribution.train(critic, config.critic, total_steps=self._total_steps)
         kept = kept_critic(backend, critic, policy_tokenizer(config), ranks)
         part = critic_part(config, critic, backend, self._distribution, device=self._device)
         return CriticService(
@@ -106,11 +104,10 @@ class _Rank:
                 path,
                 self._config,
                 self._device,
-                trust_remote_code=self._config.actor.trust_remote_code,
                 distribution=self._distribution,
                 offload=self._config.reward.offload,
             )
-        nothing = [Item(filler().tokens.token_ids, 0)] if self._distribution.shares_out_weights else []
+        nothing = [Item(filler().tokens.token_ids, 0)] if self._distribution.shards_weights else []
 
         def score(batch: Sequence[Item]) -> list[float]:
             if batch:

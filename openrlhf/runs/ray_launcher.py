@@ -24,7 +24,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.learners.advantages import SampleMaker
-from openrlhf.models.loading import load_config
+from openrlhf.models.loading import load_config, model_dtype
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
 from openrlhf.runs.launchers import RunParts
@@ -32,7 +32,6 @@ from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.ranks import build_engine, rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
 from openrlhf.runs.rl_models import ACTOR, CRITIC, advantage_settings, step_settings
-from openrlhf.runs.settings import model_dtype
 from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils import interrupts
 from openrlhf.utils.event_loops import LoopRunner

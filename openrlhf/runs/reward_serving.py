@@ -99,7 +99,7 @@ def _load_model(config: ServeRMConfig) -> RewardModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = config.reward.model_name_or_path
     assert path is not None, "a run needs it"
-    return load_reward_model(path, config, device, trust_remote_code=config.model.trust_remote_code)
+    return load_reward_model(path, config, device)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 
 import torch
 
+from openrlhf.backends.base import Distribution
+from openrlhf.backends.torch import ONE_PROCESS
 from openrlhf.config.commands import RLConfig, ServeRMConfig
-from openrlhf.config.models import RewardEntry
-from openrlhf.models.loading import load_config, load_tokenizer, load_value_model
+from openrlhf.config.models import RewardEntry, TrustSection
+from openrlhf.models.loading import LoadSettings, load_config, load_tokenizer, load_value_model
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rewards.function_file import FunctionFileReward
 from openrlhf.rewards.model import RewardModel, RewardModelSource, RewardReader
-from openrlhf.runs.distribution import ONE_PROCESS, Distribution
 from openrlhf.runs.preflight import reading_model, warn_of_positions
-from openrlhf.runs.rl_models import model_dtype
 
 FLAG = "--reward.model_name_or_path"
 
@@ -67,9 +67,7 @@ def reward_model_here(config: RLConfig, policy_tokenizer: Any, device: torch.dev
     """Reward models in this process."""
 
     def source(path: str, number: int) -> RewardSource:
-        model = load_reward_model(
-            path, config, device, trust_remote_code=config.actor.trust_remote_code, offload=config.reward.offload
-        )
+        model = load_reward_model(path, config, device, offload=config.reward.offload)
         return RewardModelSource(
             model, model.score, policy_tokenizer=policy_tokenizer, max_batch_tokens=config.scoring_tokens_per_gpu
         )
@@ -80,16 +78,20 @@ def reward_model_here(config: RLConfig, policy_tokenizer: Any, device: torch.dev
 def load_reward_reader(path: str, config: RLConfig) -> RewardReader:
     """The reader of a reward model at `path` whose weights are elsewhere: tokeniser and limits."""
     with reading_model(path, flag=FLAG):
-        tokenizer = _tokenizer(path, config, trust_remote_code=config.actor.trust_remote_code)
+        tokenizer = _tokenizer(path, config)
         model_config = load_config(path, trust_remote_code=config.actor.trust_remote_code, flag=FLAG)
     vocab_size = model_config.get_text_config().vocab_size
     return RewardReader(tokenizer, vocab_size=vocab_size, max_length=config.data.max_len, name=path)
 
 
-def _tokenizer(path: str, config: RLConfig | ServeRMConfig, *, trust_remote_code: bool) -> Any:
-    return load_tokenizer(
-        path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=trust_remote_code, flag=FLAG
-    )
+def _tokenizer(path: str, config: RLConfig | ServeRMConfig) -> Any:
+    trusts = _trust(config).trust_remote_code
+    return load_tokenizer(path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=trusts, flag=FLAG)
+
+
+def _trust(config: RLConfig | ServeRMConfig) -> TrustSection:
+    """The section that says whether code which comes with a model may run."""
+    return config.actor if isinstance(config, RLConfig) else config.model
 
 
 def load_reward_model(
@@ -97,26 +99,14 @@ def load_reward_model(
     config: RLConfig | ServeRMConfig,
     device: torch.device,
     *,
-    trust_remote_code: bool,
     distribution: Distribution = ONE_PROCESS,
     offload: bool = False,
 ) -> RewardModel:
     """The reward model at `path` as the flags say, ready to score. `offload`: it waits in CPU memory."""
+    settings = LoadSettings(device=device, ds=config.ds, model=_trust(config), flag=FLAG)
     with reading_model(path, flag=FLAG):
-        tokenizer = _tokenizer(path, config, trust_remote_code=trust_remote_code)
-        model = load_value_model(
-            path,
-            dtype=model_dtype(config.ds.param_dtype, device),
-            device=device,
-            head_prefix=config.ds.value_head_prefix,
-            fresh_head=False,
-            normalise=config.reward.normalize_enable,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=config.ds.attn_implementation,
-            load_in_4bit=config.ds.load_in_4bit,
-            experts_implementation=config.ds.experts_implementation,
-            flag=FLAG,
-        )
+        tokenizer = _tokenizer(path, config)
+        model = load_value_model(path, settings, fresh_head=False, normalise=config.reward.normalize_enable)
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     # Under stage 3 it is DeepSpeed's engine around the model, which has the model's attributes.
     frozen: Any = distribution.freeze(model.eval(), offload=offload)
@@ -126,5 +116,5 @@ def load_reward_model(
         max_length=config.data.max_len,
         name=path,
         device=device,
-        offload=offload and not distribution.shares_out_weights,
+        offload=offload and not distribution.shards_weights,
     )

@@ -13,8 +13,9 @@ from torch import nn
 from openrlhf.algorithms.advantages import Turns, get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
-from openrlhf.backends.base import Backend
+from openrlhf.backends.base import Backend, Distribution
 from openrlhf.backends.ranks import Ranks
+from openrlhf.backends.torch import ONE_PROCESS
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
@@ -27,14 +28,12 @@ from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
 from openrlhf.learners.workers import LocalWorkers
-from openrlhf.models.adapters import LoraSettings, WithoutAdapter
+from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import NoRoutersError, experts_per_token
-from openrlhf.models.loading import load_policy, load_value_model
+from openrlhf.models.loading import LoadSettings, load_policy, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
-from openrlhf.runs.distribution import ONE_PROCESS, Distribution
 from openrlhf.runs.preflight import reading_model, warn_of_positions
-from openrlhf.runs.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,7 @@ def load_models(
 
     Of a policy with an adapter the reference is the policy without it. `with_…` off: that model lives elsewhere.
     """
-    lora = lora_settings(config.ds.lora, seed=config.train.seed)
-    policy = _load_policy(config, device, gradient_checkpointing=config.actor.gradient_checkpointing_enable, lora=lora)
+    policy = _load_policy(config, device, trains=True)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     reference: nn.Module | None = None
     if config.reference_is_base:
@@ -72,54 +70,30 @@ def load_models(
 
 
 def load_reference(config: RLConfig, device: torch.device) -> Policy:
-    return _load_policy(config, device).requires_grad_(False)
+    return _load_policy(config, device, trains=False).requires_grad_(False)
 
 
-def _load_policy(
-    config: RLConfig,
-    device: torch.device,
-    *,
-    gradient_checkpointing: bool = False,
-    lora: LoraSettings | None = None,
-) -> Policy:
+def _load_policy(config: RLConfig, device: torch.device, *, trains: bool) -> Policy:
     path = required(config.actor.model_name_or_path)
-    with reading_model(path, flag="--actor.model_name_or_path"):
-        return load_policy(
-            path,
-            dtype=model_dtype(config.ds.param_dtype, device),
-            device=device,
-            trust_remote_code=config.actor.trust_remote_code,
-            attn_implementation=config.ds.attn_implementation,
-            gradient_checkpointing=gradient_checkpointing,
-            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
-            lora=lora,
-            load_in_4bit=config.ds.load_in_4bit,
-            experts_implementation=config.ds.experts_implementation,
-            use_liger_kernel=config.ds.use_liger_kernel,
-        )
+    settings = load_settings(config, device, flag="--actor.model_name_or_path", trains=trains)
+    with reading_model(path, flag=settings.flag):
+        return load_policy(path, settings)
 
 
 def load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
     path = config.critic_path
     if path is None:
         return None
-    with reading_model(path, flag="--critic.model_name_or_path"):
-        return load_value_model(
-            path,
-            dtype=model_dtype(config.ds.param_dtype, device),
-            device=device,
-            head_prefix=config.ds.value_head_prefix,
-            normalise=config.reward.normalize_enable and config.reward_source == "model",
-            seed=config.train.seed,
-            trust_remote_code=config.actor.trust_remote_code,
-            attn_implementation=config.ds.attn_implementation,
-            gradient_checkpointing=config.actor.gradient_checkpointing_enable,
-            gradient_checkpointing_reentrant=config.actor.gradient_checkpointing_reentrant,
-            lora=lora_settings(config.ds.lora, seed=config.train.seed),
-            load_in_4bit=config.ds.load_in_4bit,
-            experts_implementation=config.ds.experts_implementation,
-            flag="--critic.model_name_or_path",
-        )
+    settings = load_settings(config, device, flag="--critic.model_name_or_path", trains=True)
+    normalise = config.reward.normalize_enable and config.reward_source == "model"
+    with reading_model(path, flag=settings.flag):
+        return load_value_model(path, settings, normalise=normalise)
+
+
+def load_settings(config: RLConfig, device: torch.device, *, flag: str, trains: bool) -> LoadSettings:
+    return LoadSettings(
+        device=device, ds=config.ds, model=config.actor, trains=trains, seed=config.train.seed, flag=flag
+    )
 
 
 class RLTraining:
@@ -140,13 +114,13 @@ class RLTraining:
         self._steps = step_settings(config)
         self.policy_backend = distribution.train(
             models.policy,
-            optimizer_settings(config.actor, total_steps=total_steps),
+            config.actor,
+            total_steps=total_steps,
             ema_beta=config.train.ema_beta if config.train.enable_ema else None,
         )
         self._critic_backend: Backend | None = None
         if models.critic is not None:
-            critic_settings = optimizer_settings(config.critic, total_steps=total_steps)
-            self._critic_backend = distribution.train(models.critic, critic_settings)
+            self._critic_backend = distribution.train(models.critic, config.critic, total_steps=total_steps)
         self.learners = self._learners(device)
         self.workers = LocalWorkers(self.learners, SampleMaker(advantage_settings(config)))
 
@@ -199,7 +173,7 @@ class RLTraining:
                 policy_logprobs,
                 batching=scoring,
                 device=device,
-                forwards_together=self._distribution.forwards_together,
+                forwards_together=self._distribution.computes_together,
                 ranks=ranks,
             ),
             steps=self._steps,
@@ -228,7 +202,7 @@ def critic_part(
             values,
             batching=scoring_batches(config),
             device=device,
-            forwards_together=distribution.forwards_together,
+            forwards_together=distribution.computes_together,
             ranks=ranks,
         ),
         learner=CriticLearner(
@@ -251,8 +225,8 @@ def reference_scorer(
         logprobs(config.rollout.temperature),
         batching=scoring_batches(config),
         device=device,
-        offload=offload and not distribution.shares_out_weights,
-        forwards_together=distribution.forwards_together,
+        offload=offload and not distribution.shards_weights,
+        forwards_together=distribution.computes_together,
         ranks=distribution.ranks,
     )
 
@@ -296,7 +270,7 @@ def balance_settings(config: RLConfig, policy: Policy) -> BalanceSettings | None
     if not coef:
         return None
     return BalanceSettings(
-        coef=coef, top_k=balanced_experts(policy.model.config, flag=f"--actor.aux_loss_coef {coef:g}")
+        coef=coef, top_k=experts_per_token(policy.model.config, flag=f"--actor.aux_loss_coef {coef:g}")
     )
 
 

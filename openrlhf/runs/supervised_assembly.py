@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.preferences import get_reward_loss
-from openrlhf.backends.base import Backend
+from openrlhf.backends.base import Backend, Distribution, start_backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Checkpointer, CheckpointManager, LocalCheckpointedModel
@@ -29,13 +29,13 @@ from openrlhf.data.sources import load_records
 from openrlhf.data.templates import set_chat_template
 from openrlhf.data.token_cache import default_folder
 from openrlhf.models.adapters import WithoutAdapter
-from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
+from openrlhf.models.body import experts_per_token
+from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
-from openrlhf.runs.distribution import Distribution
 from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
@@ -53,7 +53,6 @@ from openrlhf.runs.process import (
     watchdog,
 )
 from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, stoppable, weights_digest
-from openrlhf.runs.settings import balanced_experts, lora_settings, model_dtype, optimizer_settings
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.moe_aux import BalancedObjective
@@ -79,10 +78,10 @@ def run_supervised(config: SupervisedConfig) -> int:
 
 def train(config: SupervisedConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
-    distribution = Distribution.of(config.train.backend, config.ds)
+    distribution = start_backend(config.train.backend, config.ds)
     ranks = distribution.ranks
     device = prepare_process(config.train, ranks)
-    settled = dataclasses.replace(config, train=dataclasses.replace(config.train, backend=distribution.backend))
+    settled = dataclasses.replace(config, train=dataclasses.replace(config.train, backend=distribution.name))
     for line in newly_without_effect(config, settled):
         logger.info(line)
     require_loggers(config.logger)
@@ -125,7 +124,7 @@ def _train(
     )
     warn_of_few_steps(config.train, len(schedule), remedy="--train.max_epochs")
     parts = kind.assemble(config, place)
-    backend = distribution.train(parts.module, optimizer_settings(config, total_steps=len(schedule)))
+    backend = distribution.train(parts.module, config, total_steps=len(schedule))
     run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None
     title = f"{Path(required(config.model.model_name_or_path)).name} · {_kind(config)}"
     objective = _balanced(config, parts, parts.objective(samples))
@@ -276,10 +275,9 @@ def _sft(config: SFTConfig, place: _Place) -> _Parts:
 
 
 def _reward_model(config: RMConfig, place: _Place) -> _Parts:
-    path = required(config.model.model_name_or_path)
-    loading = _loading(config, place.device)
-    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
-        model = load_value_model(path, head_prefix=config.ds.value_head_prefix, seed=config.train.seed, **loading)
+    path, settings = required(config.model.model_name_or_path), _load_settings(config, place)
+    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(settings.dtype):
+        model = load_value_model(path, settings)
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     loss = get_reward_loss(config.model.loss_type)
     return _Parts(
@@ -335,45 +333,36 @@ def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> 
     coef = config.model.aux_loss_coef
     if not coef:
         return objective
-    top_k = balanced_experts(parts.module.model.config, flag=f"--model.aux_loss_coef {coef:g}")
+    top_k = experts_per_token(parts.module.model.config, flag=f"--model.aux_loss_coef {coef:g}")
     return BalancedObjective(objective, coef=coef, top_k=top_k)
 
 
 def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
-    path, loading = required(config.model.model_name_or_path), _loading(config, place.device)
-    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(loading["dtype"]):
-        policy = load_policy(path, use_liger_kernel=config.ds.use_liger_kernel, **loading)
+    path, settings = required(config.model.model_name_or_path), _load_settings(config, place)
+    with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(settings.dtype):
+        policy = load_policy(path, settings)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     return policy
 
 
 def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
-    path, loading = required(config.reference_path), _loading(config, place.device)
     if config.reference_is_base:
         return Reference(WithoutAdapter(policy), device=place.device)
     flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
-    with reading_model(path, flag=flag), place.distribution.loading(loading["dtype"]):
-        model = load_policy(path, **loading | {"gradient_checkpointing": False, "lora": None, "flag": flag})
+    path, settings = required(config.reference_path), _load_settings(config, place, flag=flag, trains=False)
+    with reading_model(path, flag=flag), place.distribution.loading(settings.dtype):
+        model = load_policy(path, settings)
     frozen = place.distribution.freeze(model, offload=config.ref.offload)
-    offload = config.ref.offload and not place.distribution.shares_out_weights
+    offload = config.ref.offload and not place.distribution.shards_weights
     return Reference(frozen, device=place.device, offload=offload)
 
 
-def _loading(config: SupervisedConfig, device: torch.device) -> dict[str, Any]:
-    """The arguments with which all models of a run are loaded."""
-    return {
-        "dtype": model_dtype(config.ds.param_dtype, device),
-        "device": device,
-        "trust_remote_code": config.model.trust_remote_code,
-        "attn_implementation": config.ds.attn_implementation,
-        "gradient_checkpointing": config.model.gradient_checkpointing_enable,
-        "gradient_checkpointing_reentrant": config.model.gradient_checkpointing_reentrant,
-        "lora": lora_settings(config.ds.lora, seed=config.train.seed),
-        "compiled": config.ds.deepcompile,
-        "load_in_4bit": config.ds.load_in_4bit,
-        "experts_implementation": config.ds.experts_implementation,
-        "flag": MODEL_FLAG,
-    }
+def _load_settings(
+    config: SupervisedConfig, place: _Place, *, flag: str = MODEL_FLAG, trains: bool = True
+) -> LoadSettings:
+    return LoadSettings(
+        device=place.device, ds=config.ds, model=config.model, trains=trains, seed=config.train.seed, flag=flag
+    )
 
 
 # --------------------------------------------------------------------------------------- what it is trained on

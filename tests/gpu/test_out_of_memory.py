@@ -6,10 +6,10 @@ import logging
 import pytest
 import torch
 import transformers as hf
+from small_sections import optimizer
 
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.accumulation import DoesNotFitError, MicroBatching
 from openrlhf.learners.policy import PolicyLearner, PolicySettings
@@ -81,7 +81,7 @@ def limit_to(extra_bytes):
 def update(model, *, tokens, extra_bytes=None):
     """Two rounds of one optimizer step; metrics of both, and the weights after them."""
     policy = make_policy(model)
-    backend = TorchBackend(policy, OptimizerSettings(lr=1e-4))
+    backend = TorchBackend(policy, optimizer(lr=1e-4))
     learner = PolicyLearner(backend, SETTINGS, device=CUDA)
     settings = StepSettings(
         epochs=1, batch_size=1000, batching=MicroBatching(tokens=tokens), aggregation=Aggregation.TOKEN, seed=0

@@ -5,15 +5,16 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from small_sections import optimizer
 
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
+from openrlhf.config.backend import BackendSection
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens
 
 pytestmark = pytest.mark.gpu
-SETTINGS = OptimizerSettings(lr=1e-3)
+SETTINGS = optimizer(lr=1e-3)
 
 
 def make_policy(dtype):
@@ -46,7 +47,7 @@ def group():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("way", ["torch", 1, 2, 3])
 def test_sleep_and_wake(group, way, dtype):
-    from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings
+    from openrlhf.backends.deepspeed import DeepSpeedBackend
 
     policy = make_policy(dtype)
 
@@ -54,7 +55,7 @@ def test_sleep_and_wake(group, way, dtype):
         return (
             TorchBackend(module, SETTINGS)
             if way == "torch"
-            else DeepSpeedBackend(module, SETTINGS, ZeroSettings(stage=way))
+            else DeepSpeedBackend(module, SETTINGS, BackendSection(zero_stage=way))
         )
 
     awake, sleeper = backend_of(copy.deepcopy(policy)), backend_of(policy)

@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 from demo_runs import column, run, scores
+from small_sections import loading
 from transformers import AutoModelForSequenceClassification
 
 from openrlhf.algorithms.corrections import CORRECTIONS
@@ -86,8 +87,8 @@ def test_the_value_network_is_saved_and_is_not_the_one_it_started_from(demo, tmp
         steps=2,
     )
     folder = run_dir / "model_critic"
-    saved = load_value_model(folder, dtype=torch.float32, device="cpu", fresh_head=False)
-    start = load_value_model(demo.folder / "inputs" / "model", dtype=torch.float32, device="cpu", seed=42)
+    saved = load_value_model(folder, loading(), fresh_head=False)
+    start = load_value_model(demo.folder / "inputs" / "model", loading(seed=42))
     names = dict(start.named_parameters())
     assert all(not torch.equal(p, names[name]) for name, p in saved.named_parameters())
     classifier = AutoModelForSequenceClassification.from_pretrained(folder)

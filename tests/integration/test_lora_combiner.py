@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_sections import loading
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,21 +16,20 @@ from transformers import (
 
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.cli.lora_combiner import main
-from openrlhf.models.adapters import LoraSettings
+from openrlhf.config.backend import LoraSection
 from openrlhf.models.loading import load_policy, load_tokenizer, load_value_model
 from openrlhf.models.value import Normalisation, sequence_ends
 from openrlhf.types import PackedTokens
 
-LORA = LoraSettings(rank=4, alpha=16)
+LORA = LoraSection(rank=4, alpha=16)
 TOKENS = PackedTokens.from_sequences([torch.tensor([3, 5, 4, 8, 6, 2])], [torch.arange(6) >= 1])
 
 
 @pytest.fixture
 def adapters(inputs, tmp_path):
     """A policy and a reward model with adapters that have moved, in memory and as folders."""
-    loading = {"dtype": torch.float32, "device": "cpu", "lora": LORA}
-    policy = load_policy(inputs.model, **loading)
-    reward = load_value_model(inputs.model, head_prefix="value_head", seed=5, **loading)
+    policy = load_policy(inputs.model, loading(lora=LORA))
+    reward = load_value_model(inputs.model, loading(lora=LORA, value_head_prefix="value_head", seed=5))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for model in (policy, reward):
@@ -66,7 +66,7 @@ def test_a_reward_model_keeps_its_head_its_statistics_and_its_scores(inputs, ada
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
     with torch.no_grad():
         assert classifier(TOKENS.token_ids[None]).logits.item() == pytest.approx(expected, rel=1e-4)
-    ours = load_value_model(tmp_path / "out", dtype=torch.float32, device="cpu", fresh_head=False)
+    ours = load_value_model(tmp_path / "out", loading(), fresh_head=False)
     assert ours(TOKENS, positions=sequence_ends(TOKENS)).item() == pytest.approx(expected, rel=1e-4)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["mean"], config["std"], config["value_head_prefix"]) == (0.25, 3.0, "value_head")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from small_sections import loading
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf.models.adapters import LoraSettings
+from openrlhf.config.backend import LoraSection
 from openrlhf.models.loading import load_policy
 from openrlhf.observability.loggers import read_metrics
 from openrlhf.rollout.embedded import EmbeddedEngine
@@ -171,9 +172,7 @@ def test_rl_trains_adapters_of_actor_and_critic(cli, tmp_path, estimator):
 
 def test_the_engine_says_what_generate_says(inputs, tmp_path):
     """Greedy, three prompts at once, with an adapter that has moved far from 0."""
-    policy = load_policy(
-        inputs.model, dtype=torch.float32, device="cpu", lora=LoraSettings(rank=4, alpha=8, seed=3)
-    ).eval()
+    policy = load_policy(inputs.model, loading(lora=LoraSection(rank=4, alpha=8), seed=3)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

@@ -6,11 +6,11 @@ import pytest
 import torch
 from small_memory import SmallMemory
 from small_rl import CPU, play, play_share, training
+from small_sections import optimizer
 from small_supervised import Samples, make_backend, make_policy, make_trainer, random_pairs
 from thread_ranks import ThreadDistribution, outcomes, together
 from torch import nn
 
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.accumulation import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
@@ -68,7 +68,7 @@ def test_the_smaller_budget_stays_and_is_told_once(models, groups, caplog):
 def test_a_backend_forgets_what_half_a_backward_has_added(dtype):
     """Gradients 1 per weight, dropped, then 2: the norm of four weights is 4. In 16 bits they are in the master."""
     module = nn.Linear(4, 1, bias=False, dtype=dtype)
-    backend = TorchBackend(module, OptimizerSettings(lr=0.0, max_norm=0))
+    backend = TorchBackend(module, optimizer(lr=0.0, max_norm=0))
     backend.backward(module.weight.sum())
     backend.drop_gradients()
     backend.backward(2 * module.weight.sum())

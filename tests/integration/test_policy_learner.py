@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_sections import optimizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import get_kl_estimator
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.state import NotFiniteError
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.accumulation import MicroBatching
@@ -247,7 +247,7 @@ def test_a_step_that_is_not_finite_names_its_samples_and_leaves_no_trace(policy)
     batch = make_batch([(2, 3), (2, 3), (2, 3), (2, 3)])
     batch.advantages_A[4] = math.nan
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    backend = TorchBackend(policy, OptimizerSettings(lr=0.0))
+    backend = TorchBackend(policy, optimizer(lr=0.0))
     learner = PolicyLearner(backend, POLICY, device=CPU, max_skipped=2)
     metrics = learner.update(make_steps(batch, WHOLE, batch_size=2))
     assert metrics.values()["actor_skipped_steps"] == 1

@@ -5,8 +5,8 @@ import math
 import shutil
 
 import pytest
-import torch
 from script_commands import RECIPES, started_by
+from small_sections import loading
 
 from openrlhf.checkpoint.export import export_value_model
 from openrlhf.config import parse
@@ -72,7 +72,7 @@ def brought(inputs, tmp_path_factory) -> dict[str, str | int]:
     tokenizer = load_tokenizer(model)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(model)
-    judge = load_value_model(model, dtype=torch.float32, device="cpu", seed=1)
+    judge = load_value_model(model, loading(seed=1))
     export_value_model(judge, tokenizer, folder / "judge", statistics=Normalisation(0.0, 0.5))
     (folder / "reward.py").write_text(REWARD)
     (folder / "agent.py").write_text(AGENT)

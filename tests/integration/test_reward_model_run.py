@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_sections import loading
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.checkpoint.export import export_value_model
@@ -13,7 +14,7 @@ from openrlhf.observability.jsonl import read_json_lines
 @pytest.fixture(scope="module")
 def reward_model(inputs, tmp_path_factory):
     """A random head on the body of the policy, with mean 0.25 and std 0.5 stored."""
-    model = load_value_model(inputs.model, dtype=torch.float32, device="cpu", seed=1)
+    model = load_value_model(inputs.model, loading(seed=1))
     folder = tmp_path_factory.mktemp("reward") / "model"
     return export_value_model(model, load_tokenizer(inputs.model), folder, statistics=Normalisation(0.25, 0.5))
 
@@ -86,7 +87,7 @@ def test_a_language_model_cannot_judge(run, inputs):
 
 
 def test_a_model_without_statistics_cannot_be_normalised(run, inputs, tmp_path):
-    model = load_value_model(inputs.model, dtype=torch.float32, device="cpu")
+    model = load_value_model(inputs.model, loading())
     folder = export_value_model(model, load_tokenizer(inputs.model), tmp_path / "reward")
     ran = run("--reward.normalize_enable", model=folder)
     refused(ran, "--reward.model_name_or_path", "--reward.normalize_enable", "mean there is missing")

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from small_sections import loading
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.checkpoint.export import export_value_model
@@ -77,7 +78,7 @@ def _python_path():
 @pytest.fixture(scope="module")
 def ours(inputs, tmp_path_factory):
     """As train_rm writes it: a random head on the demo's body, with mean and std."""
-    model = load_value_model(inputs.model, dtype=torch.float32, device="cpu", seed=1)
+    model = load_value_model(inputs.model, loading(seed=1))
     folder = tmp_path_factory.mktemp("ours") / "model"
     return export_value_model(model, load_tokenizer(inputs.model), folder, statistics=Normalisation(MEAN, STD))
 

@@ -26,7 +26,8 @@ from small_tokenizers import tokenizer as small_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from openrlhf.backends.base import ModuleWeights
-from openrlhf.models.adapters import LoraSettings, add_adapter
+from openrlhf.config.backend import LoraSection
+from openrlhf.models.adapters import add_adapter
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.embedded import EmbeddedEngine
@@ -277,7 +278,7 @@ def test_a_verified_push_notices_weights_that_are_not_the_policys(setup):
 def test_a_policy_with_an_adapter_arrives_merged(setup):
     """The engine knows of none; the policy keeps it, and its weights as they are."""
     model = copy.deepcopy(setup.model)
-    add_adapter(model, LoraSettings(rank=4, alpha=8, dropout=0.5), dtype=torch.float32)
+    add_adapter(model, LoraSection(rank=4, alpha=8, dropout=0.5), dtype=torch.float32)
     move_adapter(model)
     policy, before = Policy(model).train(), copy.deepcopy(model.state_dict())
     metrics = setup.push(setup.sync(model, probe=setup.probed(policy)))
@@ -301,7 +302,7 @@ def test_experts_arrive_with_what_an_adapter_adds_to_each_in_every_stage_of_a_pi
     model, folder = write_model(config, tokenizer, tmp_path)
     with contextlib.closing(start_engine(folder, tokenizer, pipeline_parallel_size=2)) as engine:
         setup = Setup(engine, model, tokenizer)
-        add_adapter(model, LoraSettings(rank=4, alpha=8), dtype=torch.float32)
+        add_adapter(model, LoraSection(rank=4, alpha=8), dtype=torch.float32)
         move_adapter(model)
         probe = probe_tokens(VOCABULARY)
         assert max_gap(policy_logprobs(setup.policy, probe), asyncio.run(engine.logprobs(probe))) > 0.01

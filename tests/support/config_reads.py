@@ -2,7 +2,7 @@
 
 Every function that takes a configuration, or a section of one, says so in its signature. From there it follows what
 `config.ds.lora.rank`, `ds = config.ds` and `self._config` are. A property of a configuration reads what its own body
-reads, and counts where somebody reads it.
+reads, and counts where somebody reads it. A class with a field that is a section (`LoadSettings`) is followed as well.
 """
 
 import ast
@@ -18,7 +18,9 @@ from openrlhf.config import ROOTS
 PACKAGE = Path(__file__).resolve().parents[2] / "openrlhf"
 
 Place = tuple[str, str]
-"""A command, and the dotted name of one of its sections; "" is the whole configuration."""
+"""A command, and the dotted name of one of its sections; "" is the whole configuration. Of a class that holds sections:
+`RECORD` and its name."""
+RECORD = "record"
 Places = frozenset[Place]
 NOWHERE: Places = frozenset()
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -69,9 +71,19 @@ def flags_read() -> frozenset[Place]:
         for node in ast.walk(tree):
             if isinstance(node, Function) and node.returns is not None:
                 returns[node.name] = _Reader(names, {}).annotation(node.returns)
+    records: dict[str, dict[str, Places]] = {}
+    for node in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
+        fields = {
+            part.target.id: _Reader(names, {}).annotation(part.annotation)
+            for part in node.body
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+        }
+        if any(fields.values()):
+            records[node.name] = fields
+            names[node.name] = frozenset({(RECORD, node.name)})
     reads: set[Place] = set()
     for tree in trees:
-        reader = _Reader(names, returns)
+        reader = _Reader(names, returns, records)
         reader.module(tree)
         reads |= reader.reads
     return frozenset(reads)
@@ -92,9 +104,11 @@ def _property_reads(place: Place, name: str) -> tuple[frozenset[Place], Places]:
 class _Reader:
     """Goes through a body and collects the flags that it reads."""
 
-    def __init__(self, names: dict[str, Places], returns: dict[str, Places]) -> None:
+    def __init__(
+        self, names: dict[str, Places], returns: dict[str, Places], records: dict[str, dict[str, Places]] | None = None
+    ) -> None:
         self.reads: set[Place] = set()
-        self._names, self._returns = names, returns
+        self._names, self._returns, self._records = names, returns, records or {}
         self._attributes: dict[str, Places] = {}
 
     def annotation(self, node: ast.expr | None) -> Places:
@@ -188,11 +202,17 @@ class _Reader:
         if isinstance(node, ast.IfExp | ast.BoolOp | ast.Tuple | ast.List | ast.Dict | ast.Subscript):
             return NOWHERE.union(*found)
         if isinstance(node, ast.Call):
+            if ast.unparse(node.func) == "dataclasses.asdict":  # reads every field
+                for place in found[1]:
+                    for field in dataclasses.fields(sections()[place]):
+                        self._read(place, field.name)
             return self._returns.get(getattr(node.func, "id", getattr(node.func, "attr", "")), NOWHERE)
         return NOWHERE
 
     def _read(self, place: Place, name: str) -> Places:
         command, path = place
+        if command == RECORD:
+            return self._records[path].get(name, self._returns.get(name, NOWHERE))
         section, full = sections()[place], f"{path}.{name}".lstrip(".")
         if (command, full) in sections():
             return frozenset({(command, full)})

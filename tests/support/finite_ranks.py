@@ -13,33 +13,33 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small_sections import optimizer
 from torch import nn
 
-from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
-from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
+from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed
 from openrlhf.backends.state import NotFiniteError
+from openrlhf.config.backend import BackendSection
+from openrlhf.config.training import MuonSection
 
 HARMED = 2
 WAYS = {
-    "zero 0": (ZeroSettings(stage=0), torch.float32),
-    "zero 1": (ZeroSettings(stage=1), torch.float32),
-    "zero 2": (ZeroSettings(stage=2), torch.float32),
-    "zero 3": (ZeroSettings(stage=3), torch.float32),
-    "zero 1 bf16": (ZeroSettings(stage=1), torch.bfloat16),
-    "zero 2 bf16": (ZeroSettings(stage=2), torch.bfloat16),
-    "zero 3 bf16": (ZeroSettings(stage=3), torch.bfloat16),
-    "zero 2 offload": (ZeroSettings(stage=2, offload=True), torch.float32),
-    "zero 3 offload": (ZeroSettings(stage=3, offload=True), torch.float32),
+    "zero 0": (BackendSection(zero_stage=0), torch.float32),
+    "zero 1": (BackendSection(zero_stage=1), torch.float32),
+    "zero 2": (BackendSection(zero_stage=2), torch.float32),
+    "zero 3": (BackendSection(zero_stage=3), torch.float32),
+    "zero 1 bf16": (BackendSection(zero_stage=1), torch.bfloat16),
+    "zero 2 bf16": (BackendSection(zero_stage=2), torch.bfloat16),
+    "zero 3 bf16": (BackendSection(zero_stage=3), torch.bfloat16),
+    "zero 2 offload": (BackendSection(zero_stage=2, adam_offload=True), torch.float32),
+    "zero 3 offload": (BackendSection(zero_stage=3, adam_offload=True), torch.float32),
 }
 
 
-def make(zero: ZeroSettings, dtype: torch.dtype, muon: bool) -> DeepSpeedBackend:
+def make(zero: BackendSection, dtype: torch.dtype, muon: bool) -> DeepSpeedBackend:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).to(dtype)
-    settings = OptimizerSettings(
-        lr=0.01, muon=MuonSettings(lr=0.02) if muon else None, scheduler="linear", total_steps=8
-    )
-    return DeepSpeedBackend(module, settings, zero, ema_beta=0.9)
+    settings = optimizer(lr=0.01, muon=MuonSection(lr=0.02) if muon else None, scheduler="linear")
+    return DeepSpeedBackend(module, settings, zero, total_steps=8, ema_beta=0.9)
 
 
 def backward(backend: DeepSpeedBackend, step: int, *, size: float = 1.0) -> None:

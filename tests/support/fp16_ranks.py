@@ -13,16 +13,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small_sections import optimizer
 from torch import nn
 
 from openrlhf.backends.base import Backend
-from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed
 from openrlhf.backends.torch import TorchBackend
+from openrlhf.config.backend import BackendSection
 
 GRADIENTS = (0.25, 2.0, 2.0, 2.0, 0.5)
 """2 · 2^16 and 2 · 2^15 are beyond fp16's 65504, 2 · 2^14 is not: the second and third step are left out."""
-SETTINGS = OptimizerSettings(lr=0.1, scheduler="linear", total_steps=8)
+SETTINGS = optimizer(lr=0.1, scheduler="linear")
 
 
 def module() -> nn.Linear:
@@ -55,9 +56,9 @@ def main(file: Path) -> None:
     dist.init_process_group("gloo")
     result = {}
     for stage in range(4):
-        plain = TorchBackend(module(), SETTINGS)
-        ours = DeepSpeedBackend(module(), SETTINGS, ZeroSettings(stage=stage))
-        third = DeepSpeedBackend(module(), SETTINGS, ZeroSettings(stage=stage))
+        plain = TorchBackend(module(), SETTINGS, total_steps=8)
+        ours = DeepSpeedBackend(module(), SETTINGS, BackendSection(zero_stage=stage), total_steps=8)
+        third = DeepSpeedBackend(module(), SETTINGS, BackendSection(zero_stage=stage), total_steps=8)
         expected = report(plain, [push(plain, gradient) for gradient in GRADIENTS])
         measured = report(ours, [push(ours, gradient) for gradient in GRADIENTS])
         third.load(ours.scalar_state(), {name: tensor.clone() for name, tensor in ours.tensor_state()})

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from small_memory import SmallMemory
 from small_rl import make_groups, make_models, play_share, training
+from small_sections import optimizer
 from torch import nn
 
-from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.deepspeed import DeepSpeedBackend, Distribution, require_deepspeed
 from openrlhf.backends.ranks import join
-from openrlhf.runs.distribution import Distribution
+from openrlhf.config.backend import BackendSection
 
 FLAGS = {"advantage_estimator": "reinforce", "rollout_batch_size": 4, "train_batch_size": 16, "max_tokens_per_gpu": 12}
 LIMIT = 10
@@ -30,7 +30,7 @@ def run(stage: int, *, limit: int | None, where: str) -> tuple[list[dict[str, fl
     """Two rounds of one optimizer step each."""
     ranks = join()
     trained, own = training(
-        make_models(), distribution=Distribution(ranks, ZeroSettings(stage=stage)), **FLAGS, zero_stage=stage
+        make_models(), distribution=Distribution(ranks, BackendSection(zero_stage=stage)), **FLAGS, zero_stage=stage
     )
     memory = SmallMemory(own.policy, limit=limit if ranks.index == 1 else None, where=where, spared=1)
     said = play_share(trained, [*make_groups(), *make_groups(first=2)], rounds=2, ranks=ranks)
@@ -47,9 +47,9 @@ def main(file: Path) -> None:
             tight, weights, overflows = run(stage, limit=LIMIT, where=where)
             gap = float((weights - expected).abs().max())
             result[f"zero {stage} {where}"] = {"roomy": roomy, "tight": tight, "gap": gap, "overflows": overflows}
-    refused = {"zero 3": ZeroSettings(stage=3), "offload": ZeroSettings(stage=2, offload=True)}
+    refused = {"zero 3": BackendSection(zero_stage=3), "offload": BackendSection(zero_stage=2, adam_offload=True)}
     for name, zero in refused.items():
-        backend = DeepSpeedBackend(nn.Linear(2, 2), OptimizerSettings(lr=0.1), zero)
+        backend = DeepSpeedBackend(nn.Linear(2, 2), optimizer(lr=0.1), zero)
         result[name] = backend.retry_blocker()
     if dist.get_rank() == 0:
         file.write_text(json.dumps(result))

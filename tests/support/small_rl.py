@@ -5,13 +5,14 @@ import copy
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
+from openrlhf.backends.base import Distribution
 from openrlhf.backends.ranks import Ranks
+from openrlhf.backends.torch import ONE_PROCESS
 from openrlhf.config import parse
 from openrlhf.learners.steps import assign_to_ranks
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
-from openrlhf.runs.distribution import ONE_PROCESS, Distribution
 from openrlhf.runs.rl_models import RLModels, RLTraining, step_settings
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from small_sections import optimizer
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.data.packing import by_tokens
 from openrlhf.models.attention import ATTENTION
@@ -134,11 +134,7 @@ class InOrder:
 
 
 def make_backend(module, *, lr: float = 1e-2, steps: int = 100) -> TorchBackend:
-    settings = OptimizerSettings(
-        lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, muon=None, max_norm=1.0,
-        scheduler="constant", warmup_ratio=0.0, min_lr_ratio=0.1, total_steps=steps,
-    )  # fmt: skip
-    return TorchBackend(module, settings)
+    return TorchBackend(module, optimizer(lr=lr), total_steps=steps)
 
 
 class Memory(NullLogger):

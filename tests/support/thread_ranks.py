@@ -3,8 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from openrlhf.backends.torch import TorchBackend
-from openrlhf.runs.distribution import Distribution
+from openrlhf.backends.torch import Distribution, TorchBackend
 
 
 class ThreadRanks:
@@ -82,8 +81,5 @@ class SummingBackend(TorchBackend):
 
 
 class ThreadDistribution(Distribution):
-    def __init__(self, ranks: ThreadRanks) -> None:
-        super().__init__(ranks, None)
-
-    def train(self, module, settings, *, ema_beta=None):
-        return SummingBackend(module, settings, ema_beta=ema_beta, ranks=self.ranks)
+    def train(self, module, optimizer, *, total_steps, ema_beta=None):
+        return SummingBackend(module, optimizer, total_steps=total_steps, ema_beta=ema_beta, ranks=self.ranks)

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from small_sections import loading, optimizer
 
-from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed
+from openrlhf.config.backend import BackendSection
 from openrlhf.models.loading import load_policy
 from openrlhf.types import PackedTokens
 
@@ -26,8 +27,8 @@ STAGES = (2, 3)
 def main(model: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     for stage in STAGES:
-        policy = load_policy(model, dtype=torch.float32, device=torch.device("cpu"))
-        backend = DeepSpeedBackend(policy, OptimizerSettings(lr=1e-3, total_steps=10), ZeroSettings(stage=stage))
+        policy = load_policy(model, loading())
+        backend = DeepSpeedBackend(policy, optimizer(lr=1e-3), BackendSection(zero_stage=stage))
         for step in range(STEPS):
             ids = torch.arange(8) + step
             tokens = PackedTokens.from_sequences([ids], [torch.arange(8) > 0])

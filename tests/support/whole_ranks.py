@@ -11,27 +11,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small_sections import loading, optimizer
 
 from openrlhf.backends.base import Backend
-from openrlhf.backends.deepspeed import DeepSpeedBackend, ZeroSettings, require_deepspeed, sharded_loading
-from openrlhf.backends.optimizer import OptimizerSettings
+from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed, sharded_loading
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.models.adapters import LoraSettings
+from openrlhf.config.backend import BackendSection, LoraSection
 from openrlhf.models.file_weights import file_weights
 from openrlhf.models.loading import load_policy
 from openrlhf.models.policy import Policy
 from openrlhf.types import PackedTokens
 from openrlhf.weight_sync.probe import Probe
 
-LORA = LoraSettings(rank=4, alpha=8)
+LORA = LoraSection(rank=4, alpha=8)
 WAYS = {
-    "zero 0": (ZeroSettings(stage=0), None),
-    "zero 2": (ZeroSettings(stage=2), None),
-    "zero 3": (ZeroSettings(stage=3), None),
-    "lora zero 2": (ZeroSettings(stage=2), LORA),
-    "lora zero 3": (ZeroSettings(stage=3), LORA),
-    "tp zero 1": (ZeroSettings(stage=1, tensor_parallel_size=2), None),
-    "tp zero 3": (ZeroSettings(stage=3, tensor_parallel_size=2), None),
+    "zero 0": (BackendSection(zero_stage=0), None),
+    "zero 2": (BackendSection(zero_stage=2), None),
+    "zero 3": (BackendSection(zero_stage=3), None),
+    "lora zero 2": (BackendSection(zero_stage=2), LORA),
+    "lora zero 3": (BackendSection(zero_stage=3), LORA),
+    "tp zero 1": (BackendSection(zero_stage=1, tensor_parallel_size=2), None),
+    "tp zero 3": (BackendSection(zero_stage=3, tensor_parallel_size=2), None),
 }
 MAX_BYTES = 20_000
 
@@ -53,8 +53,8 @@ class Gathered:
         deepspeed.zero.GatheredParameters = Counting
 
 
-def load(model: str, lora: LoraSettings | None) -> Policy:
-    return load_policy(model, dtype=torch.float32, device="cpu", lora=lora)
+def load(model: str, lora: LoraSection | None) -> Policy:
+    return load_policy(model, loading(lora=lora))
 
 
 def train(backend: Backend, *, share: float) -> None:
@@ -69,9 +69,7 @@ def train(backend: Backend, *, share: float) -> None:
 def main(model: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     gathered = Gathered()
-    settings = OptimizerSettings(
-        lr=1e-2, total_steps=2, eps=1e-3
-    )  # a larger eps: signs of tiny gradients do not decide
+    settings = optimizer(lr=1e-2, eps=1e-3)  # a larger eps: signs of tiny gradients do not decide
     for way, (zero, lora) in WAYS.items():
         alone = load(model, lora)
         plain = TorchBackend(alone, settings)

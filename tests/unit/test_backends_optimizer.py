@@ -7,19 +7,12 @@ import math
 import pytest
 import torch
 import transformers as hf
+from small_sections import optimizer
 from torch import nn
 
-from openrlhf.backends.optimizer import (
-    MuonSettings,
-    OptimizerSettings,
-    muon_parameters,
-    no_decay,
-    rate_factor,
-    share_of,
-    vocabulary_tables,
-)
+from openrlhf.backends.optimizer import muon_parameters, no_decay, rate_factor, share_of, vocabulary_tables
 from openrlhf.backends.torch import TorchBackend
-from openrlhf.config.training import SCHEDULES
+from openrlhf.config.training import SCHEDULES, MuonSection
 from openrlhf.models.policy import Policy
 
 SMALL = {
@@ -86,7 +79,7 @@ class TestWhoUpdatesWhat:
 
     @pytest.mark.parametrize("module", [nn.Linear(4, 3, bias=False), nn.LayerNorm(4)], ids=["matrices", "vectors"])
     def test_either_optimizer_may_have_nothing_to_do(self, module):
-        backend = TorchBackend(module, OptimizerSettings(lr=0.5, muon=MuonSettings(lr=0.25)))
+        backend = TorchBackend(module, optimizer(lr=0.5, muon=MuonSection(lr=0.25)))
         before = module.weight.detach().clone()
         backend.backward((module.weight * torch.arange(1.0, 5.0)).sum())
         backend.step()
@@ -117,8 +110,8 @@ class TestMuon:
         """
         torch.manual_seed(0)
         module = nn.Linear(shape[1], shape[0], bias=False)
-        settings = MuonSettings(lr=0.02, momentum=0.9, nesterov=nesterov)
-        backend = TorchBackend(module, OptimizerSettings(lr=1.0, muon=settings, max_norm=0))
+        settings = MuonSection(lr=0.02, momentum=0.9, nesterov=nesterov)
+        backend = TorchBackend(module, optimizer(lr=1.0, muon=settings, max_norm=0))
         momentum = torch.zeros(shape)
         for _ in range(2):
             before = module.weight.detach().clone()
@@ -136,8 +129,8 @@ class TestMuon:
         0.6 → 2.06670 − 1.03140 + 0.15797 = 1.19327 and 0.8 → 2.75560 − 2.44480 + 0.66568 = 0.97648."""
         module = nn.Linear(2, 2, bias=False)
         before = module.weight.detach().clone()
-        settings = MuonSettings(lr=1.0, ns_steps=1)
-        backend = TorchBackend(module, OptimizerSettings(lr=1.0, muon=settings, max_norm=0))
+        settings = MuonSection(lr=1.0, ns_steps=1)
+        backend = TorchBackend(module, optimizer(lr=1.0, muon=settings, max_norm=0))
         backend.backward((module.weight * torch.tensor([[3.0, 0.0], [0.0, 4.0]])).sum())
         backend.step()
         step = before - module.weight.detach()
@@ -147,8 +140,8 @@ class TestMuon:
         """Same gradients, same AdamW: embeddings, norms and biases agree bit for bit, matrices do not."""
         config = hf.Qwen2Config(**SMALL, tie_word_embeddings=True)
         modules = [policy(config), policy(config)]
-        for module, muon in zip(modules, (MuonSettings(lr=0.02), None), strict=True):
-            backend = TorchBackend(module, OptimizerSettings(lr=1e-3, weight_decay=0.1, muon=muon))
+        for module, muon in zip(modules, (MuonSection(lr=0.02), None), strict=True):
+            backend = TorchBackend(module, optimizer(lr=1e-3, weight_decay=0.1, muon=muon))
             for seed in range(3):
                 torch.manual_seed(seed)
                 backend.backward(sum((p * torch.randn(p.shape)).sum() for p in module.parameters()))
@@ -161,10 +154,8 @@ class TestMuon:
         """`linear` after 1 of 4 steps is at ¾: the bias moves by ¾ of 0.1, and without momentum the same gradient moves
         the matrix by ¾ of what its first step did. The third step's rate is ½ of Muon's 0.4."""
         module = nn.Linear(3, 3)
-        settings = OptimizerSettings(
-            lr=0.1, muon=MuonSettings(lr=0.4, momentum=0.0), max_norm=0, scheduler="linear", total_steps=4
-        )
-        backend = TorchBackend(module, settings)
+        settings = optimizer(lr=0.1, muon=MuonSection(lr=0.4, momentum=0.0), max_norm=0, scheduler="linear")
+        backend = TorchBackend(module, settings, total_steps=4)
         moves = []
         for _ in range(2):
             weight, bias = module.weight.detach().clone(), module.bias.detach().clone()
@@ -182,7 +173,7 @@ class TestMuon:
         for decay, factor in ((0.5, 0.95), (0.0, 1.0)):
             module = nn.Linear(4, 3, bias=False)
             before = module.weight.detach().clone()
-            settings = OptimizerSettings(lr=1.0, weight_decay=decay, muon=MuonSettings(lr=0.1))
+            settings = optimizer(lr=1.0, weight_decay=decay, muon=MuonSection(lr=0.1))
             backend = TorchBackend(module, settings)
             backend.backward(module.weight.sum() * 0)
             backend.step()
@@ -195,7 +186,7 @@ class TestMuon:
             module = nn.Linear(4, 3, bias=False)
             before = module.weight.detach().clone()
             gradient = torch.randn(3, 4)
-            backend = TorchBackend(module, OptimizerSettings(lr=1.0, muon=MuonSettings(lr=0.1), max_norm=0))
+            backend = TorchBackend(module, optimizer(lr=1.0, muon=MuonSection(lr=0.1), max_norm=0))
             backend.backward((module.weight * gradient * scale).sum())
             backend.step()
             steps.append(before - module.weight.detach())
@@ -208,7 +199,7 @@ class TestMuon:
         module = nn.Linear(2, 2, bias=False).to(torch.bfloat16)
         with torch.no_grad():
             module.weight.fill_(1.0)
-        backend = TorchBackend(module, OptimizerSettings(lr=1.0, muon=MuonSettings(lr=1e-3), max_norm=0))
+        backend = TorchBackend(module, optimizer(lr=1.0, muon=MuonSection(lr=1e-3), max_norm=0))
         for _ in range(80):
             backend.backward((module.weight * torch.eye(2, dtype=torch.bfloat16)).sum())
             backend.step()
@@ -251,33 +242,33 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_factors_by_hand(name):
-    factor = rate_factor(name, total_steps=20, warmup_ratio=0.2, min_lr_ratio=0.1)
+    factor = rate_factor(optimizer(scheduler=name, warmup_ratio=0.2), total_steps=20)
     assert [factor(n) for n in (0, 2, 4, 8, 12, 20)] == pytest.approx(EXPECTED[name], abs=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
 def test_every_step_of_a_warm_up_moves_the_weights(name):
     """⌈10·0.3⌉ = 3 steps with a third, two thirds and all of the rate: none has 0."""
-    factor = rate_factor(name, total_steps=10, warmup_ratio=0.3, min_lr_ratio=0.1)
+    factor = rate_factor(optimizer(scheduler=name, warmup_ratio=0.3), total_steps=10)
     assert [factor(n) for n in range(3)] == pytest.approx([1 / 3, 2 / 3, 1])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_warm_up_of_one_step_is_a_step_at_the_peak(name):
     """⌈8·0.03⌉ = 1: a run of 8 steps takes 8, the first of them in full."""
-    factor = rate_factor(name, total_steps=8, warmup_ratio=0.03, min_lr_ratio=0.1)
+    factor = rate_factor(optimizer(scheduler=name, warmup_ratio=0.03), total_steps=8)
     assert factor(0) == pytest.approx(1.0)
     assert all(factor(n) > 0 for n in range(8))
 
 
 def test_the_shifted_cosine_reaches_its_peak_and_its_floor_within_the_run():
-    factor = rate_factor("cosine_warmup_with_min_lr", total_steps=20, warmup_ratio=0.2, min_lr_ratio=0.1)
+    factor = rate_factor(optimizer(scheduler="cosine_warmup_with_min_lr", warmup_ratio=0.2), total_steps=20)
     assert [factor(3), factor(19)] == pytest.approx([1.0, 0.1])
 
 
 def test_warmup_stable_decay_falls_over_the_last_tenth():
     """The last 4 of 40 steps, along half a cosine: after 36, 37, 38 and 39 steps ½(1 + cos(π·k/4)) for k = 0 … 3."""
-    factor = rate_factor("warmup_stable_decay", total_steps=40, warmup_ratio=0.1, min_lr_ratio=0.1)
+    factor = rate_factor(optimizer(scheduler="warmup_stable_decay", warmup_ratio=0.1), total_steps=40)
     falling = [(1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
     assert [factor(n) for n in (4, 35, 36, 37, 38, 39, 40)] == pytest.approx([1, 1, *falling, 0])
 
@@ -286,7 +277,7 @@ def test_warmup_stable_decay_falls_over_the_last_tenth():
 @pytest.mark.parametrize("total", [1, 2, 7])
 @pytest.mark.parametrize("warmup_ratio", [0.0, 0.03, 0.95, 1.0])
 def test_short_runs_and_long_warm_ups_stay_between_nothing_and_the_peak(name, total, warmup_ratio):
-    factor = rate_factor(name, total_steps=total, warmup_ratio=warmup_ratio, min_lr_ratio=0.1)
+    factor = rate_factor(optimizer(scheduler=name, warmup_ratio=warmup_ratio), total_steps=total)
     assert all(0 <= factor(n) <= 1 for n in range(total + 1))
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openrlhf.backends.deepspeed import ZeroSettings, deepspeed_config
+from openrlhf.backends.base import choose_backend, start_backend
+from openrlhf.backends.deepspeed import deepspeed_config
 from openrlhf.backends.ranks import Launch, first_host, name_the_meeting_place, own_device, read_launch
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.fields import ConfigError
-from openrlhf.runs.distribution import Distribution, uses_deepspeed, zero_settings
 
 ALONE = Launch(0, 1, 0)
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -108,17 +108,17 @@ TWO = Launch(0, 2, 0)
 @pytest.mark.parametrize(
     ("backend", "ds", "launch", "expected"),
     [
-        ("auto", PLAIN, ALONE, False),
-        ("torch", PLAIN, ALONE, False),
-        ("deepspeed", PLAIN, ALONE, True),
-        ("auto", PLAIN, TWO, True),
-        ("auto", replace(PLAIN, adam_offload=True), ALONE, True),
-        ("auto", replace(PLAIN, tensor_parallel_size=2), TWO, True),
-        ("auto", replace(PLAIN, zero_stage=3), ALONE, False),
+        ("auto", PLAIN, ALONE, "torch"),
+        ("torch", PLAIN, ALONE, "torch"),
+        ("deepspeed", PLAIN, ALONE, "deepspeed"),
+        ("auto", PLAIN, TWO, "deepspeed"),
+        ("auto", replace(PLAIN, adam_offload=True), ALONE, "deepspeed"),
+        ("auto", replace(PLAIN, tensor_parallel_size=2), TWO, "deepspeed"),
+        ("auto", replace(PLAIN, zero_stage=3), ALONE, "torch"),
     ],
 )
 def test_several_processes_and_what_plain_torch_cannot_do_are_deepspeeds(backend, ds, launch, expected):
-    assert uses_deepspeed(backend, ds, launch) is expected
+    assert choose_backend(backend, ds, launch).name == expected
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def test_several_processes_and_what_plain_torch_cannot_do_are_deepspeeds(backend
 )
 def test_backend_settings_that_cannot_work_are_refused_by_flag(backend, ds, launch, said):
     with pytest.raises(ConfigError, match=said):
-        uses_deepspeed(backend, ds, launch)
+        choose_backend(backend, ds, launch)
 
 
 def test_fp16_that_deepspeed_cannot_compute_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr("openrlhf.backends.deepspeed.computes_in", lambda dtype: dtype != torch.float16)
     with pytest.raises(ConfigError, match=r"--ds.param_dtype fp16.*--train.backend torch"):
-        Distribution.of("deepspeed", replace(PLAIN, param_dtype="fp16"))
+        start_backend("deepspeed", replace(PLAIN, param_dtype="fp16"))
 
 
 # ------------------------------------------------------------------------------------------ what DeepSpeed is told
@@ -147,7 +147,7 @@ def test_fp16_that_deepspeed_cannot_compute_is_refused_before_anything_is_loaded
 
 def test_deepspeed_neither_counts_nor_weighs_micro_batches():
     """Losses are weighted over the whole step: any number of backwards, then one step, whatever the batch."""
-    config = deepspeed_config(ZeroSettings(), dtype=torch.bfloat16, max_norm=0.5)
+    config = deepspeed_config(BackendSection(), dtype=torch.bfloat16, max_norm=0.5)
     assert config["gradient_accumulation_steps"] == 1
     assert config["managed_gradient_accumulation"] is False
     assert config["gradient_clipping"] == 0.5
@@ -156,22 +156,24 @@ def test_deepspeed_neither_counts_nor_weighs_micro_batches():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_deepspeed_computes_in_the_dtype_of_the_model(dtype):
-    config = deepspeed_config(ZeroSettings(), dtype=dtype)
+    config = deepspeed_config(BackendSection(), dtype=dtype)
     assert config["bf16"]["enabled"] is (dtype == torch.bfloat16)
     assert config["fp16"]["enabled"] is (dtype == torch.float16)
 
 
 @pytest.mark.parametrize(("stage", "overlapped"), [(0, False), (1, False), (2, True), (3, True)])
 def test_reduction_overlaps_with_backward_where_it_happens_during_it(stage, overlapped):
-    config = deepspeed_config(ZeroSettings(stage=stage, overlap=True), dtype=torch.float32)
+    config = deepspeed_config(BackendSection(zero_stage=stage, overlap_comm=True), dtype=torch.float32)
     assert config["zero_optimization"]["stage"] == stage
     assert config["zero_optimization"]["overlap_comm"] is overlapped
-    assert not deepspeed_config(ZeroSettings(stage=stage), dtype=torch.float32)["zero_optimization"]["overlap_comm"]
+    assert not deepspeed_config(BackendSection(zero_stage=stage), dtype=torch.float32)["zero_optimization"][
+        "overlap_comm"
+    ]
 
 
 def test_flags_reach_deepspeed():
     section = BackendSection(zero_stage=3, adam_offload=True, zpg=4, tensor_parallel_size=2)
-    config = deepspeed_config(zero_settings(section), dtype=torch.float32)
+    config = deepspeed_config(section, dtype=torch.float32)
     sharing = config["zero_optimization"]
     assert sharing["zero_hpz_partition_size"] == 4
     assert sharing["offload_optimizer"]["device"] == "cpu"
@@ -179,6 +181,6 @@ def test_flags_reach_deepspeed():
 
 
 def test_deepspeed_config_mentions_only_what_is_asked_for():
-    config = deepspeed_config(zero_settings(BackendSection(zero_stage=2)), dtype=torch.float32)
+    config = deepspeed_config(BackendSection(zero_stage=2), dtype=torch.float32)
     assert not config["zero_optimization"].keys() & {"zero_hpz_partition_size", "offload_optimizer"}
     assert "tensor_parallel" not in config

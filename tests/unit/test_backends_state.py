@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from small_sections import optimizer
 from torch import nn
 
-from openrlhf.backends.optimizer import MuonSettings, OptimizerSettings
 from openrlhf.backends.state import (
     NotFiniteError,
     StateGuard,
@@ -14,6 +14,7 @@ from openrlhf.backends.state import (
     some,
 )
 from openrlhf.backends.torch import TorchBackend
+from openrlhf.config.training import MuonSection
 
 HARMED = 3
 """The step that meets the number."""
@@ -66,12 +67,10 @@ HARMS = [
 ]
 
 
-def make(dtype: torch.dtype, muon: MuonSettings | None = None, *, max_norm: float = 1.0) -> TorchBackend:
+def make(dtype: torch.dtype, muon: MuonSection | None = None, *, max_norm: float = 1.0) -> TorchBackend:
     torch.manual_seed(0)
-    settings = OptimizerSettings(
-        lr=0.01, muon=muon, scheduler="linear", warmup_ratio=0.5, total_steps=10, max_norm=max_norm
-    )
-    return TorchBackend(nn.Linear(4, 3).to(dtype), settings, ema_beta=0.9)
+    settings = optimizer(lr=0.01, muon=muon, scheduler="linear", warmup_ratio=0.5, max_norm=max_norm)
+    return TorchBackend(nn.Linear(4, 3).to(dtype), settings, total_steps=10, ema_beta=0.9)
 
 
 def train(backend: TorchBackend, *, harm=None, leave_out: bool = False, size: float = 1.0) -> list[str]:
@@ -103,7 +102,7 @@ def same(a: TorchBackend, b: TorchBackend) -> bool:
     )
 
 
-@pytest.mark.parametrize("muon", [None, MuonSettings(lr=0.02)], ids=["adam", "muon"])
+@pytest.mark.parametrize("muon", [None, MuonSection(lr=0.02)], ids=["adam", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 def test_a_number_that_is_none_costs_one_step_and_nothing_else(harm, dtype, muon):
@@ -195,7 +194,7 @@ def test_a_state_that_is_not_finite_is_not_continued_from():
 
 def test_frozen_weights_are_looked_at_before_anybody_gets_them():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False))
-    backend = TorchBackend(module, OptimizerSettings(lr=0.1))
+    backend = TorchBackend(module, optimizer(lr=0.1))
     with torch.no_grad():
         module[1].bias[0] = math.inf
     with pytest.raises(NotFiniteError, match=r"weights are not finite: 1\.bias"):

@@ -8,11 +8,13 @@ import math
 import pytest
 import torch
 import transformers as hf
+from small_sections import optimizer
 from torch import nn
 
-from openrlhf.backends.optimizer import LossScale, MuonSettings, OptimizerSettings
+from openrlhf.backends.optimizer import LossScale
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy
+from openrlhf.config.training import MuonSection
 from openrlhf.models.policy import Policy
 
 
@@ -38,7 +40,7 @@ def test_first_adam_step_is_the_learning_rate_in_the_gradients_direction():
     """At step 1 Adam's bias-corrected update is lr · g/|g| per element (eps aside)."""
     module = linear()
     before = module.weight.detach().clone()
-    backend = TorchBackend(module, OptimizerSettings(lr=0.1, max_norm=0))
+    backend = TorchBackend(module, optimizer(lr=0.1, max_norm=0))
     backend.backward((module.weight * torch.tensor([[1.0, -2.0, 3.0, -4.0]])).sum())
     backend.step()
     assert torch.allclose(module.weight, before - 0.1 * torch.tensor([1.0, -1.0, 1.0, -1.0]), atol=1e-6)
@@ -48,7 +50,7 @@ def test_the_reported_norm_is_before_clipping():
     """Gradient 3, 4 on two weights: norm 5, whatever the clip."""
     for max_norm in (0, 1.0):
         module = nn.Linear(2, 1, bias=False)
-        backend = TorchBackend(module, OptimizerSettings(lr=0.0, max_norm=max_norm))
+        backend = TorchBackend(module, optimizer(lr=0.0, max_norm=max_norm))
         backend.backward((module.weight * torch.tensor([[3.0, 4.0]])).sum())
         assert backend.step() == pytest.approx(5.0)
 
@@ -56,7 +58,7 @@ def test_the_reported_norm_is_before_clipping():
 def test_micro_batches_add_up_in_fp32_under_bf16():
     """1 + 256 · 2^-9 = 1.5; in bf16 each 2^-9 added to 1 is lost and the sum stays 1."""
     module = linear(torch.bfloat16)
-    backend = TorchBackend(module, OptimizerSettings(lr=0.0, max_norm=0))
+    backend = TorchBackend(module, optimizer(lr=0.0, max_norm=0))
     backend.backward(module.bias.sum())
     for _ in range(256):
         backend.backward(module.bias.sum() * 2**-9)
@@ -68,7 +70,7 @@ def test_small_updates_survive_in_the_master_under_bf16():
     module = linear(torch.bfloat16)
     with torch.no_grad():
         module.bias.fill_(1.0)
-    backend = TorchBackend(module, OptimizerSettings(lr=1e-4, max_norm=0))
+    backend = TorchBackend(module, optimizer(lr=1e-4, max_norm=0))
     for _ in range(100):
         backend.backward(module.bias.sum())
         backend.step()
@@ -79,7 +81,7 @@ def test_small_updates_survive_in_the_master_under_bf16():
 def test_weight_decay_spares_vectors():
     module = linear()
     weight, bias = module.weight.detach().clone(), module.bias.detach().clone()
-    backend = TorchBackend(module, OptimizerSettings(lr=0.1, weight_decay=0.5, max_norm=0))
+    backend = TorchBackend(module, optimizer(lr=0.1, weight_decay=0.5, max_norm=0))
     backend.backward((module.weight.sum() + module.bias.sum()) * 0)
     backend.step()
     assert torch.allclose(module.weight, weight * 0.95)
@@ -90,9 +92,7 @@ def test_torch_backend_steps_by_the_scheduled_rate():
     """Under a constant gradient g Adam's update is lr·g/|g|, so weights move by exactly the rates, here of `linear`
     with 2 of 5 steps of warm-up: ½, 1, 1, ⅔, ⅓."""
     module = linear()
-    backend = TorchBackend(
-        module, OptimizerSettings(lr=0.1, max_norm=0, scheduler="linear", warmup_ratio=0.4, total_steps=5)
-    )
+    backend = TorchBackend(module, optimizer(lr=0.1, max_norm=0, scheduler="linear", warmup_ratio=0.4), total_steps=5)
     for factor in (1 / 2, 1.0, 1.0, 2 / 3, 1 / 3):
         before = module.bias.detach().clone()
         assert backend.learning_rate == pytest.approx(0.1 * factor)
@@ -102,7 +102,7 @@ def test_torch_backend_steps_by_the_scheduled_rate():
     assert backend.learning_rate == 0.0
 
 
-@pytest.mark.parametrize("muon", [None, MuonSettings(lr=0.02)], ids=["adam", "muon"])
+@pytest.mark.parametrize("muon", [None, MuonSection(lr=0.02)], ids=["adam", "muon"])
 @pytest.mark.parametrize("ema_beta", [None, 0.9], ids=["live", "ema"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_continues_bit_for_bit(dtype, ema_beta, muon):
@@ -116,12 +116,12 @@ def test_state_continues_bit_for_bit(dtype, ema_beta, muon):
         with backend.weights_to_save():
             return backend.module.weight.detach().clone(), backend.module.bias.detach().clone()
 
-    settings = OptimizerSettings(lr=0.01, muon=muon, scheduler="cosine", total_steps=10)
-    straight = TorchBackend(linear(dtype), settings, ema_beta=ema_beta)
+    settings = optimizer(lr=0.01, muon=muon, scheduler="cosine")
+    straight = TorchBackend(linear(dtype), settings, total_steps=10, ema_beta=ema_beta)
     advance(straight, range(6))
-    first = TorchBackend(linear(dtype), settings, ema_beta=ema_beta)
+    first = TorchBackend(linear(dtype), settings, total_steps=10, ema_beta=ema_beta)
     advance(first, range(3))
-    second = TorchBackend(nn.Linear(4, 3).to(dtype), settings, ema_beta=ema_beta)
+    second = TorchBackend(nn.Linear(4, 3).to(dtype), settings, total_steps=10, ema_beta=ema_beta)
     second.load(*copied_state(first))
     advance(second, range(3, 6))
     assert torch.equal(second.module.weight, straight.module.weight)
@@ -144,7 +144,7 @@ def test_gradients_below_fp16_are_seen():
     learning rate whatever the gradient's size, so a lost one would leave the bias where it is."""
     module = linear(torch.float16)
     before = module.bias.detach().clone()
-    backend = TorchBackend(module, OptimizerSettings(lr=0.5, max_norm=0, eps=1e-20))
+    backend = TorchBackend(module, optimizer(lr=0.5, max_norm=0, eps=1e-20))
     assert push(backend, 2**-30) == pytest.approx(2**-30 * math.sqrt(3))
     assert torch.allclose(before - module.bias, torch.full((3,), 0.5, dtype=torch.float16), atol=1e-2)
 
@@ -153,9 +153,7 @@ def test_a_gradient_that_overflows_costs_a_step_and_half_the_scale():
     """2 · 2^16 is beyond fp16's 65504, and so is 2 · 2^15; 2 · 2^14 is not. Nothing moves before: neither weights, nor
     the schedule, nor the average."""
     module = linear(torch.float16)
-    backend = TorchBackend(
-        module, OptimizerSettings(lr=0.1, max_norm=0, scheduler="linear", total_steps=4), ema_beta=0.5
-    )
+    backend = TorchBackend(module, optimizer(lr=0.1, max_norm=0, scheduler="linear"), total_steps=4, ema_beta=0.5)
     before, (_, tensors) = module.bias.detach().clone(), copied_state(backend)
     for left in (2.0**15, 2.0**14):
         assert not math.isfinite(push(backend, 2.0))
@@ -174,7 +172,7 @@ def test_clipping_sees_gradients_as_they_are():
     weights = []
     for dtype in (torch.float16, torch.float32):
         module = linear(torch.float16).to(dtype)
-        backend = TorchBackend(module, OptimizerSettings(lr=0.1, max_norm=1.0))
+        backend = TorchBackend(module, optimizer(lr=0.1, max_norm=1.0))
         for gradient in (0.6 / math.sqrt(3), 0.3 / math.sqrt(3)):
             assert push(backend, gradient) == pytest.approx(gradient * math.sqrt(3), rel=1e-3)
         weights.append(dict(backend.tensor_state())["parameters/bias"])
@@ -194,16 +192,16 @@ def test_the_scale_doubles_after_many_good_steps_in_a_row():
 
 
 def test_the_scale_goes_on_where_it_was():
-    first = TorchBackend(linear(torch.float16), OptimizerSettings(lr=0.1))
+    first = TorchBackend(linear(torch.float16), optimizer(lr=0.1))
     push(first, 2.0)
     push(first, 0.1)
-    second = TorchBackend(linear(torch.float16), OptimizerSettings(lr=0.1))
+    second = TorchBackend(linear(torch.float16), optimizer(lr=0.1))
     second.load(*copied_state(first))
     assert second.scalar_state() == first.scalar_state() == {"steps": 1, "loss_scale": 2.0**15, "good_steps": 1}
 
 
 def test_a_state_in_another_dtype_begins_with_a_scale_of_its_own():
-    half, full = (TorchBackend(linear(dtype), OptimizerSettings(lr=0.1)) for dtype in (torch.float16, torch.float32))
+    half, full = (TorchBackend(linear(dtype), optimizer(lr=0.1)) for dtype in (torch.float16, torch.float32))
     push(half, 2.0)
     full.load(*copied_state(half))
     assert full.scalar_state() == {"steps": 0}
@@ -214,11 +212,11 @@ def test_a_state_in_another_dtype_begins_with_a_scale_of_its_own():
 def test_frozen_weights_in_fp16_have_their_gradients_scaled_too():
     """An adapter in fp32 behind which fp16 layers are frozen: what flows through them could vanish."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).to(torch.float16).requires_grad_(False))
-    assert "loss_scale" in TorchBackend(module, OptimizerSettings(lr=0.1)).scalar_state()
+    assert "loss_scale" in TorchBackend(module, optimizer(lr=0.1)).scalar_state()
 
 
 def test_gradients_that_are_never_finite_end_the_run():
-    backend = TorchBackend(linear(torch.float16), OptimizerSettings(lr=0.1))
+    backend = TorchBackend(linear(torch.float16), optimizer(lr=0.1))
     for _ in range(16):
         push(backend, math.nan)
     with pytest.raises(FloatingPointError, match=r"--ds.param_dtype bf16"):
@@ -227,7 +225,7 @@ def test_gradients_that_are_never_finite_end_the_run():
 
 # ------------------------------------------------------------------------------------------------------ state
 
-ADAMW, MUON = OptimizerSettings(lr=0.1), OptimizerSettings(lr=0.1, muon=MuonSettings(lr=0.1))
+ADAMW, MUON = optimizer(lr=0.1), optimizer(lr=0.1, muon=MuonSection(lr=0.1))
 
 
 def test_a_state_names_each_tensor_by_its_kind_and_parameter():
@@ -292,7 +290,7 @@ def ones(dtype=torch.float32) -> nn.Linear:
 
 def test_closed_form_after_three_steps():
     """θ_k = 1 − 0.1k, β = ½: ⅛θ₀ + ⅛θ₁ + ¼θ₂ + ½θ₃ = 1 − 0.1·(⅛·0 + ⅛·1 + ¼·2 + ½·3) = 1 − 0.2125."""
-    backend = TorchBackend(ones(), OptimizerSettings(lr=0.1, max_norm=0), ema_beta=0.5)
+    backend = TorchBackend(ones(), optimizer(lr=0.1, max_norm=0), ema_beta=0.5)
     descend_steps(backend, 3)
     saved = to_save(backend)
     assert torch.allclose(saved["weight"], torch.full((3, 2), 0.7875), atol=1e-6)
@@ -302,7 +300,7 @@ def test_closed_form_after_three_steps():
 
 def test_before_the_first_step_it_is_the_start():
     module = nn.Linear(2, 3)
-    backend = TorchBackend(module, OptimizerSettings(lr=0.1), ema_beta=0.5)
+    backend = TorchBackend(module, optimizer(lr=0.1), ema_beta=0.5)
     assert torch.equal(to_save(backend)["weight"], module.weight)
 
 
@@ -310,7 +308,7 @@ def test_under_bf16_it_averages_the_masters():
     """θ_k = 1 − 1e-4·k, far below what bf16 resolves at 1 (2^-8). With β = ½ after 10 steps the average lags by
     1e-4·(1 − 2^-10): 1 − 1e-4·(10 − 1 + 2^-10) = 0.9990999; a bf16 module still holds 1."""
     module = ones(torch.bfloat16)
-    backend = TorchBackend(module, OptimizerSettings(lr=1e-4, max_norm=0), ema_beta=0.5)
+    backend = TorchBackend(module, optimizer(lr=1e-4, max_norm=0), ema_beta=0.5)
     descend_steps(backend, 10)
     average = dict(backend.tensor_state())["average/bias"]
     assert average.dtype == torch.float32
@@ -322,7 +320,7 @@ def test_under_bf16_it_averages_the_masters():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saving_leaves_training_where_it_was_even_when_it_fails(dtype):
     """The very same tensors come back: an engine may hold their addresses."""
-    backend, other = (TorchBackend(ones(dtype), OptimizerSettings(lr=0.1), ema_beta=0.9) for _ in range(2))
+    backend, other = (TorchBackend(ones(dtype), optimizer(lr=0.1), ema_beta=0.9) for _ in range(2))
     descend_steps(backend, 2)
     descend_steps(other, 2)
     live, address = backend.module.weight.detach().clone(), backend.module.weight.data_ptr()
@@ -345,14 +343,14 @@ def test_saving_leaves_training_where_it_was_even_when_it_fails(dtype):
 def test_frozen_parameters_have_no_average():
     module = ones()
     module.weight.requires_grad_(False)
-    backend = TorchBackend(module, OptimizerSettings(lr=0.1), ema_beta=0.5)
+    backend = TorchBackend(module, optimizer(lr=0.1), ema_beta=0.5)
     descend_steps(backend, 1)
     assert [name for name, _ in backend.tensor_state() if name.startswith("average/")] == ["average/bias"]
     assert torch.equal(to_save(backend)["weight"], torch.ones(3, 2))
 
 
 def test_torch_backend_saves_live_weights_without_an_average():
-    backend = TorchBackend(ones(), OptimizerSettings(lr=0.1))
+    backend = TorchBackend(ones(), optimizer(lr=0.1))
     descend_steps(backend, 2)
     assert not any(name.startswith("average/") for name, _ in backend.tensor_state())
     assert torch.equal(to_save(backend)["weight"], backend.module.weight)
@@ -360,9 +358,9 @@ def test_torch_backend_saves_live_weights_without_an_average():
 
 def test_a_state_without_one_starts_it_from_its_weights():
     """Switched on in the middle of a run: the average must not remember the weights the process started with."""
-    plain = TorchBackend(ones(), OptimizerSettings(lr=0.1))
+    plain = TorchBackend(ones(), optimizer(lr=0.1))
     descend_steps(plain, 2)
-    backend = TorchBackend(nn.Linear(2, 3), OptimizerSettings(lr=0.1), ema_beta=0.9)
+    backend = TorchBackend(nn.Linear(2, 3), optimizer(lr=0.1), ema_beta=0.9)
     backend.load(plain.scalar_state(), dict(plain.tensor_state()))
     assert torch.equal(to_save(backend)["weight"], plain.module.weight)
 
@@ -382,7 +380,7 @@ def test_an_export_holds_the_average_and_the_policy_stays_live(tmp_path, dtype):
     )
     policy = Policy(hf.Qwen2ForCausalLM(config).to(dtype))
     start = {name: p.detach().float().clone() for name, p in policy.model.named_parameters()}
-    backend = TorchBackend(policy, OptimizerSettings(lr=0.1, max_norm=0), ema_beta=0.75)
+    backend = TorchBackend(policy, optimizer(lr=0.1, max_norm=0), ema_beta=0.75)
     descend_steps(backend, 1)
     with backend.weights_to_save():
         export_policy(policy, None, tmp_path / "export")

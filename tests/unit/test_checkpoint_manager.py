@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_sections import optimizer
 from thread_ranks import outcomes
 from torch import nn
 
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.state import NotFiniteError
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
@@ -223,7 +223,7 @@ class TestWhatCannotBeContinued:
     def saved(tmp_path, **options):
         from openrlhf.backends.ranks import ALONE
 
-        kept = manager(tmp_path, ALONE, TorchBackend(nn.Linear(4, 3), OptimizerSettings(lr=0.1)), **options)
+        kept = manager(tmp_path, ALONE, TorchBackend(nn.Linear(4, 3), optimizer(lr=0.1)), **options)
         kept.save(1, {"n": 0})
         kept._folder.close()
         return find_checkpoint(CheckpointFolder(tmp_path, Retention()))
@@ -239,7 +239,7 @@ class TestWhatCannotBeContinued:
         from openrlhf.backends.ranks import ALONE
 
         found = self.saved(tmp_path)
-        other = TorchBackend(nn.Linear(5, 3), OptimizerSettings(lr=0.1))
+        other = TorchBackend(nn.Linear(5, 3), optimizer(lr=0.1))
         with pytest.raises(CheckpointError, match=r"has shape \(3, 4\), in this run \(3, 5\)"):
             manager(tmp_path, ALONE, other, found=found).load(lambda state: None)
 
@@ -299,9 +299,7 @@ class TestSettingsThatChange:
 
         saved = TestWhatCannotBeContinued.saved(tmp_path, settings=THEN)
         now = THEN | {"actor.adam.lr": 5e-7, "eval.dataset": "held-out.jsonl", "new.flag": 3}
-        kept = manager(
-            tmp_path, ALONE, TorchBackend(nn.Linear(4, 3), OptimizerSettings(lr=0.1)), found=saved, settings=now
-        )
+        kept = manager(tmp_path, ALONE, TorchBackend(nn.Linear(4, 3), optimizer(lr=0.1)), found=saved, settings=now)
         assert kept.load(lambda state: None) == {"n": 0}
         assert caplog.messages == [
             "--actor.adam.lr was 1e-06 up to global_step1, and is 5e-07 from here on",

@@ -6,15 +6,15 @@ from typing import ClassVar
 
 import pytest
 import torch
+from small_sections import optimizer
 from torch import nn
 
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
 from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
 from openrlhf.checkpoint.universal import UniversalStart, find_universal
 
-SETTINGS = OptimizerSettings(lr=0.1)
+SETTINGS = optimizer(lr=0.1)
 
 
 class Wrapped(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from small_sections import loading, optimizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,15 +18,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from openrlhf.backends.optimizer import OptimizerSettings
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy, export_value_model
-from openrlhf.models.adapters import LoraSettings, WithoutAdapter, adapter_off, has_adapter
+from openrlhf.config.backend import LoraSection
+from openrlhf.models.adapters import WithoutAdapter, adapter_off, has_adapter
 from openrlhf.models.loading import ModelLoadError, load_policy, load_value_model
 from openrlhf.models.value import Normalisation, sequence_ends
 from openrlhf.types import PackedTokens
 
-LORA = LoraSettings(rank=4, alpha=8)
+LORA = LoraSection(rank=4, alpha=8)
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -50,7 +51,7 @@ def folder(tmp_path_factory):
 
 def load(path, *, value=False, **kwargs):
     loader = load_value_model if value else load_policy
-    return loader(path, **{"dtype": torch.float32, "device": "cpu", "lora": LORA, **kwargs})
+    return loader(path, loading(**{"lora": LORA, **kwargs}))
 
 
 @torch.no_grad()
@@ -108,7 +109,7 @@ def test_the_seed_decides_what_an_adapter_starts_from(folder):
     torch.manual_seed(5)
     first = load(folder)
     torch.manual_seed(6)
-    same, other = load(folder), load(folder, lora=LoraSettings(rank=4, alpha=8, seed=1))
+    same, other = load(folder), load(folder, seed=1)
     name = "model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert torch.equal(first.get_parameter(name), same.get_parameter(name))
     assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
@@ -154,7 +155,7 @@ class TestSwitchedOff:
         tokens, steps = stream(7, 5), []
         for with_reference in (False, True):
             policy = perturb(load(folder, dtype=dtype))
-            backend = TorchBackend(policy, OptimizerSettings(lr=1e-2))
+            backend = TorchBackend(policy, optimizer(lr=1e-2))
             loss = -logprobs(policy, tokens).sum()
             if with_reference:
                 assert not logprobs(WithoutAdapter(policy), tokens).requires_grad
@@ -170,7 +171,7 @@ class TestSwitchedOff:
 def test_masters_of_a_bf16_adapter_are_fp32(folder):
     policy = load(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
-    backend = TorchBackend(policy, OptimizerSettings(lr=1e-2))
+    backend = TorchBackend(policy, optimizer(lr=1e-2))
     assert {tensor.dtype for tensor in backend._masters.values()} == {torch.float32}
 
 
@@ -198,7 +199,7 @@ class TestFolder:
 
     @pytest.mark.parametrize("prefix", ["score", "value_head"])
     def test_peft_loads_a_reward_models_adapter_and_its_head(self, folder, tmp_path, prefix):
-        model, tokens = perturb(load(folder, value=True, head_prefix=prefix)), stream(9)
+        model, tokens = perturb(load(folder, value=True, value_head_prefix=prefix)), stream(9)
         export_value_model(model, None, tmp_path / "a", statistics=Normalisation(0.5, 2.0))
         base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
         with torch.no_grad():
@@ -232,17 +233,17 @@ class TestFolder:
 )
 def test_modules_that_can_have_no_adapter(folder, targets, message):
     with pytest.raises(ModelLoadError, match=message):
-        load(folder, lora=LoraSettings(rank=4, alpha=8, targets=targets))
+        load(folder, lora=LoraSection(rank=4, alpha=8, target_modules=targets))
 
 
 def test_named_modules_get_adapters_and_no_others(folder):
-    policy = load(folder, lora=LoraSettings(rank=2, alpha=2, targets=("q_proj", "v_proj")))
+    policy = load(folder, lora=LoraSection(rank=2, alpha=2, target_modules=("q_proj", "v_proj")))
     trained = {name.split(".")[-4] for name, p in policy.named_parameters() if p.requires_grad}
     assert trained == {"q_proj", "v_proj"}
 
 
 def test_dropout_acts_in_training_mode_only(folder):
-    policy = perturb(load(folder, lora=LoraSettings(rank=4, alpha=8, dropout=0.5)))
+    policy = perturb(load(folder, lora=LoraSection(rank=4, alpha=8, dropout=0.5)))
     tokens = stream(9)
     assert not torch.equal(logprobs(policy, tokens), logprobs(policy, tokens))
     policy.eval()
@@ -317,7 +318,7 @@ class TestFourBit:
     def test_it_trains_and_writes_an_adapter_like_any_other(self, folder, tmp_path, value):
         model, tokens = load(folder, load_in_4bit=True, value=value), stream(7, 5)
         frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-        backend = TorchBackend(model, OptimizerSettings(lr=1e-2))
+        backend = TorchBackend(model, optimizer(lr=1e-2))
         for _ in range(2):
             output = model(tokens, positions=sequence_ends(tokens)) if value else -logprobs(model, tokens)
             backend.backward(output.sum())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
+from small_sections import loading
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -16,7 +17,8 @@ from transformers import (
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from openrlhf.backends.base import ModuleWeights
-from openrlhf.models.adapters import AdapterError, LoraSettings
+from openrlhf.config.backend import LoraSection
+from openrlhf.models.adapters import AdapterError
 from openrlhf.models.file_weights import file_weights
 from openrlhf.models.loading import load_policy
 from openrlhf.types import PackedTokens
@@ -67,7 +69,7 @@ def folders(tmp_path_factory):
 
 
 def load(folder, **kwargs):
-    return load_policy(folder, **{"dtype": torch.float32, "device": "cpu", **kwargs})
+    return load_policy(folder, loading(**kwargs))
 
 
 @torch.no_grad()
@@ -107,7 +109,7 @@ def reloaded(found, folder, target):
     return load(target)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8)], ids=["plain", "lora"])
+@pytest.mark.parametrize("lora", [None, LoraSection(rank=4, alpha=8)], ids=["plain", "lora"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_with_these_weights_computes_what_the_policy_computes(folders, tmp_path, name, lora):
     policy = change(load(folders[name], lora=lora))
@@ -125,7 +127,9 @@ def test_a_model_with_these_weights_computes_what_the_policy_computes(folders, t
 def test_weights_of_four_bits_are_made_whole(folders, tmp_path, monkeypatch, bf16_instructions):
     """Also on a CPU for whose instructions bitsandbytes would rearrange them."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: bf16_instructions)
-    policy = change(load(folders["untied"], lora=LoraSettings(rank=4, alpha=8, targets=("q_proj",)), load_in_4bit=True))
+    policy = change(
+        load(folders["untied"], lora=LoraSection(rank=4, alpha=8, target_modules=("q_proj",)), load_in_4bit=True)
+    )
     found = weights(policy)
     assert found.keys() == load_file(folders["untied"] / "model.safetensors").keys()
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
@@ -136,7 +140,9 @@ def test_weights_of_four_bits_are_made_whole(folders, tmp_path, monkeypatch, bf1
 def test_a_16_bit_sum_is_rounded_once(folders):
     """1 + 2^-8 + 2^-17 is beyond the middle between 1 and 1 + 2^-7, the next number of bf16. The change alone would be
     rounded to 2^-8, and 1 + 2^-8, right in the middle, to 1."""
-    policy = load(folders["untied"], lora=LoraSettings(rank=2, alpha=2, targets=("q_proj",)), dtype=torch.bfloat16)
+    policy = load(
+        folders["untied"], lora=LoraSection(rank=2, alpha=2, target_modules=("q_proj",)), dtype=torch.bfloat16
+    )
     layer = policy.model.model.layers[0].self_attn.q_proj
     with torch.no_grad():
         layer.base_layer.weight.fill_(1.0)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_sections import loading
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -56,7 +57,7 @@ def folder(tmp_path_factory):
 
 
 def load(path, **kwargs):
-    return load_policy(path, **{"dtype": torch.float32, "device": "cpu", **kwargs})
+    return load_policy(path, loading(**kwargs))
 
 
 class TestPolicy:

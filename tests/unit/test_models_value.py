@@ -10,6 +10,7 @@ import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from small_sections import loading
 from test_models_policy import ONE_BY_ONE, PACKED, SMALL, make_sequences
 
 from openrlhf.checkpoint.export import export_value_model
@@ -22,8 +23,8 @@ HIDDEN = SMALL["hidden_size"]
 FAMILIES = PACKED | {name: make for name, (make, _) in ONE_BY_ONE.items()}
 
 
-def load(path, **kwargs):
-    return load_value_model(path, **{"dtype": torch.float32, "device": "cpu", **kwargs})
+def load(path, *, fresh_head=None, normalise=False, flag="--reward.model_name_or_path", **kwargs):
+    return load_value_model(path, loading(flag=flag, **kwargs), fresh_head=fresh_head, normalise=normalise)
 
 
 def write_language_model(path, config):
@@ -233,7 +234,7 @@ class TestHead:
         write_classifier(tmp_path)
         expected = load(tmp_path).head.weight
         rename_head(tmp_path, "value_head")
-        model = load(tmp_path, head_prefix="value_head")
+        model = load(tmp_path, value_head_prefix="value_head")
         assert torch.equal(model.head.weight, expected)
         assert model.head_prefix == "value_head"
 
@@ -242,7 +243,7 @@ class TestHead:
         expected = load(tmp_path).head.weight
         rename_head(tmp_path, "value_head")
         edit_config(tmp_path, value_head_prefix="value_head")
-        assert torch.equal(load(tmp_path, head_prefix="score").head.weight, expected)
+        assert torch.equal(load(tmp_path, value_head_prefix="score").head.weight, expected)
 
     def test_a_head_on_a_class_of_its_own_is_found_by_its_name(self, tmp_path, policy_folder):
         """Nothing in config.json says reward model; the tensor is there all the same."""
@@ -338,7 +339,7 @@ class TestExport:
     @pytest.mark.parametrize("prefix", ["score", "value_head"])
     @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma3", "mixtral", "gemma2", "bloom"])
     def test_transformers_classifier_gives_our_scores(self, tmp_path, name, prefix):
-        model = loud(load(write_language_model(tmp_path / "policy", FAMILIES[name]()), head_prefix=prefix)).eval()
+        model = loud(load(write_language_model(tmp_path / "policy", FAMILIES[name]()), value_head_prefix=prefix)).eval()
         out = export_value_model(model, None, tmp_path / "a" / "reward")
         classifier = hf.AutoModelForSequenceClassification.from_pretrained(out).eval()
         assert classifier.config.num_labels == 1
@@ -351,7 +352,7 @@ class TestExport:
     @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "granite", "mamba"])
     def test_what_was_written_comes_back_exactly(self, tmp_path, name):
         """Granite and Mamba have no classifier in transformers: body and head lie side by side."""
-        model = loud(load(write_language_model(tmp_path / "policy", FAMILIES[name]()), head_prefix="value_head"))
+        model = loud(load(write_language_model(tmp_path / "policy", FAMILIES[name]()), value_head_prefix="value_head"))
         out = export_value_model(model, None, tmp_path / "reward")
         again = load(out, fresh_head=False)
         assert again.head_prefix == "value_head"
@@ -361,7 +362,7 @@ class TestExport:
 
     def test_the_given_name_is_in_the_file_too(self, tmp_path, policy_folder):
         """A reader that was told `value_head` need not know what the family calls it."""
-        model = load(policy_folder, head_prefix="value_head")
+        model = load(policy_folder, value_head_prefix="value_head")
         out = export_value_model(model, None, tmp_path / "reward")
         tensors = load_file(out / "model.safetensors")
         assert torch.equal(tensors["value_head.weight"], model.head.weight)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.models.adapters import LoraSettings, add_adapter
+from openrlhf.config.backend import LoraSection
+from openrlhf.models.adapters import add_adapter
 from openrlhf.models.policy import Policy
 from openrlhf.weight_sync.base import WeightSyncError
 from openrlhf.weight_sync.buckets import cut_into_buckets
@@ -97,7 +98,7 @@ def test_the_tolerance_follows_the_steps_of_the_dtype(dtype, expected):
 
 def test_a_probe_runs_without_dropout_and_leaves_the_mode_as_it_was(models):
     policy = Policy(copy.deepcopy(models.policy.model))
-    add_adapter(policy.model, LoraSettings(rank=2, alpha=4, dropout=0.5), dtype=torch.float32)
+    add_adapter(policy.model, LoraSection(rank=2, alpha=4, dropout=0.5), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
