@@ -25,10 +25,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 import yaml
-from plot_svg import figure
 
 from openrlhf.cli.demo import MAX_STEPS, PROMPTS, prepare, rl_flags
 from openrlhf.demo.sorting import make_task
+from openrlhf.observability.charts import picture
 from openrlhf.observability.loggers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -256,7 +256,7 @@ def _across_seeds(runs_: Sequence[Sequence[tuple[float, float]]]) -> list[list[f
 
 def draw(name: str, wanted: Sequence[Run], *, images: Path) -> Path:
     """Write the family's picture; with runs, first their numbers, else from the numbers kept."""
-    numbers, picture = images / "data" / f"{name}.json", images / f"{name}.svg"
+    numbers, file = images / "data" / f"{name}.json", images / f"{name}.svg"
     numbers.parent.mkdir(parents=True, exist_ok=True)
     if wanted:
         found: dict[str, list[Any]] = {}
@@ -267,8 +267,8 @@ def draw(name: str, wanted: Sequence[Run], *, images: Path) -> Path:
         numbers.write_text(json.dumps(collect(name, found), separators=(",", ":")) + "\n")
     elif not numbers.exists():
         raise SystemExit(f"{numbers} is missing: give the --folder of the runs")
-    picture.write_text(figure(json.loads(numbers.read_text())), encoding="utf-8")
-    return picture
+    file.write_text(picture(json.loads(numbers.read_text())), encoding="utf-8")
+    return file
 
 
 def main(argv: Sequence[str] | None = None) -> int:

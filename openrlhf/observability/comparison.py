@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from openrlhf.observability.charts import RUN_COLOURS, line_chart
+from openrlhf.observability.charts import RUN_COLOURS, Curve, line_chart, short_number
 from openrlhf.observability.progress import clock_text
 from openrlhf.observability.report import (
     PLANS,
@@ -26,7 +26,6 @@ from openrlhf.observability.report import (
     status_chip,
 )
 from openrlhf.observability.run_data import NAMES_OF_RUNS, RunData, read_run
-from openrlhf.observability.series import Curve, short_number
 
 MOST_RUNS = len(RUN_COLOURS)
 """The most runs on one page: more curves cannot be told apart."""

@@ -17,13 +17,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from openrlhf.observability.charts import COLOURS, REST, line_chart, stacked_chart
+from openrlhf.observability.charts import COLOURS, REST, Curve, line_chart, short_number, stacked_chart
 from openrlhf.observability.loggers import Kind, is_time, score_names
 from openrlhf.observability.progress import clock_text
 from openrlhf.observability.rollout_samples import RolloutFile, mean_rewards, render_rollouts
 from openrlhf.observability.run_data import RunData, read_run
 from openrlhf.observability.run_directory import RunDirectory
-from openrlhf.observability.series import Curve, short_number
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from openrlhf.observability.charts import short_number
 from openrlhf.observability.jsonl import parse_json_line
 from openrlhf.observability.rollout_log import longest_whole, shortened, spread
-from openrlhf.observability.series import short_number
 
 MOST_STEPS = 24
 MOST_PER_STEP = 16

@@ -27,7 +27,7 @@ from openrlhf.data.recognising import recognise
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import load_records
 from openrlhf.data.templates import set_chat_template
-from openrlhf.data.token_cache import default_folder
+from openrlhf.data.tokenising import default_folder
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import experts_per_token
 from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, load_value_model

@@ -10,10 +10,10 @@ import pytest
 from jsonl_records import written
 from small_tokenizers import tokenizer
 
-from openrlhf.data import token_cache, tokenising
+from openrlhf.data import tokenising
 from openrlhf.data.errors import DataError
 from openrlhf.data.examples import ExampleFormat, ExampleSet
-from openrlhf.data.token_cache import cached
+from openrlhf.data.tokenising import cached
 
 RECORDS = [{"input": f"Q{i}", "a": " a" * (i % 7)} for i in range(1200)]
 """More than two chunks; each seventh has an empty answer."""
@@ -141,7 +141,7 @@ class TestOncePerMachine:
         assert [result["x"].tolist() for result in results] == [[0, 1, 2, 3, 4]] * 8
 
     def test_who_waits_in_vain_makes_its_own(self, tmp_path, monkeypatch, caplog):
-        monkeypatch.setattr(token_cache, "LOCK_SECONDS", 0.1)
+        monkeypatch.setattr(tokenising, "LOCK_SECONDS", 0.1)
         from filelock import FileLock
 
         with FileLock(tmp_path / "key.lock"), caplog.at_level(logging.WARNING):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from openrlhf.cli.main import main
 from openrlhf.config import parse
 from openrlhf.config.schema import to_dict
+from openrlhf.observability.charts import Axis, Curve, Point, bounds, short_number, smoothed, visible_range
 from openrlhf.observability.comparison import write_comparison
 from openrlhf.observability.jsonl import JsonLinesWriter
 from openrlhf.observability.loggers import JsonlLogger
@@ -22,7 +23,6 @@ from openrlhf.observability.notes import NoteLog, read_notes
 from openrlhf.observability.report import LiveReport, write_report
 from openrlhf.observability.rollout_log import spread
 from openrlhf.observability.run_directory import RunDirectory
-from openrlhf.observability.series import Axis, Curve, Point, bounds, short_number, smoothed, visible_range
 
 CONFIG = {"actor": {"model_name_or_path": "/models/Qwen/Qwen3-0.6B"}, "algo": {"advantage": {"estimator": "rloo"}}}
 
