@@ -35,7 +35,7 @@ class TrainedStep(NamedTuple):
     """Judged samples, as the update got them."""
     failed: list[SampleId]
     """The samples of the same prompts that gave nothing to train on."""
-    turned_away: list[int]
+    rejected_prompts: list[int]
     """Ordinals of prompts that were played and not accepted (dynamic filtering)."""
 
 
@@ -45,7 +45,7 @@ class TrainedLedger:
     def __init__(self, path: Path) -> None:
         self._lines = JsonLinesWriter(path)
 
-    def write(self, step: int, groups: Sequence[Group], *, turned_away: Iterable[int] = ()) -> None:
+    def write(self, step: int, groups: Sequence[Group], *, rejected_prompts: Iterable[int] = ()) -> None:
         trained: dict[tuple[int, ...], list[int]] = {}
         failed: dict[tuple[int, ...], list[int]] = {}
         for group in groups:
@@ -59,7 +59,7 @@ class TrainedLedger:
                 "step": step,
                 "trained": {ranges(samples): ranges(prompts) for samples, prompts in trained.items()},
                 "failed": {ranges(samples): ranges(prompts) for samples, prompts in failed.items()},
-                "turned_away": ranges(turned_away),
+                "turned_away": ranges(rejected_prompts),
             }
         )
 
@@ -79,7 +79,7 @@ def read_trained(path: Path) -> list[TrainedStep]:
                 step=record["step"],
                 trained=_samples(record["trained"]),
                 failed=_samples(record["failed"]),
-                turned_away=numbers(record["turned_away"]),
+                rejected_prompts=numbers(record["turned_away"]),
             )
         )
     return history

@@ -174,7 +174,7 @@ class AsyncCollector:
         for saved in state["waiting"]:
             group = group_from(saved, self._prompts.prompt_at(saved["ordinal"]))
             self._finished[group.prompt.ordinal] = _Finished(group, saved["version"])
-        self._verdicts.turned_away += state["turned_away"]
+        self._verdicts.rejected_prompts += state["turned_away"]
 
     async def _next_batch(self) -> Round:
         self._resting = False
@@ -197,12 +197,12 @@ class AsyncCollector:
         groups = [self._finished.pop(ordinal).group for ordinal in sorted(ordinals)]
         self._verdicts.require_success(groups, batch_size=self._batch_size)
         if not groups:
-            raise PromptsExhausted(self._verdicts.exhausted(), turned_away=self._verdicts.turned_away)
+            raise PromptsExhausted(self._verdicts.exhausted(), rejected_prompts=self._verdicts.rejected_prompts)
         verdicts, self._verdicts = self._verdicts, Verdicts(self._filter)
         metrics = self._metrics(groups, verdicts)
         self._resting = not self._ahead
         self._start_due()  # there is room now, and `next_batch` is not called before the round is trained
-        return Round(groups, metrics, verdicts.turned_away)
+        return Round(groups, metrics, verdicts.rejected_prompts)
 
     async def _drain(self) -> None:
         self._resting = True
@@ -227,7 +227,7 @@ class AsyncCollector:
             "prompts": self._prompts.state_dict(),
             "unserved": sorted(self._tasks),
             "waiting": [group_state(one.group) | {"version": one.version} for one in finished],
-            "turned_away": list(self._verdicts.turned_away),
+            "turned_away": list(self._verdicts.rejected_prompts),
         }
 
     def _start_due(self) -> None:

@@ -34,10 +34,10 @@ MOST_NAMED = 5
 class PromptsExhausted(Exception):
     """There is nothing left to train on. The text says what became of the prompts."""
 
-    def __init__(self, text: str, *, turned_away: Sequence[int] = ()) -> None:
-        """`turned_away`: prompts that came to nothing since the last round."""
+    def __init__(self, text: str, *, rejected_prompts: Sequence[int] = ()) -> None:
+        """`rejected_prompts`: prompts whose groups were rejected since the last round."""
         super().__init__(text)
-        self.turned_away = turned_away
+        self.rejected_prompts = rejected_prompts
 
 
 class Round(NamedTuple):
@@ -47,7 +47,7 @@ class Round(NamedTuple):
     """In the order of their prompts."""
     metrics: Metrics
     """How many groups were judged, rejected and failed on the way; `rollout_metrics` says what the groups are like."""
-    turned_away: Sequence[int] = ()
+    rejected_prompts: Sequence[int] = ()
     """Ordinals of the prompts that were played for it and not accepted."""
 
 
@@ -68,7 +68,7 @@ class Draw:
         """Prompts that should be started now."""
         if self.lacking <= 0:
             return 0
-        return self.lacking + max(self.surplus, len(self.verdicts.turned_away)) - self.started
+        return self.lacking + max(self.surplus, len(self.verdicts.rejected_prompts)) - self.started
 
 
 class SyncCollector:
@@ -111,8 +111,8 @@ class SyncCollector:
         groups = [self._waiting.pop(ordinal) for ordinal in sorted(self._waiting)[: self._batch_size]]
         draw.verdicts.require_success(groups, batch_size=self._batch_size)
         if not groups:
-            raise PromptsExhausted(draw.verdicts.exhausted(), turned_away=draw.verdicts.turned_away)
-        return Round(groups, draw.verdicts.metrics(buffered=len(self._waiting)), draw.verdicts.turned_away)
+            raise PromptsExhausted(draw.verdicts.exhausted(), rejected_prompts=draw.verdicts.rejected_prompts)
+        return Round(groups, draw.verdicts.metrics(buffered=len(self._waiting)), draw.verdicts.rejected_prompts)
 
     def state_dict(self) -> dict[str, Any]:
         """Groups that wait are kept whole; prompts in play as ordinals: a resumed run asks them again, first."""

@@ -97,7 +97,7 @@ class Verdicts:
 
     def __init__(self, score_filter: ScoreFilter | None) -> None:
         self._filter = score_filter
-        self.turned_away: list[int] = []
+        self.rejected_prompts: list[int] = []
         """Prompts whose groups ended without being accepted: rejected or failed."""
         self._judged = 0
         self._rejected = 0
@@ -116,7 +116,7 @@ class Verdicts:
             self._failed.append(group)
             accepted = self._filter is None
         if not accepted:
-            self.turned_away.append(group.prompt.ordinal)
+            self.rejected_prompts.append(group.prompt.ordinal)
             self._failed_samples += sum(t.failed for t in group.trajectories)
         return accepted
 

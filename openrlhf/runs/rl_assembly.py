@@ -61,7 +61,7 @@ from openrlhf.runs.rl_models import ACTOR, CRITIC
 from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation, evaluation_names
 from openrlhf.trainers.hybrid import DeviceUsage
 from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EngineParts, Pipeline, Sync
-from openrlhf.trainers.rl import RLTrainer, Schedule
+from openrlhf.trainers.rl import RLTrainer, RunPeriods
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts, waits
 from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
@@ -122,7 +122,7 @@ def _train(
         runner = EpisodeRunner(
             episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None
         )
-        schedule = Schedule(
+        schedule = RunPeriods(
             rounds=rounds,
             eval_every=config.eval.period,
             eval_at_ends=config.eval.at_start and held_out is not None,

@@ -1,4 +1,4 @@
-"""The RL loop. One loop for every algorithm, execution mode and pipeline: those are its parts' business."""
+"""The RL loop: one loop for every algorithm, execution mode and pipeline, which are the business of its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from openrlhf.utils.interrupts import Stopped, StopRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class RunPeriods:
     """When a run evaluates, saves, logs and ends."""
 
     rounds: int
@@ -57,7 +57,7 @@ class RLTrainer:
         pipeline: Pipeline,
         workers: Workers,
         best: BestMetric,
-        schedule: Schedule,
+        schedule: RunPeriods,
         logger: Logger,
         rollout_log: RolloutLog,
         ledger: TrainedLedger,
@@ -98,7 +98,7 @@ class RLTrainer:
         if self.schedule.eval_at_ends if state is None else state.get("evaluating"):
             self.evaluate()
         elif state is not None and self._evaluation_is_due():
-            self.conclude()  # left to this run by the one that was stopped
+            self.conclude()  # the run that was stopped has saved and left its evaluation to this one
         self.clock.take()  # loading and the first push are no part of the first round's time
         try:
             while self.rounds_done < self.schedule.rounds:
@@ -108,8 +108,8 @@ class RLTrainer:
                 self.report(metrics)
                 self.conclude()
         except PromptsExhausted as end:
-            if end.turned_away:
-                self.ledger.write(self.version + 1, [], turned_away=end.turned_away)
+            if end.rejected_prompts:
+                self.ledger.write(self.version + 1, [], rejected_prompts=end.rejected_prompts)
             if not self.rounds_done:
                 raise RolloutError(f"not one group was trained on: {end}") from end
             self.progress.end_early(str(end))
@@ -137,7 +137,7 @@ class RLTrainer:
     def step(self) -> Metrics:
         """One round: roll out, score, update, hand the new weights to the engine."""
         with self.clock.phase("generation"):
-            groups, metrics, turned_away = self.pipeline.next_batch()
+            groups, metrics, rejected_prompts = self.pipeline.next_batch()
         with self.clock.phase("make_experience"):
             metrics.merge(self.pipeline.begin_training())
             batch, placed = self.workers.place(groups)
@@ -150,7 +150,7 @@ class RLTrainer:
             self.version += 1
             metrics.merge(self.pipeline.finish_training(self.version))
         self.rollout_log.write(self.version, groups)
-        self.ledger.write(self.version, groups, turned_away=turned_away)
+        self.ledger.write(self.version, groups, rejected_prompts=rejected_prompts)
         metrics.merge(self.measure(groups))
         return metrics
 
@@ -209,7 +209,7 @@ class RLTrainer:
         with waits.during(f"checkpoint of step {self.rounds_done}"), self.clock.phase("checkpoint"):
             self.checkpointer.save(self.rounds_done, self.state_dict(), best=best)
         self.saved_after = self.rounds_done
-        self.clock.take()  # nor are checkpoints
+        self.clock.take()  # checkpoints are no part of the next round's time
 
     def state_dict(self) -> dict[str, Any]:
         """The state between two rounds, without the models: the checkpointer has these."""

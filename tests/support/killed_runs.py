@@ -393,7 +393,7 @@ class Rl(Run):
         fates: Counter[int] = Counter()
         for step in self.ledger:
             fates.update({prompt for prompt, _ in step.trained + step.failed})
-            fates.update(step.turned_away)
+            fates.update(step.rejected_prompts)
         return fates
 
 
@@ -498,5 +498,5 @@ def assert_every_prompt_had_its_turn(resumed: Rl) -> None:
     """With dynamic filtering, which prompts are accepted depends on when they were sampled: none twice, none skipped."""
     assert set(resumed.trained.values()) == {1}
     assert resumed.fate == dict.fromkeys(range(PROMPTS * EPISODES), 1)
-    turned_away = [prompt for step in resumed.ledger for prompt in step.turned_away]
-    assert turned_away, "the filter had something to do"
+    rejected_prompts = [prompt for step in resumed.ledger for prompt in step.rejected_prompts]
+    assert rejected_prompts, "the filter had something to do"

@@ -17,9 +17,9 @@ A, B = (1.0, 0.0), (1.0, None)
 def write(path: Path, *steps) -> None:
     """Steps of (number, {ordinal: scores}, prompts turned away)."""
     ledger = TrainedLedger(path)
-    for step, groups, turned_away in steps:
+    for step, groups, rejected_prompts in steps:
         made = [make_group(*scores, ordinal=ordinal) for ordinal, scores in groups.items()]
-        ledger.write(step, made, turned_away=turned_away)
+        ledger.write(step, made, rejected_prompts=rejected_prompts)
     ledger.close()
 
 
@@ -35,7 +35,7 @@ def test_a_step_is_one_line_that_says_who_was_trained_who_failed_and_who_was_tur
     (step,) = read_trained(path)
     assert step.trained == [(4, 0), (4, 1), (5, 0), (5, 1), (7, 0), (9, 0), (9, 1)]
     assert step.failed == [(7, 1)]
-    assert step.turned_away == [6, 8]
+    assert step.rejected_prompts == [6, 8]
 
 
 def test_steps_that_a_resumed_run_takes_again_replace_the_first(tmp_path):
@@ -45,7 +45,7 @@ def test_steps_that_a_resumed_run_takes_again_replace_the_first(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 4, "trained": {"0-1')
     write(path, (3, {4: A}, []), (4, {2: A}, []))
-    assert [(s.step, {p for p, _ in s.trained}, s.turned_away) for s in read_trained(path)] == [
+    assert [(s.step, {p for p, _ in s.trained}, s.rejected_prompts) for s in read_trained(path)] == [
         (1, {0}, []),
         (2, {1}, []),
         (3, {4}, []),

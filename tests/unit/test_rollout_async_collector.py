@@ -306,7 +306,7 @@ def test_a_prompt_turned_away_after_the_last_round_is_accounted_for_after_a_resu
     script = [GOOD, GOOD, BAD, GOOD, GOOD]
     collector, runner, _ = make(script, filtered=True)
     runner.finish(0, 1)
-    assert collector.next_batch().turned_away == []
+    assert collector.next_batch().rejected_prompts == []
     runner.finish(2)
     while not (state := collector.state_dict())["turned_away"]:
         pass
@@ -314,7 +314,7 @@ def test_a_prompt_turned_away_after_the_last_round_is_accounted_for_after_a_resu
     resumed.load_state_dict(state)
     other.finish(*range(5))
     last = resumed.next_batch()
-    assert (ordinals(last), last.turned_away) == ([3, 4], [2])
+    assert (ordinals(last), last.rejected_prompts) == ([3, 4], [2])
     assert 2 not in other.started
 
 

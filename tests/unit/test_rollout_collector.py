@@ -188,7 +188,7 @@ def test_a_group_that_would_give_no_sample_is_replaced(make):
     script = [(0.5, None), GOOD, BAD, GOOD, GOOD]
     batch = make(ScriptedRunner(script), members=2).next_batch()
     assert ordinals(batch.groups) == [1, 3]
-    assert batch.turned_away == [0, 2]
+    assert batch.rejected_prompts == [0, 2]
     metrics = batch.metrics.values()
     assert metrics["rollout/failed"] == 1
     assert metrics["dynamic_filtering_pass_rate"] == 2 / 3
@@ -331,7 +331,7 @@ def test_a_short_round_and_then_the_end(make):
     collector = make(ScriptedRunner([GOOD, BAD, GOOD, GOOD, BAD]))
     first, second = collector.next_batch(), collector.next_batch()
     assert [ordinals(first.groups), ordinals(second.groups)] == [[0, 2], [3]]
-    assert [first.turned_away, second.turned_away] == [[1], [4]]
+    assert [first.rejected_prompts, second.rejected_prompts] == [[1], [4]]
     with pytest.raises(PromptsExhausted) as end:
         collector.next_batch()
     assert str(end.value) == (

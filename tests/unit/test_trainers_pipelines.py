@@ -23,7 +23,7 @@ from openrlhf.rollout.runner import EpisodeRunner, RolloutError
 from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation
 from openrlhf.trainers.hybrid import DeviceTurns, DeviceUsage
 from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EngineParts, Overlap, Sync
-from openrlhf.trainers.rl import RLTrainer, Schedule
+from openrlhf.trainers.rl import RLTrainer, RunPeriods
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.event_loops import BackgroundRunner
 from openrlhf.weight_sync.blocks import WeightBlock
@@ -185,7 +185,7 @@ class Run:
                          logger=NullLogger(), rollout_log=Silent(), ledger=Silent(), progress=Silent())  # fmt: skip
 
     def fit(self, rounds, **schedule) -> list[str]:
-        self.trainer(Schedule(rounds=rounds, **schedule)).fit()
+        self.trainer(RunPeriods(rounds=rounds, **schedule)).fit()
         return self.told()
 
     def told(self) -> list[str]:
@@ -320,7 +320,7 @@ def test_async_evaluates_the_newest_weights(loop):
     run = Run(loop, Async, ahead=2, at_once=4, prompts=6)
     release = run.stop("5")
     run.during_update[1] = [soon(release)]
-    trainer = run.trainer(Schedule(rounds=1))
+    trainer = run.trainer(RunPeriods(rounds=1))
     trainer.fit()
     assert run.engine.version == 0
     run.pipeline.evaluate()
@@ -364,7 +364,7 @@ def test_async_partial_pushes_in_the_middle_of_responses(loop, shares_weights):
     """Three in play. 2 has one digit when the first update is pushed, and gets the others from its weights."""
     run = Run(loop, AsyncPartial, shares_weights=shares_weights, ahead=2, at_once=3, prompts=5)
     release = run.stop("2")
-    trainer = run.trainer(Schedule(rounds=2))
+    trainer = run.trainer(RunPeriods(rounds=2))
     trainer.pipeline.start(0)
     trainer.step()
     release()

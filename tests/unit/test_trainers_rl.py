@@ -20,7 +20,7 @@ from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rollout.collector import PromptsExhausted, SyncCollector, rollout_metrics
 from openrlhf.rollout.runner import HOPELESS_AFTER, EpisodeRunner, RolloutError
 from openrlhf.trainers.evaluation import BestMetric, evaluation_metrics
-from openrlhf.trainers.rl import RLTrainer, Schedule
+from openrlhf.trainers.rl import RLTrainer, RunPeriods
 from openrlhf.types import FinishReason, Generation, Outcome, Prompt, SamplingParams
 from openrlhf.utils.interrupts import Stopped, StopRequest
 
@@ -264,7 +264,7 @@ class Silent:
     def phase(self, name): ...
     def step(self, step, metrics): ...
     def evaluation(self, step, metrics): ...
-    def write(self, step, groups, *, turned_away=()): ...
+    def write(self, step, groups, *, rejected_prompts=()): ...
 
     def note(self, text):
         self.notes.append(text)
@@ -281,7 +281,7 @@ class RememberingLogger(NullLogger):
         self.records.append((step, kind, dict(metrics)))
 
 
-def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | None = None) -> RLTrainer:
+def make_trainer(log: EventLog, schedule: RunPeriods, logger, progress: Silent | None = None) -> RLTrainer:
     return RLTrainer(
         pipeline=log,
         workers=log,
@@ -297,14 +297,14 @@ def make_trainer(log: EventLog, schedule: Schedule, logger, progress: Silent | N
 def test_a_step_is_collect_begin_place_score_advantages_update_push(loop):
     """Before the first one the engine is given the policy's weights: it may have none of its own."""
     log = EventLog(loop)
-    make_trainer(log, Schedule(rounds=2), NullLogger()).fit()
+    make_trainer(log, RunPeriods(rounds=2), NullLogger()).fit()
     one_round = ["collect", "begin", "place", "score", "advantages", "update"]
     assert log.events == [("push", 0), *one_round, ("push", 1), *one_round, ("push", 2)]
 
 
 def test_evaluation_happens_at_the_ends_and_in_between_once_each(loop):
     log, logger = EventLog(loop), RememberingLogger()
-    result = make_trainer(log, Schedule(rounds=2, eval_every=2, eval_at_ends=True), logger).fit()
+    result = make_trainer(log, RunPeriods(rounds=2, eval_every=2, eval_at_ends=True), logger).fit()
     assert [(step, kind) for step, kind, _ in logger.records] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
     assert result == {"eval_default_pass1": 0.5}
     train = logger.records[1][2]
@@ -338,7 +338,7 @@ def test_tokens_per_second_are_those_of_judged_samples_over_the_time_of_the_roun
 
     log, logger = Slow(loop, [0.5] * 4), RememberingLogger()
     log.source = make_collector(loop, ["ab", "xd", "ef", "xh"], LengthReward(broken="x"))
-    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1), logger)
+    trainer = make_trainer(log, RunPeriods(rounds=2, eval_every=1), logger)
     trainer.clock = PhaseClock(now=lambda: now[0])
     trainer.fit()
     first, second = (values for _, kind, values in logger.records if kind == "train")
@@ -351,7 +351,7 @@ def test_tokens_per_second_are_those_of_judged_samples_over_the_time_of_the_roun
 def test_prompts_that_run_out_end_the_run_with_a_last_evaluation(loop):
     """4 prompts in rounds of 2 are 2 rounds, of 5 planned; the evaluations are those before and after."""
     log, logger, progress = EventLog(loop, [0.25, 0.75]), RememberingLogger(), Silent()
-    result = make_trainer(log, Schedule(rounds=5, eval_at_ends=True), logger, progress).fit()
+    result = make_trainer(log, RunPeriods(rounds=5, eval_at_ends=True), logger, progress).fit()
     assert [(step, kind) for step, kind, _ in logger.records] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
     assert result == {"eval_default_pass1": 0.75}
     assert progress.notes == ["early: the prompts ran out", "best eval_default_pass1 0.750, after step 2"]
@@ -364,16 +364,16 @@ def test_the_ledger_gets_every_round_and_what_the_end_turned_away(loop):
         def __init__(self):
             self.lines = []
 
-        def write(self, step, groups, *, turned_away=()):
-            self.lines.append((step, [group.prompt.ordinal for group in groups], list(turned_away)))
+        def write(self, step, groups, *, rejected_prompts=()):
+            self.lines.append((step, [group.prompt.ordinal for group in groups], list(rejected_prompts)))
 
     class Picky(EventLog):
         def next_batch(self):
             if "collect" in self.events:
-                raise PromptsExhausted("the prompts ran out", turned_away=[4, 5, 6, 7])
-            return super().next_batch()._replace(turned_away=[1, 2])
+                raise PromptsExhausted("the prompts ran out", rejected_prompts=[4, 5, 6, 7])
+            return super().next_batch()._replace(rejected_prompts=[1, 2])
 
-    trainer = make_trainer(Picky(loop), Schedule(rounds=4), NullLogger())
+    trainer = make_trainer(Picky(loop), RunPeriods(rounds=4), NullLogger())
     trainer.ledger = Ledger()
     trainer.fit()
     assert trainer.ledger.lines == [(1, [0, 1], [1, 2]), (2, [], [4, 5, 6, 7])]
@@ -384,21 +384,21 @@ def test_a_run_that_has_trained_on_nothing_ends_with_an_error(loop):
 
     class Empty(EventLog):
         def next_batch(self):
-            raise PromptsExhausted("the prompts ran out; 8 of 8 judged groups …", turned_away=[0, 1])
+            raise PromptsExhausted("the prompts ran out; 8 of 8 judged groups …", rejected_prompts=[0, 1])
 
     with pytest.raises(RolloutError, match="not one group was trained on: the prompts ran out; 8 of 8"):
-        make_trainer(Empty(loop), Schedule(rounds=4), NullLogger()).fit()
+        make_trainer(Empty(loop), RunPeriods(rounds=4), NullLogger()).fit()
 
 
 def test_an_evaluation_just_made_is_not_made_again_at_the_end(loop):
     log = EventLog(loop, [0.1, 0.2])
-    make_trainer(log, Schedule(rounds=5, eval_every=2, eval_at_ends=True), NullLogger()).fit()
+    make_trainer(log, RunPeriods(rounds=5, eval_every=2, eval_at_ends=True), NullLogger()).fit()
     assert log.events.count("evaluate") == 2
 
 
 def test_the_best_evaluation_is_logged_and_told(loop):
     log, logger, progress = EventLog(loop, [0.5, 0.75, 0.25]), RememberingLogger(), Silent()
-    make_trainer(log, Schedule(rounds=2, eval_every=1, eval_at_ends=True), logger, progress).fit()
+    make_trainer(log, RunPeriods(rounds=2, eval_every=1, eval_at_ends=True), logger, progress).fit()
     assert [record["eval_best"] for _, kind, record in logger.records if kind == "eval"] == [0.5, 0.75, 0.75]
     assert progress.notes == ["best eval_default_pass1 0.750, after step 1"]
 
@@ -425,7 +425,7 @@ class Shelf:
 def test_checkpoints_come_at_their_period_and_with_the_best_evaluation(loop):
     """Two rounds, a period of two; the evaluation after the first round is the best one, that after the second not."""
     log, shelf = EventLog(loop, [0.75, 0.25]), Shelf()
-    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1, save_every=2), NullLogger())
+    trainer = make_trainer(log, RunPeriods(rounds=2, eval_every=1, save_every=2), NullLogger())
     trainer.checkpointer = shelf
     trainer.fit()
     assert {step: best for step, (_, best) in shelf.saved.items()} == {1: True, 2: False}
@@ -434,7 +434,7 @@ def test_checkpoints_come_at_their_period_and_with_the_best_evaluation(loop):
 
 def test_without_a_period_nothing_is_kept_however_good(loop):
     log, shelf = EventLog(loop, [0.75, 0.25]), Shelf()
-    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1), NullLogger())
+    trainer = make_trainer(log, RunPeriods(rounds=2, eval_every=1), NullLogger())
     trainer.checkpointer = shelf
     trainer.fit()
     assert shelf.saved == {}
@@ -443,12 +443,12 @@ def test_without_a_period_nothing_is_kept_however_good(loop):
 def test_a_continued_run_tells_the_engine_its_version_and_evaluates_nothing_twice(loop):
     """One round of two is done and evaluated: no evaluation at the start, one at the end."""
     first, shelf = EventLog(loop, [0.5, 0.75]), Shelf()
-    trainer = make_trainer(first, Schedule(rounds=1, eval_every=1, eval_at_ends=True, save_every=1), NullLogger())
+    trainer = make_trainer(first, RunPeriods(rounds=1, eval_every=1, eval_at_ends=True, save_every=1), NullLogger())
     trainer.checkpointer = shelf
     trainer.fit()
 
     log, progress = EventLog(loop, [0.25]), Silent()
-    resumed = make_trainer(log, Schedule(rounds=2, eval_at_ends=True, save_every=5), NullLogger(), progress)
+    resumed = make_trainer(log, RunPeriods(rounds=2, eval_at_ends=True, save_every=5), NullLogger(), progress)
     resumed.checkpointer = Shelf(shelf.saved[1][0])
     assert resumed.fit() == {"eval_default_pass1": 0.25}
     one_round = ["collect", "begin", "place", "score", "advantages", "update"]
@@ -476,7 +476,7 @@ class LateLog(EventLog):
 def test_an_evaluation_beside_training_is_told_under_the_step_it_measured(loop):
     """Begun before round 1, after it and after round 2, the last; each is told after the next push, or at the end."""
     log, logger = LateLog(loop, [0.25, 0.75, 0.5]), RememberingLogger()
-    result = make_trainer(log, Schedule(rounds=2, eval_every=1, eval_at_ends=True), logger).fit()
+    result = make_trainer(log, RunPeriods(rounds=2, eval_every=1, eval_at_ends=True), logger).fit()
     told = [(step, kind, record.get("eval_default_pass1")) for step, kind, record in logger.records]
     assert told == [
         (1, "train", None), (0, "eval", 0.25), (2, "train", None), (1, "eval", 0.75), (2, "eval", 0.5)
@@ -500,7 +500,7 @@ def test_weights_whose_evaluation_is_not_over_are_saved_in_case_they_are_the_bes
     """A period of 2, an evaluation after each of two rounds: 0.75 is the best, and 0.5 is not. Without a metric to follow
     there is nothing to save them for."""
     log, shelf = LateLog(loop, [0.75, 0.5]), Shelf()
-    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1, save_every=2), NullLogger())
+    trainer = make_trainer(log, RunPeriods(rounds=2, eval_every=1, save_every=2), NullLogger())
     trainer.checkpointer, trainer.best = shelf, BestMetric(metric)
     trainer.fit()
     assert (list(shelf.saved), shelf.best) == (saved, best)
@@ -510,12 +510,12 @@ def test_weights_whose_evaluation_is_not_over_are_saved_in_case_they_are_the_bes
 def test_a_continued_run_makes_the_evaluation_that_was_interrupted(loop):
     """With the weights of then, which the checkpoint has; if they are the best it is this checkpoint that is kept."""
     first, shelf = LateLog(loop, [0.5, 0.5]), Shelf()
-    trainer = make_trainer(first, Schedule(rounds=2, eval_every=1, save_every=1), NullLogger())
+    trainer = make_trainer(first, RunPeriods(rounds=2, eval_every=1, save_every=1), NullLogger())
     trainer.checkpointer = shelf
     trainer.fit()
 
     log, logger, resumed_shelf = LateLog(loop, [0.75]), RememberingLogger(), Shelf(shelf.saved[1][0])
-    resumed = make_trainer(log, Schedule(rounds=2, save_every=5), logger)
+    resumed = make_trainer(log, RunPeriods(rounds=2, save_every=5), logger)
     resumed.checkpointer = resumed_shelf
     resumed.fit()
     assert log.events[:4] == ["loaded", "loaded", ("push", 1), "evaluate"]
@@ -545,7 +545,7 @@ class AskedDuring(EventLog):
 def test_asked_to_stop_it_ends_the_round_saves_and_stops(loop, event, evaluated):
     """In the first of two rounds, off any period. An evaluation that has not begun is left to whoever goes on."""
     log, shelf = AskedDuring(loop, event), Shelf()
-    trainer = make_trainer(log, Schedule(rounds=2, eval_every=1, save_every=5), NullLogger())
+    trainer = make_trainer(log, RunPeriods(rounds=2, eval_every=1, save_every=5), NullLogger())
     trainer.checkpointer, trainer.stop = shelf, log.stop
     with pytest.raises(Stopped) as end:
         trainer.fit()
@@ -554,7 +554,7 @@ def test_asked_to_stop_it_ends_the_round_saves_and_stops(loop, event, evaluated)
     assert log.events.count("evaluate") == evaluated
 
     goes_on, logger = EventLog(loop, [0.5, 0.75][evaluated:]), RememberingLogger()
-    resumed = make_trainer(goes_on, Schedule(rounds=2, eval_every=1, save_every=5), logger)
+    resumed = make_trainer(goes_on, RunPeriods(rounds=2, eval_every=1, save_every=5), logger)
     resumed.checkpointer = Shelf(shelf.saved[1][0])
     resumed.fit()
     expected = [(2, "train"), (2, "eval")] if evaluated else [(1, "eval"), (2, "train"), (2, "eval")]
