@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from openrlhf.learners.samples import RewardShaping, SampleMaker
 
 from bench.results import write_section
 from openrlhf.agents.base import Episode
@@ -50,6 +49,7 @@ from openrlhf.cluster.learners import RayWorkers
 from openrlhf.cluster.services import RankService
 from openrlhf.demo.model import write_model
 from openrlhf.learners.accumulation import MicroBatching
+from openrlhf.learners.advantages import AdvantageSettings, SampleMaker
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rewards.base import Reward, RewardRequest
@@ -370,7 +370,7 @@ def _memory(name: str) -> float:
 
 def round_rows(options: argparse.Namespace) -> list[str]:
     """The table of `round`."""
-    make_samples = SampleMaker(estimator=ESTIMATORS["group_norm"], shaping=RewardShaping())
+    make_samples = SampleMaker(AdvantageSettings(estimator=ESTIMATORS["group_norm"]))
     steps = StepSettings(
         epochs=1, batch_size=options.samples, batching=MicroBatching(), aggregation=Aggregation.TOKEN, seed=0
     )

@@ -105,7 +105,7 @@ def test_a_reward_that_is_none_is_the_failure_of_its_group(train, inputs):
         assert ran.rc == 0
         assert same(saved, expected)
         assert metrics == numbers
-        assert f"is {name}, which must be finite" in ran.err
+        assert f"must be finite, got {name} (float)" in ran.err
 
 
 def test_steps_that_are_never_finite_end_the_run_and_keep_its_checkpoints(train, tmp_path, monkeypatch):
