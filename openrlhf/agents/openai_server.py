@@ -11,8 +11,16 @@ from openrlhf.agents.host_worker import run_user, say
 from openrlhf.agents.openai_session import ChatSession
 from openrlhf.agents.recording_engine import RecordingEngine, segments_from_calls
 from openrlhf.agents.results import after_prompt, parse_judgement
-from openrlhf.agents.user_calls import AgentError, AgentResultError, CallPlan, file_of, place_of, plan_call, users_code
-from openrlhf.agents.user_file import UserFileError
+from openrlhf.agents.user_calls import (
+    AgentError,
+    AgentResultError,
+    CallPlan,
+    UserFileError,
+    file_of,
+    place_of,
+    plan_call,
+    users_code,
+)
 from openrlhf.agents.values import BadValueError
 from openrlhf.types import SamplingParams, Segment
 

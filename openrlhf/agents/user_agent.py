@@ -6,7 +6,7 @@ MultiTurnAgentExecutor, SingleTurnAgentExecutor, OpenAIServerAgentExecutor
 execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)
                       once, without arguments                    returns the documented dict
 execute(prompt, label, sampling_params), or none
-                      per episode, with `legacy.LEGACY_ARGS`           returns it, or puts it on `result_queue`
+                      per episode, with `LEGACY_ARGS`            returns it, or puts it on `result_queue`
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
 from openrlhf.agents.host_worker import run_user
-from openrlhf.agents.legacy import LEGACY_ARGS, MANY_STEPS, wired
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
 from openrlhf.agents.recording_engine import RecordingEngine
@@ -31,17 +30,28 @@ from openrlhf.agents.user_calls import (
     AgentError,
     AgentResultError,
     CallPlan,
+    UserFileError,
     accepts,
+    describe_error,
+    load_module,
     place_of,
     plan_call,
+    public_functions,
     users_code,
 )
-from openrlhf.agents.user_file import UserFileError, describe_error, load_module, public_functions
 from openrlhf.agents.values import BadValueError
 from openrlhf.types import SamplingParams
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine
+
+LEGACY_ARGS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+"""What the constructor of an executor took in OpenRLHF before 0.9.1: it got its engine when it was made, and gave its
+result through a queue."""
+
+MANY_STEPS = 10_000
+"""The value of `max_steps` when the run has no limit: their loops count up to it."""
+
 
 ARGUMENTS = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images")
 """The arguments that `execute` can take, in this order."""
@@ -89,9 +99,9 @@ class UserAgent:
         self._file = file
         self._cls = cls
         self._construction = _construction(cls)
-        self._call = _call(cls, is_wired=self._construction is not None)
+        self._call = _call(cls, is_legacy=self._construction is not None)
         if self._construction is not None and issubclass(cls, AgentExecutorBase) and not _plays(cls):
-            self._cls = wired(cls)
+            self._cls = with_legacy_turns(cls)
         self.executor = None if self._construction is not None else self._make()
         """The one that plays all episodes; None: each episode has one of its own."""
 
@@ -178,24 +188,24 @@ def _construction(cls: Any) -> CallPlan | None:
     return plan
 
 
-def _call(cls: Any, *, is_wired: bool) -> CallPlan | None:
+def _call(cls: Any, *, is_legacy: bool) -> CallPlan | None:
     """How to call its `execute`; None: it has our own `play`."""
     if _plays(cls):
         return None
     signature = f"execute(self, {', '.join(ARGUMENTS)})"
     if _lacks_execute(cls):
-        if is_wired and issubclass(cls, AgentExecutorBase):
+        if is_legacy and issubclass(cls, AgentExecutorBase):
             return CallPlan(by_name=ARGUMENTS[:3])
         raise UserFileError(f"{place_of(cls)}: {NAME} does not define {signature}")
     execute = cls.execute
     plan = plan_call(execute, ARGUMENTS, fewest=6, bound=False)
-    if plan is None and is_wired:
+    if plan is None and is_legacy:
         plan = plan_call(execute, ARGUMENTS[:3], fewest=3, bound=False)
     if plan is None:
         raise UserFileError(
             f"{place_of(execute)}: execute takes {inspect.signature(execute)}, but is called as {signature}"
         )
-    if not is_wired and not plan.takes("llm_engine"):
+    if not is_legacy and not plan.takes("llm_engine"):
         raise UserFileError(
             f"{place_of(execute)}: execute takes {inspect.signature(execute)}, without llm_engine, and {NAME} is made "
             f"without one; expected {signature}"
@@ -221,3 +231,40 @@ def _answer(returned: Any, queue: asyncio.Queue[Any]) -> Any:
     if queue.qsize() > 1:
         raise BadValueError(f"execute put {queue.qsize()} results on result_queue for one episode")
     return queue.get_nowait()
+
+
+class LegacyTurns(AgentExecutorBase):
+    """The base class that executors of OpenRLHF before 0.9.1 expect: it keeps `LEGACY_ARGS` and plays the turns."""
+
+    def __init__(
+        self,
+        agent_instance_cls: type,
+        max_steps: int,
+        max_length: int,
+        llm_engine: Any,
+        hf_tokenizer: Any,
+        result_queue: Any,
+    ) -> None:
+        self.agent_instance_cls = agent_instance_cls
+        self.max_steps = max_steps
+        self.max_length = max_length
+        self.llm_engine = llm_engine
+        self.hf_tokenizer = hf_tokenizer
+        self.result_queue = result_queue
+
+    async def execute(  # type: ignore[override]
+        self, prompt: str, label: Any, sampling_params: SamplingParams, images: Any = None
+    ) -> dict[str, Any]:
+        """Play one episode. Its dict is returned, and is put on the queue."""
+        turns = MultiTurnAgentExecutor(self.agent_instance_cls)
+        turns.turn_limit = self.max_steps
+        result = await turns.execute(
+            prompt, label, sampling_params, self.max_length, self.hf_tokenizer, self.llm_engine, images
+        )
+        await self.result_queue.put(result)
+        return result
+
+
+def with_legacy_turns(cls: type) -> type:
+    """`cls` with `LegacyTurns` between it and `AgentExecutorBase`: an own `execute` stays, `super()` finds ours."""
+    return type(cls.__name__, (cls, LegacyTurns), {"__module__": cls.__module__, "__doc__": cls.__doc__})

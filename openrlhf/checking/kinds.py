@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from openrlhf.agents.host import HostProcess, HostStartError
-from openrlhf.agents.user_file import UserFileError
+from openrlhf.agents.user_calls import UserFileError
 
 
 class Kind(StrEnum):
@@ -52,7 +52,7 @@ def assigned_names(file: Path) -> set[str]:
 
 async def _loaded_names(file: Path, *, start_timeout: float) -> set[str]:
     host = HostProcess(
-        "openrlhf.agents.user_file:LoadedFile", str(file), name=f"file {file}", start_timeout=start_timeout
+        "openrlhf.agents.user_calls:LoadedFile", str(file), name=f"file {file}", start_timeout=start_timeout
     )
     try:
         await host.start()

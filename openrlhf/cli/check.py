@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf.agents.user_file import UserFileError
+from openrlhf.agents.user_calls import UserFileError
 from openrlhf.checking.kinds import kinds_of
 from openrlhf.checking.options import CheckOptions, captured_stderr, replay
 from openrlhf.utils import interrupts

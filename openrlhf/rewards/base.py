@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from openrlhf.rewards.values import RewardValues
-from openrlhf.types import Group
+from openrlhf.types import Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +33,15 @@ class RewardRequest:
             raise ValueError(f"{len(self.token_ids)} token sequences for {len(self.queries)} queries")
 
     @staticmethod
-    def of(group: Group) -> RewardRequest:
-        """The question about a group's finished samples."""
-        finished = [t for t in group.trajectories if not t.failed]
+    def of(prompt: Prompt, samples: Sequence[Trajectory]) -> RewardRequest:
+        """The request for rewards of a prompt's finished samples."""
         return RewardRequest(
-            queries=tuple(t.text for t in finished),
-            prompts=tuple(group.prompt.text for _ in finished),
-            labels=tuple(group.prompt.label for _ in finished),
-            name=group.prompt.where or f"prompt {group.prompt.ordinal}",
+            queries=tuple(t.text for t in samples),
+            prompts=(prompt.text,) * len(samples),
+            labels=(prompt.label,) * len(samples),
+            name=prompt.where or f"prompt {prompt.ordinal}",
             # The last segment is the history that the last answer was given to; earlier ones were rewritten.
-            token_ids=tuple(t.segments[-1].token_ids for t in finished),
+            token_ids=tuple(t.segments[-1].token_ids for t in samples),
         )
 
 

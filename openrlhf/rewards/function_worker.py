@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.agents.host_worker import run_user
-from openrlhf.agents.user_calls import place_of, plan_call
-from openrlhf.agents.user_file import UserFileError, describe_error, load_module, public_functions
+from openrlhf.agents.user_calls import UserFileError, describe_error, load_module, place_of, plan_call, public_functions
 from openrlhf.agents.values import BadValueError
 from openrlhf.rewards.values import RewardValues, parse_rewards
 

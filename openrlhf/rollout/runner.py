@@ -69,7 +69,7 @@ class EpisodeRunner:
             self._note_unplayed(trajectories[0].error)
         else:
             self._played += 1
-        return await self._judge(Group(prompt=prompt, trajectories=tuple(trajectories)))
+        return Group(prompt=prompt, trajectories=tuple(await self._judge(prompt, trajectories)))
 
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
         with waits.activity(f"prompt {prompt.ordinal} sample {sample}"):
@@ -105,31 +105,30 @@ class EpisodeRunner:
             extra_logs=episode.extra_logs,
         )
 
-    async def _judge(self, group: Group) -> Group:
-        """The group with a reward for every episode that brought none of its own."""
-        if all(t.failed or t.reward is not None for t in group.trajectories):
-            return group
-        open_ = [t for t in group.trajectories if not t.failed and t.reward is None]
-        question = Group(prompt=group.prompt, trajectories=tuple(open_))
+    async def _judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """The trajectories, with a reward for every one that brought none of its own."""
+        unjudged = [t for t in trajectories if not t.failed and t.reward is None]
+        if not unjudged:
+            return trajectories
         judged: dict[SampleKey, Trajectory] = {}
         try:
             if self._reward is None:
                 raise RewardError(
-                    f"{group.prompt.where}: the agent gave this episode no reward, and nobody else judges it: return "
+                    f"{prompt.where}: the agent gave this episode no reward, and nobody else judges it: return "
                     "one, or give --reward.remote_url"
                 )
-            with waits.activity(f"prompt {group.prompt.ordinal}"), waits.doing("being judged"):
-                rewards = await self._reward.score(RewardRequest.of(question))
+            with waits.activity(f"prompt {prompt.ordinal}"), waits.doing("being judged"):
+                rewards = await self._reward.score(RewardRequest.of(prompt, unjudged))
             waits.mark_progress()
         except RewardError as error:
             self._note_unjudged(error)
-            judged = {t.key: t.as_failed(str(error)) for t in open_}
+            judged = {t.key: t.as_failed(str(error)) for t in unjudged}
         else:
             self._judged += 1
-            for t, r in zip(open_, rewards, strict=True):
+            for t, r in zip(unjudged, rewards, strict=True):
                 logs = {**t.extra_logs, **r.extra_logs}
                 judged[t.key] = t.with_reward(r.reward, score=r.score, extra_logs=logs, size=r.size)
-        return Group(prompt=group.prompt, trajectories=tuple(judged.get(t.key, t) for t in group.trajectories))
+        return [judged.get(t.key, t) for t in trajectories]
 
     def _note_unplayed(self, error: str) -> None:
         self._unplayed += 1

@@ -8,8 +8,7 @@ from agent_files import HEAD, MULTI_TURN, answer, env, execute
 from scripted_engine import CharTokenizer, says
 
 from openrlhf.agents.user_agent import load_agent
-from openrlhf.agents.user_calls import AgentError, AgentResultError
-from openrlhf.agents.user_file import UserFileError
+from openrlhf.agents.user_calls import AgentError, AgentResultError, UserFileError
 from openrlhf.types import SamplingParams
 
 LOADING = {

@@ -11,7 +11,7 @@ from scripted_engine import CharTokenizer
 
 from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
-from openrlhf.agents.user_file import UserFileError
+from openrlhf.agents.user_calls import UserFileError
 from openrlhf.checking.agent_check import PlayedEpisode, agent_warnings
 from openrlhf.checking.display import Display, reward_summary, shown, told_apart
 from openrlhf.checking.kinds import Kind, kinds_of

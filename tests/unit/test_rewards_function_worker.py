@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.agents.user_file import UserFileError
+from openrlhf.agents.user_calls import UserFileError
 from openrlhf.rewards.function_worker import RewardFunction, RewardFunctionError, adapt
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python" / "reward_func.py"

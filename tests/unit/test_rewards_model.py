@@ -12,7 +12,7 @@ from openrlhf.models.support import examine_body
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel, sequence_ends
 from openrlhf.rewards.base import RewardError, RewardRequest
 from openrlhf.rewards.model import RewardModel, RewardModelSource
-from openrlhf.types import Group, Outcome, PackedTokens, Prompt, SampleKey, Segment, Trajectory
+from openrlhf.types import Outcome, PackedTokens, Prompt, SampleKey, Segment, Trajectory
 
 WORDS = ["<unk>", "<eos>", *"0123456789+="]
 
@@ -224,13 +224,10 @@ class TestReading:
             )
             return Trajectory(key=SampleKey(0, sample), segments=(segment,), outcome=Outcome.FINISHED, **kwargs)
 
-        group = Group(
-            prompt=Prompt(ordinal=0, text="a", label="b"),
-            trajectories=(trajectory(0, [1, 2], text="ax"), trajectory(1, [1, 2, 3]).as_failed("why"), trajectory(2, [1, 4], text="ay")),
-        )  # fmt: skip
-        request = RewardRequest.of(group)
+        samples = [trajectory(0, [1, 2], text="ax"), trajectory(2, [1, 4], text="ay")]
+        request = RewardRequest.of(Prompt(ordinal=0, text="a", label="b"), samples)
         assert [ids.tolist() for ids in request.token_ids] == [[1, 2], [1, 4]]
-        assert request.queries == ("ax", "ay")
+        assert (request.queries, request.prompts, request.labels) == (("ax", "ay"), ("a", "a"), ("b", "b"))
 
     def test_as_many_token_sequences_as_queries(self):
         with pytest.raises(ValueError, match="1 token sequences for 2 queries"):
