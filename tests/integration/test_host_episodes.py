@@ -148,7 +148,7 @@ class TestBothKinds:
                     call = asyncio.create_task(host.call("wait_for_answer", "/dev/null"))
                     await asyncio.sleep(milliseconds / 1000)
                     call.cancel()
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(patience(5)):
                     assert await host.call("plain", 1) == 2
                 await eventually(lambda: parent.events.count("waiting") == parent.events.count("cancelled"))
 

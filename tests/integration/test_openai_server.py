@@ -16,6 +16,7 @@ import torch
 from chat_model import CALCULATOR, Speaker, chat_model, chat_tokenizer, learn_by_heart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import patience
 from scripted_engine import bpe_tokenizer
 
 from openrlhf.agents.openai_http import AgentServer
@@ -461,7 +462,7 @@ class TestSessions:
             else:
                 with contextlib.suppress(openai.APITimeoutError):
                     await create(client, timeout=0.1)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(patience(5)):
                 while not engine.given_up:
                     await asyncio.sleep(0.01)
             await create(client)
@@ -494,7 +495,7 @@ class TestSessions:
         del program
         gc.collect()
         for thread in threads:
-            thread.join(timeout=5)
+            thread.join(timeout=patience(5))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=1)
 

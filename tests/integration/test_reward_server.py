@@ -8,6 +8,7 @@ import threading
 
 import aiohttp
 import torch
+from patience import patience
 
 from openrlhf.rewards.base import RewardError, RewardRequest
 from openrlhf.rewards.http import HttpReward
@@ -32,7 +33,7 @@ class LetterModel:
     def score(self, batch):
         texts = ["".join(map(chr, item.token_ids.tolist())) for item in batch]
         self.batches.append(texts)
-        assert self.free.wait(timeout=10)
+        assert self.free.wait(patience(10))
         if any("!" in text for text in texts):
             raise RuntimeError("out of memory")
         return [float("nan") if "?" in text else score_of(text) for text in texts]
@@ -76,7 +77,7 @@ class Served:
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -102,7 +103,7 @@ def serving(test=None, *, loaded=True, api_key=None, **limits):
             assert await server.close(5.0)
 
     async def main():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             async with started() as served:
                 await test(served)
                 served.model.free.set()
@@ -312,7 +313,7 @@ class TestFailures:
             await writer.drain()
             await asyncio.sleep(0.05)
             writer.close()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(patience(10)):
                 while 'requests_total{status="499"} 1' not in (await served.get("/metrics"))[1]:
                     await asyncio.sleep(0.01)
 

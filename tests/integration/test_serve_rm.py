@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from patience import patience
 from small_sections import loading
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -63,7 +64,7 @@ class Server:
     def wait(self):
         """Its exit status, once it has ended by itself."""
         status = self.process.wait(timeout=30)
-        self._reader.join(timeout=5)
+        self._reader.join(timeout=patience(5))
         return status
 
     def kill(self):
@@ -241,7 +242,7 @@ def test_sigterm_lets_all_that_was_asked_be_answered(theirs):
     async def run():
         async with client() as session:
             callers = [asyncio.create_task(caller(session, texts[i::CONNECTIONS])) for i in range(CONNECTIONS)]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 while await accepted(session) < len(texts):
                     await asyncio.sleep(0.005)
             refused = await asyncio.gather(*(caller(session, texts) for _ in range(2)))

@@ -60,7 +60,7 @@ def test_a_wait_says_what_it_was_for_and_cancels_the_work(thread):
 
     with pytest.raises(TimeoutError, match=r"waited 0\.05 s for an answer"):
         thread.run(work(), "for an answer", deadline=0.05)
-    assert cancelled.wait(5)
+    assert cancelled.wait(patience(5))
 
 
 def test_the_works_own_timeout_is_not_taken_for_the_wait(thread):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from patience import patience
 
 from openrlhf.rewards.batching import Batcher
 
@@ -23,7 +24,7 @@ class Forward:
     def __call__(self, items):
         self.batches.append([item.token_ids.tolist() for item in items])
         self.threads.add(threading.current_thread().name)
-        assert self.free.wait(timeout=10)
+        assert self.free.wait(patience(10))
         if self.fail:
             raise RuntimeError("out of memory")
         return [float(item.token_ids.sum()) for item in items]
@@ -45,7 +46,7 @@ def thread():
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not condition():
             await asyncio.sleep(0.001)
 
