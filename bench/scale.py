@@ -276,7 +276,9 @@ def turn_rows(options: argparse.Namespace) -> list[str]:
                     player = SingleTurnAgentExecutor()
                     episodes = OwnEpisodes(player, engine=engines, tokenizer=tokenizer, max_length=work.max_length)
                 else:
-                    episodes = AgentEpisodes(settings, engine=engines, hosts=options.hosts, step_timeout=600.0)
+                    episodes = AgentEpisodes(
+                        settings, engine=engines, requests=engines, hosts=options.hosts, step_timeout=600.0
+                    )
                 costs = asyncio.run(play(episodes, work, repeats=options.repeats, profile=profile))
             rows.append(row(name, count, work, costs))
             print(rows[-1], flush=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from openrlhf.agents.base import Episode
 from openrlhf.agents.host_worker import ask, ask_stream
 from openrlhf.agents.user_agent import load_agent
+from openrlhf.rollout.requests import PackedRequest, read_generation
 from openrlhf.types import Generation, SamplingParams
 
 
@@ -64,7 +65,7 @@ class EpisodeService:
 
 
 class AskingEngine:
-    """The engine as a host sees it: every request is asked of the process that has it."""
+    """The engine as a host sees it: every request is packed here, and asked of the process that has the engine."""
 
     any_loop = True
     """It may be asked from any thread and event loop, in the context of the episode."""
@@ -75,13 +76,15 @@ class AskingEngine:
         """The latest that an answer has shown."""
 
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        generation: Generation = await ask("generate", list(token_ids), sampling_params)
+        generation = read_generation(await ask("generate", PackedRequest.of(token_ids, sampling_params)))
         self._note(generation)
         return generation
 
     async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        async with contextlib.aclosing(ask_stream("stream", list(token_ids), sampling_params)) as parts:
-            async for part in parts:
+        request = PackedRequest.of(token_ids, sampling_params)
+        async with contextlib.aclosing(ask_stream("stream", request)) as parts:
+            async for packed in parts:
+                part = read_generation(packed)
                 self._note(part)
                 yield part
 

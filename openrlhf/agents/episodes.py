@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +24,8 @@ from openrlhf.agents.host import (
     Reply,
 )
 from openrlhf.rollout.base import Engine, EngineError
-from openrlhf.types import Generation, Prompt, SamplingParams
+from openrlhf.rollout.requests import EngineRequests, PackedRequest, RequestHandler
+from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
@@ -103,13 +104,16 @@ class AgentEpisodes:
         settings: EpisodeSettings,
         *,
         engine: Engine,
+        requests: RequestHandler | None = None,
         hosts: int,
         step_timeout: float,
         start_timeout: float = 180.0,
         slow_seconds: float = SLOW_SECONDS,
     ) -> None:
+        """`requests` passes the hosts' requests on to the engine's process; None: the engine is in this process."""
         self._file = Path(settings.agent_file).expanduser().resolve()
         self._engine = engine
+        self._requests = requests or EngineRequests(engine)
         self._engine_failure: EngineError | None = None
         self._step_timeout = step_timeout
         self._slowest = slow_seconds
@@ -168,18 +172,17 @@ class AgentEpisodes:
     async def close(self) -> None:
         await asyncio.gather(*(host.close() for host in self._hosts))
 
-    async def _answer(self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+    async def _answer(self, name: str, request: PackedRequest) -> bytes:
         assert name == "generate", name
         with self._asking_the_engine():
-            return await self._engine.generate(token_ids, sampling_params)
+            return await self._requests.answer(request)
 
-    async def _answer_stream(
-        self, name: str, token_ids: Sequence[int], sampling_params: SamplingParams
-    ) -> AsyncGenerator[Generation, None]:
+    async def _answer_stream(self, name: str, request: PackedRequest) -> AsyncGenerator[bytes, None]:
         assert name == "stream", name
         with self._asking_the_engine():
-            async for part in self._engine.stream(token_ids, sampling_params):
-                yield part
+            async with contextlib.aclosing(self._requests.answer_parts(request)) as parts:
+                async for part in parts:
+                    yield part
 
     @contextlib.contextmanager
     def _asking_the_engine(self) -> Iterator[None]:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from openrlhf.cluster.connections import Address, serve_requests
 from openrlhf.cluster.stack_probes import ProbeAddress, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rollout.base import EngineError
-from openrlhf.types import Generation, SamplingParams
+from openrlhf.rollout.requests import EngineRequests, PackedRequest
 from openrlhf.weight_sync.blocks import WeightBlock
 
 
@@ -42,6 +43,7 @@ class EngineShell(Seat):
         self._engine: Any = None
         self._client: Any = None
         self._meter: UsageMeter | None = None
+        self._serving: asyncio.Task[Address] | None = None
 
     async def install_stack_probe(self) -> ProbeAddress:
         return install_here()
@@ -70,15 +72,14 @@ class EngineShell(Seat):
         assert self._meter is not None, "an engine that has started has one"
         return ray.util.get_node_ip_address(), self._meter.take()
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        with _explained():
-            return await self._engine.generate(token_ids, sampling_params)
+    async def serve_requests(self) -> Address:
+        """Where requests are answered (`connections`): neither they nor their answers go through Ray."""
+        import ray
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        with _explained():
-            async with contextlib.aclosing(self._engine.stream(token_ids, sampling_params)) as parts:
-                async for part in parts:
-                    yield part
+        if self._serving is None:
+            handler = _ExplainedRequests(self._engine)
+            self._serving = asyncio.create_task(serve_requests(handler, host=ray.util.get_node_ip_address()))
+        return await asyncio.shield(self._serving)
 
     async def pause(self) -> None:
         with _explained():
@@ -115,6 +116,20 @@ class EngineShell(Seat):
     async def close(self) -> None:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+
+
+class _ExplainedRequests(EngineRequests):
+    """An engine's failure comes with what its log says of it."""
+
+    async def answer(self, request: PackedRequest) -> bytes:
+        with _explained():
+            return await super().answer(request)
+
+    async def answer_parts(self, request: PackedRequest) -> AsyncGenerator[bytes]:
+        with _explained():
+            async with contextlib.aclosing(super().answer_parts(request)) as parts:
+                async for part in parts:
+                    yield part
 
 
 def own_processes() -> list[ProcessId]:

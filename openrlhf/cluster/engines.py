@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from openrlhf.cluster.connections import ConnectionLostError, EngineConnections
 from openrlhf.cluster.engine_shell import EngineShell, ProcessId, Seat, kill_processes
 from openrlhf.cluster.health import HealthWatch, ReplacementBudget
 from openrlhf.cluster.launch import ReservedPlan, alive_nodes
@@ -34,7 +35,8 @@ from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.cluster.workers import Calls, WorkerError, gone
 from openrlhf.observability.usage import Usage
 from openrlhf.rollout.base import EngineError, LostRequestError
-from openrlhf.rollout.router import Balancer
+from openrlhf.rollout.requests import PackedRequest, RequestHandler, read_generation
+from openrlhf.rollout.router import Router
 from openrlhf.types import Generation, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.weight_sync.blocks import WeightBlock
@@ -51,8 +53,10 @@ CLOSE_SECONDS = 30.0
 """Of an end in order."""
 LOOK_SECONDS = 0.1
 """How often somebody looks whether replacements are over."""
-MOST_REQUESTS = 100_000
-"""At once to an engine: vLLM has a queue of its own."""
+REASON_DEADLINE = 10.0
+"""Of Ray's word on why a process does not answer."""
+MOST_CALLS = 1000
+"""At once to an engine's actor."""
 
 
 class EngineLostError(EngineError):
@@ -69,7 +73,7 @@ class EngineSlot:
         first, *others = places
         self.name = f"vLLM engine {first.slot.rank} on {placed.address(first)}"
         self._node = placed.node_id(first)
-        self._options = placed.options(first) | {"max_concurrency": MOST_REQUESTS}
+        self._options = placed.options(first) | {"max_concurrency": MOST_CALLS}
         self._build = build
         self._seats: list[Any] = [ray.remote(Seat).options(**placed.options(place)).remote() for place in others]
         self.processes: list[ProcessId] = []
@@ -147,7 +151,8 @@ class RayEngines:
         the time.
         """
         self._slots = slots
-        self._balancer = Balancer(len(self._slots))
+        self._router = Router(len(self._slots))
+        self._connections = EngineConnections()
         self._max_model_len = max_model_len
         self._version = 0
         self.paused = False
@@ -192,38 +197,59 @@ class RayEngines:
     # --------------------------------------------------------------------------------------------- requests
 
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        import ray
-
-        while True:
-            await self._someone_samples()
-            with self._balancer.chosen(token_ids) as engine:
-                actor = self._slots[engine].actor
-                try:
-                    return await _cancellable(actor.generate.remote(list(token_ids), sampling_params))
-                except ray.exceptions.RayError as error:
-                    self._lose(engine, actor, self._cause(engine, error))
+        return read_generation(await self.answer(PackedRequest.of(token_ids, sampling_params)))
 
     async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        import ray
+        async with contextlib.aclosing(self.answer_parts(PackedRequest.of(token_ids, sampling_params))) as parts:
+            async for part in parts:
+                yield read_generation(part)
 
+    async def answer(self, request: PackedRequest) -> bytes:
+        """What an engine answers. Neither the request nor its answer is read on the way."""
         while True:
             await self._someone_samples()
-            with self._balancer.chosen(token_ids) as engine:
-                actor, begun = self._slots[engine].actor, False
-                parts = actor.stream.options(num_returns="streaming").remote(list(token_ids), sampling_params)
+            with self._router.chosen(request.beginning) as engine:
+                actor = self._slots[engine].actor
                 try:
-                    async for part in parts:
-                        generation = await part
-                        begun = True
-                        yield generation
+                    connection = await self._connections.to(engine, actor)
+                    return await connection.answer(request.payload)
+                except _lost_errors() as error:
+                    self._lose(engine, actor, await self._why_lost(engine, actor, error))
+
+    async def answer_parts(self, request: PackedRequest) -> AsyncGenerator[bytes]:
+        """What an engine answers, part by part. Raises LostRequestError when it is lost in the middle."""
+        while True:
+            await self._someone_samples()
+            with self._router.chosen(request.beginning) as engine:
+                actor, begun = self._slots[engine].actor, False
+                try:
+                    connection = await self._connections.to(engine, actor)
+                    async with contextlib.aclosing(connection.parts(request.payload)) as parts:
+                        async for part in parts:
+                            begun = True
+                            yield part
                     return
-                except ray.exceptions.RayError as error:
-                    cause = self._cause(engine, error)
+                except _lost_errors() as error:
+                    cause = await self._why_lost(engine, actor, error)
                     self._lose(engine, actor, cause)
                     if begun:
                         raise LostRequestError(cause) from error
-                finally:
-                    ray.cancel(parts)
+
+    async def _why_lost(self, engine: int, actor: Any, error: Exception) -> str:
+        """Why a request was not answered. Of a process that has ended, Ray knows more than its connection."""
+        import ray
+
+        name = self._slots[engine].name
+        if isinstance(error, ray.exceptions.RayError):
+            return self._cause(engine, error)
+        if isinstance(error, ConnectionLostError) and not self._closed:
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(actor.devices.remote().future()), REASON_DEADLINE)
+            except ray.exceptions.RayError as dead:
+                return self._cause(engine, dead)
+            except TimeoutError:
+                pass
+        return f"{name}: {error}"
 
     async def _someone_samples(self) -> None:
         """Wait for it. Raises EngineError when it will not be so any more."""
@@ -231,7 +257,7 @@ class RayEngines:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
-                if self._balancer.open:
+                if self._router.open:
                     return
                 waiter: Future[None] = Future()
                 self._waiting.append(waiter)
@@ -340,6 +366,7 @@ class RayEngines:
         self._awake.set()
         self._watch.stop()
         self._fail(EngineError("the engines are closed"))
+        self._connections.close()
         ending = [slot.actor.close.remote() for slot in self._slots]
         with waits.waiting(lambda: f"to end: {', '.join(slot.name for slot in self._slots)}"):
             ray.wait(ending, num_returns=len(ending), timeout=seconds)
@@ -352,12 +379,12 @@ class RayEngines:
     @property
     def sampling(self) -> dict[int, Any]:
         """Engines that are given requests, each with its process."""
-        return {engine: self._slots[engine].actor for engine in sorted(self._balancer.open)}
+        return {engine: self._slots[engine].actor for engine in sorted(self._router.open)}
 
     def admit(self, engine: int) -> None:
         """It has what it needs, and is given requests."""
         with self._lock:
-            self._balancer.open_to(engine)
+            self._router.open_to(engine)
             self._wake()
 
     def wait_for_replacements(self, seconds: float | None = None) -> None:
@@ -373,7 +400,7 @@ class RayEngines:
 
     def _at_work(self) -> Mapping[Hashable, Callable[[], Future[object]]]:
         """What asks whom for a sign of life: engines with requests, while they are to sample."""
-        busy = {} if self.paused else {e: actor for e, actor in self.sampling.items() if self._balancer.running[e]}
+        busy = {} if self.paused else {e: actor for e, actor in self.sampling.items() if self._router.running[e]}
 
         def ask(actor: Any) -> Future[object]:
             return actor.check_health.remote().future()
@@ -391,9 +418,9 @@ class RayEngines:
     def _lose(self, engine: int, actor: Any, cause: str) -> None:
         """It gets no more requests, and another takes its place. Only the first who notices makes a difference."""
         with self._lock:
-            if self._closed or engine not in self._balancer.open or self._slots[engine].actor is not actor:
+            if self._closed or engine not in self._router.open or self._slots[engine].actor is not actor:
                 return
-            self._balancer.close_to(engine)
+            self._router.close_to(engine)
             thread = threading.Thread(target=self._replace, args=(engine, cause), name="replacement", daemon=True)
             self._replacements[engine] = thread
         thread.start()
@@ -507,17 +534,15 @@ def _portable(info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _cancellable(call: Any) -> Any:
+def _lost_errors() -> tuple[type[Exception], ...]:
+    """What a request raises when its engine is lost. Other errors are what an engine refuses: its caller's doing."""
     import ray
 
-    try:
-        return await call
-    except asyncio.CancelledError:
-        ray.cancel(call)
-        raise
+    return EngineError, ConnectionLostError, ray.exceptions.RayError
 
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import ControlledEngine
 
     _: type[ControlledEngine] = RayEngines
+    _handler: type[RequestHandler] = RayEngines

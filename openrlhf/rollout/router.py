@@ -1,4 +1,4 @@
-"""Which of several engines gets a request."""
+"""The router decides which of several engines gets a request, whether an agent or the driver itself asks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ HEAD = 64
 SLACK = 8
 """Requests that an engine may have more than the least busy one, and still be the choice for what it has seen."""
 REMEMBERED = 65536
-"""Beginnings of prompts, the latest."""
+"""How many beginnings of prompts are remembered, the latest."""
 
 
-class Balancer:
-    """The engine with the fewest requests; or one that has cached the beginning of this one, if it is not much busier.
+def beginning_of(token_ids: Sequence[int]) -> int:
+    """A number for the first tokens of a request; the same in every process, as Python's hashes of integers are."""
+    return hash(tuple(token_ids[:HEAD]))
+
+
+class Router:
+    """Chooses the engine with the fewest requests, or one that has cached the beginning if it is not much busier.
 
     So the samples of a prompt, and the turns of an episode, mostly stay together, and no engine waits for another.
     """
 
     def __init__(self, engines: int) -> None:
         self.running = [0] * engines
+        """Requests under way at each engine."""
         self.open = frozenset(range(engines))
-        """Engines that requests go to. While there are none any of all is chosen: its failure says more."""
+        """Engines that requests go to. While there are none, any engine is chosen: its failure says more."""
         self._seen: OrderedDict[int, int] = OrderedDict()
 
     def close_to(self, engine: int) -> None:
@@ -34,9 +40,9 @@ class Balancer:
         self.open |= {engine}
 
     @contextlib.contextmanager
-    def chosen(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """The engine of a request that is under way while open."""
-        engine = self._choose(hash(tuple(token_ids[:HEAD])))
+    def chosen(self, beginning: int) -> Iterator[int]:
+        """The engine of a request with this beginning (`beginning_of`), which is under way while open."""
+        engine = self._choose(beginning)
         self.running[engine] += 1
         try:
             yield engine
@@ -44,10 +50,11 @@ class Balancer:
             self.running[engine] -= 1
 
     def _choose(self, beginning: int) -> int:
-        least = min(sorted(self.open) or range(len(self.running)), key=self.running.__getitem__)
+        candidates = self.open or range(len(self.running))
+        fewest = min(map(self.running.__getitem__, candidates))
         known = self._seen.pop(beginning, None)
-        if known is None or known not in self.open or self.running[known] > self.running[least] + SLACK:
-            known = least
+        if known is None or known not in self.open or self.running[known] > fewest + SLACK:
+            known = min(engine for engine in candidates if self.running[engine] == fewest)
         self._seen[beginning] = known
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)

@@ -20,6 +20,7 @@ from openrlhf.learners.workers import Workers
 from openrlhf.observability.usage import Usage
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.base import ControlledEngine
+from openrlhf.rollout.requests import RequestHandler
 from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
@@ -39,6 +40,8 @@ class RunParts(NamedTuple):
     """Puts engine and optimizer states to sleep in turns, where they share a device."""
     usage: Callable[[], Mapping[str, Usage]]
     """The use of devices since the last call, by the name of their node."""
+    requests: RequestHandler | None = None
+    """Passes agents' requests on to engines in other processes; None: the engine is in this process."""
 
 
 class Launcher(Protocol):

@@ -119,6 +119,7 @@ class RayLauncher:
                 _kept(groups),
                 self._turns(engines, groups, loop),
                 NodeUsage(groups.values(), engines, loop),
+                requests=engines,
             )
 
     def _probe(self) -> Probe | None:

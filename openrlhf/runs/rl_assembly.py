@@ -28,7 +28,6 @@ from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.async_collector import AsyncCollector
-from openrlhf.rollout.base import Engine
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
@@ -118,7 +117,7 @@ def _train(
         rounds = min(rounds, config.train.total_steps or rounds)
         played = min(len(prompts), rounds * config.rollout.batch_size)
         bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played), loop=loop))
-        episodes = held.enter_context(_started(_episodes(config, bound.engine, tokenizer), loop, "episodes"))
+        episodes = held.enter_context(_started(_episodes(config, bound, tokenizer), loop, "episodes"))
         runner = EpisodeRunner(
             episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None
         )
@@ -281,11 +280,11 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptS
     )
 
 
-def _episodes(config: RLConfig, engine: Engine, tokenizer: Any) -> Episodes:
+def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any) -> Episodes:
     """The player of episodes: a user's agent in its hosts, or our own single turn in this process."""
     if not config.train.agent_func_path:
         return OwnEpisodes(
-            SingleTurnAgentExecutor(), engine=engine, tokenizer=tokenizer, max_length=config.data.max_len
+            SingleTurnAgentExecutor(), engine=bound.engine, tokenizer=tokenizer, max_length=config.data.max_len
         )
     settings = EpisodeSettings(
         agent_file=config.train.agent_func_path,
@@ -294,14 +293,15 @@ def _episodes(config: RLConfig, engine: Engine, tokenizer: Any) -> Episodes:
         trust_remote_code=config.actor.trust_remote_code,
         max_length=config.data.max_len,
         max_steps=config.max_steps,
-        max_model_len=engine.max_model_len,
+        max_model_len=bound.engine.max_model_len,
         chat_template=config.data.tokenizer_chat_template,
         template_arguments=tuple(config.data.template_arguments.items()),
     )
     at_once = config.generate_batch_size * config.samples_per_prompt
     return AgentEpisodes(
         settings,
-        engine=engine,
+        engine=bound.engine,
+        requests=bound.requests,
         hosts=hosts_for(at_once, wanted=config.rollout.agent_hosts),
         step_timeout=config.rollout.step_timeout,
     )

@@ -162,7 +162,7 @@ def test_an_answer_that_has_begun_cannot_go_on_elsewhere(engines):
 
     async def broken() -> None:
         async for _ in engines.stream([5, 6, 7], params):
-            (busy,) = [engine for engine, running in enumerate(engines._balancer.running) if running]
+            (busy,) = [engine for engine, running in enumerate(engines._router.running) if running]
             with contextlib.suppress(psutil.NoSuchProcess):
                 kill(core_of(engines, busy))
 

@@ -144,24 +144,24 @@ def kill(*pids: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
 @contextlib.contextmanager
 def strike(engines: RayEngines, blow: Callable[[], None], *, at: int) -> Iterator[None]:
     """While open the so-manieth request is followed by a blow, a few tokens later."""
-    whole, count = engines.generate, 0
+    whole, count = engines.answer, 0
 
-    async def generate(token_ids, sampling_params):
+    async def answer(request):
         nonlocal count
         count += 1
         if count != at:
-            return await whole(token_ids, sampling_params)
-        asked = asyncio.ensure_future(whole(token_ids, sampling_params))
+            return await whole(request)
+        asked = asyncio.ensure_future(whole(request))
         await asyncio.sleep(0.05)
-        assert sum(engines._balancer.running), "requests are under way"
+        assert sum(engines._router.running), "requests are under way"
         blow()
         return await asked
 
-    engines.generate = generate
+    engines.answer = answer
     try:
         yield
     finally:
-        del engines.generate
+        del engines.answer
     assert count >= at, "it was struck"
 
 

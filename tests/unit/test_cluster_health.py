@@ -6,7 +6,6 @@ import pytest
 from hand_clock import HandClock
 
 from openrlhf.cluster.health import HealthWatch, ReplacementBudget
-from openrlhf.rollout.router import Balancer
 
 
 @pytest.fixture
@@ -93,23 +92,3 @@ def test_the_time_of_who_was_not_at_work_begins_anew(clock):
     ward.look_after(20)
     assert ward.given_up == []
     assert len(ward.patients["a"].questions) == 2
-
-
-def test_a_lost_engine_gets_no_requests_until_it_is_back():
-    balancer = Balancer(2)
-    with balancer.chosen([1]) as known:
-        assert known == 0
-    balancer.close_to(0)
-    with balancer.chosen([1]) as first, balancer.chosen([1]) as second, balancer.chosen([2]) as third:
-        assert {first, second, third} == {1}
-    balancer.open_to(0)
-    with balancer.chosen([2]) as stays, balancer.chosen([3]) as least_busy:
-        assert (stays, least_busy) == (1, 0)
-
-
-def test_router_chooses_an_engine_also_when_all_are_lost():
-    balancer = Balancer(1)
-    balancer.close_to(0)
-    assert not balancer.open
-    with balancer.chosen([1]) as engine:
-        assert engine == 0
