@@ -377,8 +377,8 @@ def round_rows(options: argparse.Namespace) -> list[str]:
         epochs=1, batch_size=options.samples, batching=MicroBatching(), aggregation=Aggregation.TOKEN, seed=0
     )
     policy, critic = Ranks(options.ranks), Ranks(max(1, options.ranks // 2))
-    workers: Any = RayWorkers
-    placing = workers(policy, make_samples, steps, critic=critic)
+    fake: dict[str, Any] = {"policy": policy, "critic": critic}
+    placing = RayWorkers(make_samples=make_samples, steps=steps, **fake)
     payload = an_episode(options.length)
     placing.place(read_groups(payload, 2 * GROUP))  # the processes have started
     best: dict[str, tuple[Cost, float]] = {}

@@ -1,4 +1,4 @@
-"""The loop's workers on a cluster: the driver shares samples out, the ranks score and train them."""
+"""The loop's workers on a cluster: the driver makes a round's samples and shares them out, the ranks train them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cluster.placement import Role
-from openrlhf.cluster.transport import PackedSamples
+from openrlhf.cluster.transport import packed_parts
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.learners.advantages import SampleMaker
 from openrlhf.learners.steps import StepSettings, assign_to_ranks
@@ -31,7 +31,8 @@ class HeldBatch:
 class RayWorkers:
     """Groups of `cluster.services`: the policy's, and those of models that live elsewhere.
 
-    Samples and columns go from rank to rank; the driver sees neither.
+    The driver makes a round's samples from its groups, and Ray brings each to its ranks, once per round. What ranks
+    compute of them (log-probs, values, returns) goes from rank to rank as columns, which the driver does not see.
     """
 
     def __init__(
@@ -66,13 +67,19 @@ class RayWorkers:
 
         made = self._make_samples(groups)
         self._rounds += 1
-        keys, references = {}, {}
-        for ranks in {len(group) for group in self._groups}:
-            shares = assign_to_ranks(made.samples, self._steps, round_index=self._rounds, ranks=ranks)
-            keys[ranks] = [{sample.key for sample in share} for share in shares]
-            references[ranks] = [(ray.put(PackedSamples.of(share)),) for share in shares]
+        sizes = sorted({len(group) for group in self._groups})
+        shared = [assign_to_ranks(made.samples, self._steps, round_index=self._rounds, ranks=ranks) for ranks in sizes]
+        parts = {owners: ray.put(part) for owners, part in packed_parts(made.samples, shared).items()}
         for group in self._groups:
-            group.call("load_samples", shares=references[len(group)], deadline=DEADLINE)
+            size = sizes.index(len(group))
+            shares = [
+                tuple(part for owners, part in parts.items() if owners[size] == rank) for rank in range(len(group))
+            ]
+            group.call("load_samples", shares=shares, deadline=DEADLINE)
+        keys = {
+            ranks: [{sample.key for sample in share} for share in shares]
+            for ranks, shares in zip(sizes, shared, strict=True)
+        }
         return Placed(HeldBatch(self._rounds, keys), made.metrics)
 
     def score(self, batch: HeldBatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from openrlhf.checkpoint.manager import CheckpointedModel
 from openrlhf.checkpoint.training_state import random_state, restore_random_state
-from openrlhf.cluster.transport import Column, PackedSamples
+from openrlhf.cluster.transport import Column, PackedSamples, unpacked
 from openrlhf.learners.rank import CriticLearners, RankLearners
 from openrlhf.learners.scorer import Scorer
 from openrlhf.observability.metrics import Metrics
@@ -87,8 +87,8 @@ class RankService:
         self._judges = judges
         self._sleepers = sleepers
 
-    def load_samples(self, share: PackedSamples) -> None:
-        self._batch = TrainingBatch(samples=share.samples())
+    def load_samples(self, *parts: PackedSamples) -> None:
+        self._batch = TrainingBatch(samples=unpacked(parts))
 
     def export_column(self, name: str) -> Column:
         return Column.of(self._batch, name)

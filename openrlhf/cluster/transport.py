@@ -20,6 +20,8 @@ class _Header(NamedTuple):
     """The fields of a sample that are not token columns."""
 
     key: SampleKey
+    place: int
+    """Of the sample in its round."""
     tokens: int
     actions: int
     has_logprobs: bool
@@ -39,27 +41,30 @@ class PackedSamples:
     """None where samples are not compared."""
 
     @staticmethod
-    def of(samples: Sequence[TrainingSample]) -> PackedSamples:
+    def of(placed: Sequence[tuple[int, TrainingSample]]) -> PackedSamples:
+        """Of samples with their places in the round."""
+        samples = [sample for _, sample in placed]
         segments = [sample.segment for sample in samples]
         compared = [sample.compared_A for sample in samples if sample.compared_A is not None]
         return PackedSamples(
             headers=[
                 _Header(
                     key=sample.key,
+                    place=place,
                     tokens=len(sample),
                     actions=len(sample.rewards_A),
                     has_logprobs=sample.segment.rollout_logprobs is not None,
                     beside=(sample.segment.position_ids, sample.segment.multimodal),
                 )
-                for sample in samples
+                for place, sample in placed
             ],
             columns={name: _end_to_end([_column(segment, name) for segment in segments]) for name in TRAINED_COLUMNS},
             rewards_A=_end_to_end([sample.rewards_A for sample in samples]),
             compared_A=_end_to_end(compared) if compared else None,
         )
 
-    def samples(self) -> list[TrainingSample]:
-        """The samples again. The arrays are copied once, because Ray's arrays are read-only."""
+    def samples(self) -> list[tuple[int, TrainingSample]]:
+        """The samples with their places in the round, in memory of their own: Ray's must not be written to."""
         columns = {name: torch.from_numpy(column.copy()) for name, column in self.columns.items()}
         rewards_A = torch.from_numpy(self.rewards_A.copy())
         compared_A = None if self.compared_A is None else torch.from_numpy(self.compared_A.copy())
@@ -69,17 +74,37 @@ class PackedSamples:
             if not header.has_logprobs:
                 own["rollout_logprobs"] = None
             position_ids, multimodal = header.beside
-            result.append(
-                TrainingSample(
-                    key=header.key,
-                    segment=Segment(**own, position_ids=position_ids, multimodal=multimodal),
-                    rewards_A=rewards_A[action : action + header.actions],
-                    compared_A=None if compared_A is None else compared_A[action : action + header.actions],
-                )
+            sample = TrainingSample(
+                key=header.key,
+                segment=Segment(**own, position_ids=position_ids, multimodal=multimodal),
+                rewards_A=rewards_A[action : action + header.actions],
+                compared_A=None if compared_A is None else compared_A[action : action + header.actions],
             )
+            result.append((header.place, sample))
             token += header.tokens
             action += header.actions
         return result
+
+
+def packed_parts(
+    samples: Sequence[TrainingSample], groups: Sequence[Sequence[Sequence[TrainingSample]]]
+) -> dict[tuple[int, ...], PackedSamples]:
+    """A round's samples, each packed once for all groups of ranks; `groups`: the share of every rank of each group.
+
+    Groups of different sizes share samples out differently. A part is the samples that go to the same rank in every
+    group, and its key says to which: a rank's share is the parts with its number.
+    """
+    ranks = [{sample.key: rank for rank, share in enumerate(shares) for sample in share} for shares in groups]
+    parts: dict[tuple[int, ...], list[tuple[int, TrainingSample]]] = {}
+    for place, sample in enumerate(samples):
+        parts.setdefault(tuple(rank_of[sample.key] for rank_of in ranks), []).append((place, sample))
+    return {owners: PackedSamples.of(part) for owners, part in parts.items()}
+
+
+def unpacked(parts: Sequence[PackedSamples]) -> list[TrainingSample]:
+    """The samples of a rank's parts, in the order of the round."""
+    placed = [sample for part in parts for sample in part.samples()]
+    return [sample for _, sample in sorted(placed, key=lambda one: one[0])]
 
 
 def _column(segment: Segment, name: str) -> Tensor:

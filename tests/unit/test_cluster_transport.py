@@ -8,7 +8,7 @@ import torch
 from small_rl import make_groups
 
 from openrlhf.algorithms.advantages import get_estimator
-from openrlhf.cluster.transport import Column, PackedSamples
+from openrlhf.cluster.transport import Column, PackedSamples, packed_parts, unpacked
 from openrlhf.learners.advantages import AdvantageSettings, training_samples
 from openrlhf.types import TrainingBatch
 
@@ -18,7 +18,7 @@ def test_samples_survive_packing():
     samples = training_samples(make_groups(), AdvantageSettings(estimator=get_estimator("group_norm"))).samples
     bare = dataclasses.replace(samples[1].segment, rollout_logprobs=None, multimodal={"pixels": torch.ones(2, 2)})
     samples[1] = dataclasses.replace(samples[1], segment=bare)
-    arrived = pickle.loads(pickle.dumps(PackedSamples.of(samples))).samples()
+    arrived = unpacked([pickle.loads(pickle.dumps(PackedSamples.of(list(enumerate(samples)))))])
     assert len(arrived) == len(samples) == 6
     for there, here in zip(arrived, samples, strict=True):
         assert there.key == here.key
@@ -47,5 +47,19 @@ def test_a_column_finds_its_samples_however_they_are_shared_out(ranks):
     assert Column.for_batch(TrainingBatch(samples=[]), []).shape == (0,)
 
 
+@pytest.mark.parametrize("sizes", [(2,), (2, 3), (6, 1)])
+def test_groups_of_other_sizes_share_what_was_packed_once(sizes):
+    """Each sample is in one part, and every rank of each group gets its share, in the order of the round."""
+    samples = training_samples(make_groups(), AdvantageSettings(estimator=get_estimator("rloo"))).samples
+    groups = [[samples[rank::size] for rank in range(size)] for size in sizes]
+    parts = packed_parts(samples, groups)
+    assert sum(len(part.headers) for part in parts.values()) == len(samples)
+    for group, shares in enumerate(groups):
+        for rank, share in enumerate(shares):
+            own = unpacked([part for owners, part in reversed(parts.items()) if owners[group] == rank])
+            assert [sample.key for sample in own] == [sample.key for sample in share]
+
+
 def test_a_rank_may_get_nothing():
-    assert PackedSamples.of([]).samples() == []
+    assert unpacked([]) == []
+    assert packed_parts([], [[[], []]]) == {}
