@@ -19,9 +19,8 @@ from openrlhf.checking.display import MOST_CHARACTERS, PIPE_WIDTH, shown
 from openrlhf.config.commands import RLConfig, RMConfig, TrainerConfig
 from openrlhf.config.fields import ConfigError, NotBuiltError
 from openrlhf.config.parser import parse
-from openrlhf.data.errors import DataError
 from openrlhf.data.examples import Example, TokenisedSet
-from openrlhf.data.json_files import Record
+from openrlhf.data.files import DataError, Record
 from openrlhf.data.preferences import Judged, Pair
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.recognising import ANSWERS, is_chat

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from openrlhf.agents.episodes import AgentFileError, EpisodeError
 from openrlhf.checking.agent_check import agent_warnings, check_agent
 from openrlhf.checking.display import Display, agent_summary, reward_summary
-from openrlhf.checking.kinds import Kind
-from openrlhf.checking.options import CheckOptions, captured_stderr, replay
+from openrlhf.checking.options import CheckOptions, Kind, captured_stderr, replay
 from openrlhf.checking.reward_check import check_reward, reward_warnings
 from openrlhf.checking.workbench import Workbench, workbench
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.rewards.base import RewardError
 

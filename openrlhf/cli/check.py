@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.agents.user_calls import UserFileError
-from openrlhf.checking.kinds import kinds_of
-from openrlhf.checking.options import CheckOptions, captured_stderr, replay
+from openrlhf.checking.options import CheckOptions, captured_stderr, kinds_of, replay
 from openrlhf.utils import interrupts
 
 

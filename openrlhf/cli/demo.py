@@ -71,8 +71,7 @@ def run(config: Any, task: Task, run_dir: Path, seed: int, command: Sequence[str
 
 def prepare(task: Task, inputs: Path, *, seed: int) -> None:
     """Write data and a warmed-up model to `inputs`: what a user would bring."""
-    from openrlhf.demo.model import write_model
-    from openrlhf.demo.warmup import warm_up
+    from openrlhf.demo.model import warm_up, write_model
     from openrlhf.models.loading import silence_progress_bars
 
     silence_progress_bars()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 
 HUGE = 1_000_000
 """Characters of a text of which only the part that may be kept is tokenised."""

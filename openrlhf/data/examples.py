@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.data.boundaries import Encoder, MarkedText
-from openrlhf.data.errors import DataError
-from openrlhf.data.json_files import Record
+from openrlhf.data.files import DataError, Record
 from openrlhf.data.reading import Format, Reading, SkipReason, Unusable, chat_text, plain_text
 from openrlhf.data.sources import Records, warn_left_out
 from openrlhf.data.templates import read_messages, read_text, read_value, render_chat, says_something

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.data.boundaries import MarkedText
-from openrlhf.data.errors import DataError
 from openrlhf.data.examples import Example, TokenisedSet
-from openrlhf.data.json_files import Record
+from openrlhf.data.files import DataError, Record
 from openrlhf.data.reading import (
     Reading,
     SkipReason,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from openrlhf.data.boundaries import HUGE, longest_token
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.data.sources import Record, Records, named, warn_left_out
 from openrlhf.data.templates import known_keys, render_prompt, usable_template
 from openrlhf.types import Prompt

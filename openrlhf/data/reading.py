@@ -1,15 +1,25 @@
-"""From a record to the texts that are learnt from it, or the reason why none are."""
+"""The texts that are learnt from a record, or the reason why none are; and where answers stand in a rendered chat.
+
+A chat template is a program: it may rewrite the history, for instance leave out the thinking of earlier turns. So a
+message is looked for in the text of the whole conversation, in this order, and a place that cannot be found for sure is
+an error, never a guess:
+
+1. The template says it, with `{% generation %}` blocks.
+2. The conversation up to the message, and up to its end, both render to beginnings of the whole text.
+3. The message is replaced by a mark: the whole text has to begin and end as the one with the mark does.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from openrlhf.data.boundaries import MarkedText
-from openrlhf.data.json_files import Record
-from openrlhf.data.templates import fill_template, render_chat, says_something
-from openrlhf.data.turns import is_answer, mark_turns
+from openrlhf.data.boundaries import MarkedText, Span
+from openrlhf.data.files import DataError, Record
+from openrlhf.data.templates import fill_template, render_chat, says_something, template_arguments
 
 
 class SkipReason(StrEnum):
@@ -86,3 +96,120 @@ def whole_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> MarkedT
     if not any(says_something(message) for message in messages):
         raise Unusable(SkipReason.EMPTY_RESPONSE)
     return whole_text(render_chat(messages, tokenizer))
+
+
+Messages = Sequence[Mapping[str, Any]]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "\ue000"
+"""A private-use character: no conversation has it."""
+
+
+def mark_turns(messages: Messages, tokenizer: Any, *, first: int = 0) -> MarkedText:
+    """The rendered conversation, with the assistant's messages from number `first` on as what is learnt.
+
+    A turn is what follows the generation prompt: with the template's end of turn, without newlines after that. An
+    assistant's message that says nothing is not learnt. Raises DataError.
+    """
+    text = render_chat(messages, tokenizer)
+    turns = [i for i in range(first, len(messages)) if is_answer(messages[i])]
+    if _GENERATION.search(_template(tokenizer)):
+        spans = _generation_blocks(messages, tokenizer)
+        before = _generation_blocks(messages[:first], tokenizer) if first else []
+        spans = spans[len(before) :]
+    else:
+        spans = [_span(text, messages, i, tokenizer) for i in turns]
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        raise _cannot_tell("each message")
+    said = "".join(text[start:end] for start, end in spans)
+    return MarkedText.of(text, spans, altered=any(_words(messages[i]) not in said for i in turns))
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """Whether there is something to learn from it."""
+    return message["role"] == "assistant" and says_something(message)
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _template(tokenizer: Any) -> str:
+    return tokenizer.get_chat_template()
+
+
+def _generation_blocks(messages: Messages, tokenizer: Any) -> list[Span]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: Any = render_jinja_template(
+        [[dict(message) for message in messages]],
+        chat_template=_template(tokenizer),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+        **template_arguments(tokenizer),
+    )
+    _, spans = rendered  # its annotation says that these are texts
+    return [(start, end) for start, end in spans[0]]
+
+
+def _span(text: str, messages: Messages, index: int, tokenizer: Any) -> Span:
+    before = _render(messages[:index], tokenizer, add_generation_prompt=True) if index else None
+    after = _render(messages[: index + 1], tokenizer)
+    appended = before is not None and text.startswith(before)
+    if appended and after is not None and text.startswith(after):
+        return len(before or ""), max(len(before or ""), len(after.rstrip("\n")))
+
+    marked = [*messages]
+    marked[index] = {**messages[index], "content": _MARK}
+    whole, part = _render(marked, tokenizer), _render(marked[: index + 1], tokenizer)
+    what = f"message {index + 1} of the conversation"
+    if whole is None or part is None or not whole.count(_MARK) == part.count(_MARK) == 1:
+        raise _cannot_tell(what)
+    head, _, rest = whole.partition(_MARK)
+    ending = _turn_end(part.partition(_MARK)[2], rest, tokenizer)
+    if ending is None:
+        raise _cannot_tell(what)
+    # Without the generation prompt as a guide, the message begins where its words do.
+    start = before if appended else head
+    tail = rest[len(ending) :]
+    end = len(text) - len(tail)
+    if start is None or not text.startswith(start) or not text.endswith(tail) or end < len(start):
+        raise _cannot_tell(what)
+    return len(start), end
+
+
+def _turn_end(ending: str, rest: str, tokenizer: Any) -> str | None:
+    """How a turn ends in the middle of a conversation.
+
+    `ending` is how it ends the conversation, `rest` what follows it in the middle. The template may end the whole
+    with more than it ends a turn with: `<|end|>\\n<|endoftext|>`, but `<|end|>\\n<|user|>`. Then the turn ends with the
+    last special token that both have. None when letters in common may as well be the next turn's beginning.
+    """
+    if rest.startswith(ending):
+        return ending.rstrip("\n")
+    shared = next((i for i, (a, b) in enumerate(zip(ending, rest, strict=False)) if a != b), len(rest))
+    kept = 0
+    names = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True)
+    for special in re.finditer("|".join(map(re.escape, names)), ending) if names else ():
+        if special.end() <= shared:
+            kept = special.end()
+        else:
+            shared = min(shared, special.start())
+    return ending[:kept] if not ending[kept:shared].strip() else None
+
+
+def _render(messages: Messages, tokenizer: Any, *, add_generation_prompt: bool = False) -> str | None:
+    """None where the template refuses: half a conversation need not be one."""
+    try:
+        return render_chat(messages, tokenizer, add_generation_prompt=add_generation_prompt)
+    except DataError:
+        return None
+
+
+def _cannot_tell(what: str) -> DataError:
+    return DataError(
+        f"the chat template rewrites the conversation, and where {what} stands in the result cannot be told for sure: "
+        "put {% generation %} … {% endgeneration %} around what the assistant says, in a template of your own "
+        "(--data.tokenizer_chat_template)"
+    )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.data.packing import balance, best_fit, by_count
 from openrlhf.utils.randomness import shuffled
 

@@ -16,9 +16,16 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from openrlhf.data.errors import DataError
-from openrlhf.data.json_files import Record, read_json
-from openrlhf.data.tables import HubUnreachableError, UnknownSplitError, read_folder, read_hub, read_table
+from openrlhf.data.files import (
+    DataError,
+    HubUnreachableError,
+    Record,
+    UnknownSplitError,
+    read_folder,
+    read_hub,
+    read_json,
+    read_table,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf.data.errors import DataError
-from openrlhf.data.json_files import Record
+from openrlhf.data.files import DataError, Record
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from openrlhf.data.boundaries import Encoder, Tokens, without_common_beginning
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.data.reading import Format, Reading, SkipReason, Unusable
 from openrlhf.data.sources import Record, Records
 from openrlhf.data.templates import template_arguments

@@ -25,7 +25,7 @@ from openrlhf.observability.report import (
     setting_text,
     status_chip,
 )
-from openrlhf.observability.run_data import NAMES_OF_RUNS, RunData, read_run
+from openrlhf.observability.run_directory import NAMES_OF_RUNS, RunData, read_run
 
 MOST_RUNS = len(RUN_COLOURS)
 """The most runs on one page: more curves cannot be told apart."""

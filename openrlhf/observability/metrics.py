@@ -1,7 +1,7 @@
 """Metrics that carry their own reduction, so that a mean stays a mean however the work was cut.
 
-A micro-batch of 10 tokens and one of 90 must not count alike. So nobody hands over an average: they hand over
-(total, count), and the division happens once, after everything is merged:
+A micro-batch of 10 tokens and one of 90 must not count alike. So no part hands over an average: each hands
+over (total, count), and the division happens once, after everything is merged:
 
     >>> a, b = Metrics(), Metrics()
     >>> a.mean("kl", 1.0, 10)
@@ -12,14 +12,19 @@ A micro-batch of 10 tokens and one of 90 must not count alike. So nobody hands o
 
 Merging is associative, and for all but `Last` the order does not matter either (up to rounding of sums).
 Everything is plain Python, so `Metrics` pickles between ranks.
+The clocks of a step's phases are here too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
+
+from openrlhf.utils import waits
 
 
 class Reduction(Protocol):
@@ -203,3 +208,92 @@ class Metrics:
 
 if TYPE_CHECKING:
     _: list[type[Reduction]] = [Mean, Sum, Max, Min, Last, Std]
+
+
+class BusyClock:
+    """Seconds in which anything was under way. One thread says what begins and ends; any may look."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._count = 0
+        self._until_then: tuple[float, float | None] = (0.0, None)
+        """Seconds in all before the present stretch, and when that began."""
+
+    def begin(self) -> None:
+        if self._count == 0:
+            self._until_then = (self._until_then[0], self._now())
+        self._count += 1
+
+    def end(self) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._until_then = (self.seconds, None)
+
+    @property
+    def seconds(self) -> float:
+        before, since = self._until_then
+        return before if since is None else before + self._now() - since
+
+
+class PhaseClock:
+    """Seconds per named phase since the last `take()`.
+
+    A phase does not count the time of phases inside it, so phases never add up to more than `timing/step_total`:
+
+        >>> clock = PhaseClock(on_phase=progress.phase)
+        >>> with clock.phase("generation"): ...
+        >>> with clock.phase("ppo_train"): ...
+        >>> clock.take()
+        {'timing/generation': 2.1, 'timing/ppo_train': 0.9, 'timing/step_total': 3.0}
+
+    For one thread: the one that runs the loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`on_phase` hears the name of every phase that begins or is returned to; "" when none is left."""
+        self._on_phase = on_phase or (lambda name: None)
+        self._now = now
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._step_start = self._mark = now()
+
+    @property
+    def current(self) -> str:
+        """The innermost phase, "" outside all of them."""
+        return self._open[-1] if self._open else ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `name`, also when it raises."""
+        self._charge()
+        waits.mark_progress()
+        self._open.append(name)
+        self._seconds.setdefault(name, 0.0)
+        self._on_phase(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+            self._on_phase(self.current)
+
+    def take(self) -> dict[str, float]:
+        """`timing/<phase>` for every phase met and `timing/step_total`; the clock starts over."""
+        self._charge()
+        timings = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
+        timings["timing/step_total"] = self._mark - self._step_start
+        self._seconds = dict.fromkeys(self._open, 0.0)
+        self._step_start = self._mark
+        return timings
+
+    def _charge(self) -> None:
+        """Give the time since the last mark to the innermost phase."""
+        now = self._now()
+        if self._open:
+            self._seconds[self.current] = self._seconds.get(self.current, 0.0) + now - self._mark
+        self._mark = now

@@ -20,7 +20,7 @@ from openrlhf.observability.loggers import score_names
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from openrlhf.observability.notes import NoteLog
+    from openrlhf.observability.run_directory import NoteLog
 
 REWARD = ("reward", "rollout/reward_mean", "score")
 LENGTH = ("response_length", "rollout/response_length_mean")

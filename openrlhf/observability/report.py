@@ -21,8 +21,7 @@ from openrlhf.observability.charts import COLOURS, REST, Curve, line_chart, shor
 from openrlhf.observability.loggers import Kind, is_time, score_names
 from openrlhf.observability.progress import clock_text
 from openrlhf.observability.rollout_samples import RolloutFile, mean_rewards, render_rollouts
-from openrlhf.observability.run_data import RunData, read_run
-from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.run_directory import RunData, RunDirectory, read_run
 
 logger = logging.getLogger(__name__)
 

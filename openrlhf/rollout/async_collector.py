@@ -33,8 +33,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
-from openrlhf.observability.metrics import Metrics
-from openrlhf.observability.timing import BusyClock
+from openrlhf.observability.metrics import BusyClock, Metrics
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.collector import PromptsExhausted, Round, group_from, group_state, params_of, prompts_in_play
 from openrlhf.rollout.filtering import ScoreFilter, Verdicts

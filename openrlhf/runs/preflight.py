@@ -19,7 +19,7 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
-from openrlhf.data.tables import hub_reachable, offline
+from openrlhf.data.files import hub_reachable, offline
 from openrlhf.data.templates import set_chat_template
 from openrlhf.models.loading import ModelLoadError, load_tokenizer
 from openrlhf.observability.run_directory import RunDirectory

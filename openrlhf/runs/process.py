@@ -35,10 +35,9 @@ from openrlhf.observability.loggers import (
     read_metrics,
     remote_loggers,
 )
-from openrlhf.observability.notes import NoteLog
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.report import LiveReport
-from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.run_directory import NoteLog, RunDirectory
 from openrlhf.observability.signs import NoWarnings, RunWarnings, Warnings
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rewards.base import RewardError, RewardGoneError

@@ -10,11 +10,10 @@ from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
 from openrlhf.learners.workers import Workers
 from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import Logger
-from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.metrics import Metrics, PhaseClock
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.signs import NoWarnings, Warnings
-from openrlhf.observability.timing import PhaseClock
 from openrlhf.rollout.collector import PromptsExhausted, rollout_metrics
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.trainers.evaluation import BestMetric

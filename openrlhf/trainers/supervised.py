@@ -23,10 +23,9 @@ from openrlhf.learners.accumulation import (
     accumulate,
 )
 from openrlhf.observability.loggers import Logger
-from openrlhf.observability.metrics import Metrics
+from openrlhf.observability.metrics import Metrics, PhaseClock
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.signs import NoWarnings, Warnings
-from openrlhf.observability.timing import PhaseClock
 from openrlhf.utils import waits
 from openrlhf.utils.interrupts import Stopped, StopRequest
 

@@ -10,7 +10,7 @@ import pytest
 from faulty_runs import PROMPTS, ROUNDS, Inputs, assert_every_prompt_once
 from reward_server import free_port
 
-from openrlhf.rewards import servers
+from openrlhf.rewards import http as servers
 from openrlhf.runs.rl_assembly import train
 
 pytestmark = pytest.mark.slow

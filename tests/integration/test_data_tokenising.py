@@ -11,8 +11,8 @@ from jsonl_records import written
 from small_tokenizers import tokenizer
 
 from openrlhf.data import tokenising
-from openrlhf.data.errors import DataError
 from openrlhf.data.examples import ExampleFormat, ExampleSet
+from openrlhf.data.files import DataError
 from openrlhf.data.tokenising import cached
 
 RECORDS = [{"input": f"Q{i}", "a": " a" * (i % 7)} for i in range(1200)]

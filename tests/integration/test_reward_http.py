@@ -11,7 +11,8 @@ from aiohttp import web
 from patience import patience
 from reward_server import RewardServer, free_port, lengths
 
-from openrlhf.rewards import http, servers
+from openrlhf.rewards import http
+from openrlhf.rewards import http as servers
 from openrlhf.rewards.base import RewardError, RewardRequest
 from openrlhf.rewards.http import HttpReward
 

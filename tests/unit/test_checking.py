@@ -14,9 +14,9 @@ from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.user_calls import UserFileError
 from openrlhf.checking.agent_check import PlayedEpisode, agent_warnings
 from openrlhf.checking.display import Display, reward_summary, shown, told_apart
-from openrlhf.checking.kinds import Kind, kinds_of
+from openrlhf.checking.options import Kind, kinds_of
 from openrlhf.checking.reward_check import Answer, JudgedPrompt, reward_warnings, written_answers
-from openrlhf.checking.tiny_model import END, builtin_prompts, make_model, make_tokenizer
+from openrlhf.checking.workbench import END, builtin_prompts, make_model, make_tokenizer
 from openrlhf.observability.turns import Span, spans
 from openrlhf.rewards.base import Reward
 from openrlhf.types import FinishReason, Generation, Prompt

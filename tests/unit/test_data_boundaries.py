@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_tokenizers import KINDS, tokenizer
 
 from openrlhf.data.boundaries import Encoder, MarkedText, tokens_in
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 
 TEXTS = st.text(st.sampled_from("ab c=A:.\n é日</s>the"), min_size=1, max_size=20)
 

@@ -7,8 +7,8 @@ import torch
 from jsonl_records import written
 from small_tokenizers import tokenizer
 
-from openrlhf.data.errors import DataError
 from openrlhf.data.examples import Example, ExampleFormat, ExampleSet
+from openrlhf.data.files import DataError
 from openrlhf.types import PackedTokens
 
 CHATML = (

@@ -7,7 +7,7 @@ from jsonl_records import written
 from small_tokenizers import KINDS, tokenizer
 
 from openrlhf.data.boundaries import Encoder, MarkedText, without_common_beginning
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
 
 CHATML = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.data.packing import balance, best_fit
 from openrlhf.data.schedule import Schedule, divide
 

@@ -130,7 +130,7 @@ class TestJson:
         assert load_records("a.jsonl")[0] == {"input": "\N{GRINNING FACE} 한국어"}
 
     def test_a_very_long_line_is_named(self, in_tmp, caplog, monkeypatch):
-        monkeypatch.setattr("openrlhf.data.json_files.LONG_LINE", 3_000_000)
+        monkeypatch.setattr("openrlhf.data.files.LONG_LINE", 3_000_000)
         write_jsonl(in_tmp / "a.jsonl", [{"input": "x"}, {"input": "y" * 4_000_000}])
         assert len(load_records("a.jsonl")) == 2
         assert caplog.messages == ["a.jsonl, line 2 is one record of 4 MB: is a line break missing?"]
@@ -293,7 +293,7 @@ class TestPatternsAndAddresses:
             return datasets.Dataset.from_list([{"input": split}])
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-        monkeypatch.setattr("openrlhf.data.tables.hub_reachable", lambda: True)
+        monkeypatch.setattr("openrlhf.data.files.hub_reachable", lambda: True)
         assert list(load_records(url, split="dev")) == [{"input": "dev"}]
         assert calls == [asked]
 

@@ -5,9 +5,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
+from openrlhf.data.reading import mark_turns
 from openrlhf.data.templates import render_prompt, set_chat_template
-from openrlhf.data.turns import mark_turns
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}>{{ m.content }}{% endfor %}"

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.observability.metrics import Last, Max, Mean, Metrics, Min, Std, Sum
-from openrlhf.observability.timing import BusyClock, PhaseClock
+from openrlhf.observability.metrics import BusyClock, Last, Max, Mean, Metrics, Min, PhaseClock, Std, Sum
 
 numbers = st.floats(-1e6, 1e6)
 

@@ -19,10 +19,9 @@ from openrlhf.observability.charts import Axis, Curve, Point, bounds, short_numb
 from openrlhf.observability.comparison import write_comparison
 from openrlhf.observability.jsonl import JsonLinesWriter
 from openrlhf.observability.loggers import JsonlLogger
-from openrlhf.observability.notes import NoteLog, read_notes
 from openrlhf.observability.report import LiveReport, write_report
 from openrlhf.observability.rollout_log import spread
-from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.run_directory import NoteLog, RunDirectory, read_notes
 
 CONFIG = {"actor": {"model_name_or_path": "/models/Qwen/Qwen3-0.6B"}, "algo": {"advantage": {"estimator": "rloo"}}}
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from openrlhf.config import parse
-from openrlhf.data.errors import DataError
+from openrlhf.data.files import DataError
 from openrlhf.observability.jsonl import JsonLinesWriter, read_json_lines
 from openrlhf.observability.loggers import CompositeLogger, JsonlLogger, NullLogger, read_metrics, without_times
 from openrlhf.observability.rollout_log import RolloutLog

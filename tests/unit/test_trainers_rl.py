@@ -13,8 +13,7 @@ from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.learners.advantages import AdvantageSettings, training_samples
 from openrlhf.observability.loggers import NullLogger
-from openrlhf.observability.metrics import Metrics
-from openrlhf.observability.timing import PhaseClock
+from openrlhf.observability.metrics import Metrics, PhaseClock
 from openrlhf.rewards.base import Reward, RewardError
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rollout.collector import PromptsExhausted, SyncCollector, rollout_metrics

@@ -10,8 +10,7 @@ from small_supervised import CPU, Samples, make_backend, make_policy, make_train
 from thread_ranks import together
 
 from openrlhf.backends.state import LeftOut, NotFiniteError
-from openrlhf.observability.metrics import Metrics
-from openrlhf.observability.timing import PhaseClock
+from openrlhf.observability.metrics import Metrics, PhaseClock
 from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
 from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.sft import SFTObjective

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import tokenizer
 
-from openrlhf.data.errors import DataError
-from openrlhf.data.turns import mark_turns
+from openrlhf.data.files import DataError
+from openrlhf.data.reading import mark_turns
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

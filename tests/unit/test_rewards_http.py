@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from hand_clock import HandClock
 
-from openrlhf.rewards.servers import DOWN_AFTER, FIRST_REST, NoServerError, ServerPool
+from openrlhf.rewards.http import DOWN_AFTER, FIRST_REST, NoServerError, ServerPool
 
 
 @pytest.fixture
