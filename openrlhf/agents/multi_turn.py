@@ -169,3 +169,9 @@ def _turn_params(params: SamplingParams, *, room: int, turn: int) -> SamplingPar
         seed=None if params.seed is None else derive_seed(params.seed, "turn", turn),
         detokenize=bool(params.stop),  # `play` decodes
     )
+
+
+if TYPE_CHECKING:
+    from openrlhf.agents.base import Player
+
+    _: type[Player] = MultiTurnAgentExecutor

@@ -65,3 +65,9 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         """The same as a dict, for users' executors that add to it."""
         episode = await self.play(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)
         return describe_episode(episode, prompt=prompt, label=label)
+
+
+if TYPE_CHECKING:
+    from openrlhf.agents.base import Player
+
+    _: type[Player] = SingleTurnAgentExecutor

@@ -268,3 +268,9 @@ class LegacyTurns(AgentExecutorBase):
 def with_legacy_turns(cls: type) -> type:
     """`cls` with `LegacyTurns` between it and `AgentExecutorBase`: an own `execute` stays, `super()` finds ours."""
     return type(cls.__name__, (cls, LegacyTurns), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+if TYPE_CHECKING:
+    from openrlhf.agents.base import Player
+
+    _: type[Player] = UserAgent

@@ -30,7 +30,7 @@ SLEEP_DEADLINE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class GroupSleep:
-    """The optimizer states of a group. Implements `trainers.hybrid.SleepingBackend`."""
+    """The optimizer states of a group."""
 
     group: WorkerGroup
 
@@ -141,5 +141,6 @@ class RemoteCheckpointedModel:
 
 if TYPE_CHECKING:
     from openrlhf.checkpoint.manager import CheckpointedModel
+    from openrlhf.trainers.hybrid import SleepingBackend
 
-    _: type[CheckpointedModel] = RemoteCheckpointedModel
+    _: tuple[type[CheckpointedModel], type[SleepingBackend]] = (RemoteCheckpointedModel, GroupSleep)

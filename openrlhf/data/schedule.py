@@ -11,7 +11,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -189,3 +189,9 @@ def _fill(bins: MicroBatches, lengths: Sequence[int], *, count: int, budget: int
         bins.remove(fullest)
         bins += halves
     return bins
+
+
+if TYPE_CHECKING:
+    from openrlhf.trainers.supervised import Batch, StepSchedule
+
+    _: tuple[type[StepSchedule], type[Batch]] = (Schedule, ScheduledStep)

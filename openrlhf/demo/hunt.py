@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
+from typing import TYPE_CHECKING
 
 from openrlhf.demo.task import Task, WorkedTurn
 
@@ -71,3 +72,9 @@ def make_task(*, seed: int, train: int = 8000, held_out: int = 500) -> Task:
             "actor.adam.lr": 1e-4,
         },
     )
+
+
+if TYPE_CHECKING:
+    from openrlhf.demo.task import Problem
+
+    _: type[Problem] = Hunt

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openrlhf.demo.task import Task, WorkedTurn
 
@@ -67,3 +68,9 @@ def _shuffled(answers: Sequence[str], *, count: int, rng: random.Random) -> tupl
     while len(problems) < count:
         problems[Sorting("".join(rng.sample(rng.choice(answers), DIGITS)))] = None
     return tuple(problems)
+
+
+if TYPE_CHECKING:
+    from openrlhf.demo.task import Problem
+
+    _: type[Problem] = Sorting

@@ -328,3 +328,7 @@ def _evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
     if failed := metrics.get("eval_failed"):
         shown.append(f"failed {failed:.0f}")
     return "  ".join([f"eval at step {step}", *dict.fromkeys(shown)])
+
+
+if TYPE_CHECKING:
+    _: list[type[_Screen]] = [_PlainScreen, _LiveScreen]

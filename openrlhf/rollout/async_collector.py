@@ -30,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import BusyClock, Metrics
@@ -269,3 +269,9 @@ class AsyncCollector:
         metrics.last("rollout/buffered", len(self._finished))
         metrics.last("rollout/in_play", len(self._tasks))
         return metrics
+
+
+if TYPE_CHECKING:
+    from openrlhf.trainers.pipelines import Collector
+
+    _: type[Collector] = AsyncCollector

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from statistics import pstdev, stdev
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
@@ -225,3 +225,9 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
     metrics.last("rollout/num_samples", count)
     metrics.sum("rollout/failed", sum(t.failed for group in groups for t in group.trajectories))
     return metrics
+
+
+if TYPE_CHECKING:
+    from openrlhf.trainers.pipelines import Collector
+
+    _: type[Collector] = SyncCollector

@@ -200,7 +200,7 @@ def build_pipeline(
     if not config.train.async_enable:
         return CarryOver(parts, lasting(ahead=False), bound.turns, evaluation)
     ahead = functools.partial(lasting, queue_size=config.train.async_queue_size)
-    beside = evaluation and BackgroundEvaluation(evaluation, loop)
+    beside = None if evaluation is None else BackgroundEvaluation(evaluation, loop)
     if config.train.partial_rollout_enable:
         return AsyncPartial(parts, ahead(), beside)
     return Async(parts, lambda behind: ahead(behind=behind), beside)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.algorithms.reduction import pass_at_k
 from openrlhf.config.fields import ConfigError
@@ -190,3 +190,7 @@ class BestMetric:
             )
             return
         self.key, self.value, self.step = state["key"], state["value"], state["step"]
+
+
+if TYPE_CHECKING:
+    _: list[type[Evaluation]] = [PromptEvaluation, BackgroundEvaluation]
