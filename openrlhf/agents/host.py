@@ -21,7 +21,7 @@ the same words, is not asked again. So it comes quickly to where it was, if user
 
 Threads of one host, none of which ever waits for another's lock:
 
-    supervisor  owns all state; consumes events (submit, cancel, reply, answer, exit, close) and deadlines
+    supervisor  owns all state; runs what the others post (the `_on_…` methods), and minds deadlines
     reader      replies of a process → events
     writer      requests → a process, whose pipe may be full while a call holds its interpreter lock
     waiter      a process's end → an event, after its last reply has been read
@@ -50,6 +50,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from concurrent.futures import Future, InvalidStateError
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from openrlhf.agents.host_messages import (
@@ -345,47 +346,6 @@ class _Process:
         self.outbox.put(pickle.dumps(message))
 
 
-@dataclass(slots=True)
-class _Submit:
-    call: _Pending
-
-
-@dataclass(slots=True)
-class _Cancel:
-    call: _Pending
-
-
-@dataclass(slots=True)
-class _Start:
-    answer: Future[None]
-
-
-@dataclass(slots=True)
-class _Reply:
-    process: _Process
-    message: Any
-
-
-@dataclass(slots=True)
-class _Answer:
-    call: _Pending
-    question: _Question
-    message: Part | Answered | Refused
-
-
-@dataclass(slots=True)
-class _Exit:
-    process: _Process
-
-
-@dataclass(slots=True)
-class _Close:
-    grace: float
-
-
-_Event = _Submit | _Cancel | _Start | _Reply | _Answer | _Exit | _Close
-
-
 class HostProcess:
     """A service in a process of its own.
 
@@ -424,7 +384,8 @@ class HostProcess:
         self._max_crashes = max_crashes
         self._answers = Answers(answer, answer_stream)
         self._ids = itertools.count()
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What the supervisor is to do."""
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
         self._closed = False
@@ -432,7 +393,9 @@ class HostProcess:
         self._processes: list[_Process] = []
         self._main: _Process | None = None
         """The process that gets new calls."""
-        self._starters: list[_Start] = []
+        self._grace: float | None = None
+        """How long processes have to end by themselves, once the host is closed."""
+        self._starters: list[Future[None]] = []
         self._waiting: deque[_Pending] = deque()
         self._alone: deque[_Pending] = deque()
         """Calls that are tried again alone."""
@@ -445,7 +408,7 @@ class HostProcess:
     async def start(self) -> None:
         """Make the service. Raises HostStartError."""
         answer: Future[None] = Future()
-        self._post(_Start(answer))
+        self._post(partial(self._on_start, answer))
         await asyncio.wrap_future(answer)
 
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
@@ -460,12 +423,12 @@ class HostProcess:
         call_id = next(self._ids)
         payload = pickle.dumps(Call(call_id, method, pickle.dumps(args)))
         call = _Pending(call_id, payload, timeout, Future(), asyncio.get_running_loop(), copy_context())
-        self._post(_Submit(call))
+        self._post(partial(self._on_submit, call))
         try:
             return await asyncio.wrap_future(call.answer)
         except asyncio.CancelledError:
             with contextlib.suppress(HostClosedError):
-                self._post(_Cancel(call))
+                self._post(partial(self._on_cancel, call))
             raise
 
     async def close(self, *, grace: float = 1.5) -> None:
@@ -474,7 +437,7 @@ class HostProcess:
             self._closed = True
             thread = self._thread
         if thread is not None and thread.is_alive():
-            self._events.put(_Close(grace))
+            self._events.put(partial(self._on_close, grace))
             await asyncio.to_thread(thread.join)
 
     def kill(self) -> None:
@@ -503,7 +466,7 @@ class HostProcess:
         process = self._main
         return None if process is None else process.popen.pid
 
-    def _post(self, event: _Event) -> None:
+    def _post(self, event: Callable[[], None]) -> None:
         with self._thread_lock:
             if self._closed:
                 raise HostClosedError(f"{self._name} is closed")
@@ -523,32 +486,23 @@ class HostProcess:
             self._shut_down(grace=0.0)
 
     def _handle_events(self) -> None:
-        while True:
-            event: _Event | None
-            try:
-                event = self._events.get(timeout=self._seconds_to_deadline())
-            except queue.Empty:
-                event = None
-            match event:
-                case _Submit(call):
-                    call.answer.add_done_callback(call.give_up_questions)
-                    self._waiting.append(call)
-                case _Cancel(call):
-                    self._on_cancel(call)
-                case _Answer(call, question, message):
-                    self._on_answer(call, question, message)
-                case _Start():
-                    self._starters.append(event)
-                case _Reply(process, message) if process in self._processes:
-                    self._on_reply(process, message)
-                case _Exit(process) if process in self._processes:
-                    self._on_exit(process)
-                case _Close(grace):
-                    self._shut_down(grace)
-                    return
+        while self._grace is None:
+            with contextlib.suppress(queue.Empty):
+                self._events.get(timeout=self._seconds_to_deadline())()
             for process in list(self._processes):
                 self._on_deadlines(process)
             self._dispatch()
+        self._shut_down(self._grace)
+
+    def _on_start(self, answer: Future[None]) -> None:
+        self._starters.append(answer)
+
+    def _on_submit(self, call: _Pending) -> None:
+        call.answer.add_done_callback(call.give_up_questions)
+        self._waiting.append(call)
+
+    def _on_close(self, grace: float) -> None:
+        self._grace = grace
 
     def _seconds_to_deadline(self) -> float | None:
         soonest = min((process.next_deadline() for process in self._processes), default=float("inf"))
@@ -562,7 +516,7 @@ class HostProcess:
             self._main = idle.pop() if idle else self._spawn()
         if self._main is not None and self._main.ready:
             for starter in self._starters:
-                _resolve(starter.answer, None)
+                _resolve(starter, None)
             self._starters.clear()
             while self._waiting and self._num_running() < self._max_concurrency:
                 self._send(self._main, self._waiting.popleft())
@@ -593,6 +547,8 @@ class HostProcess:
             call.process.soonest = min(call.process.soonest, call.deadline)
 
     def _on_reply(self, process: _Process, message: Any) -> None:
+        if process not in self._processes:
+            return  # it was ended meanwhile
         running = process.running
         match message:
             case Ready():
@@ -668,7 +624,7 @@ class HostProcess:
 
     def _answer(self, call: _Pending, question: _Question, ask: Ask) -> None:
         def send(message: Part | Answered | Refused) -> None:  # on the caller's loop
-            self._events.put(_Answer(call, question, message))
+            self._events.put(partial(self._on_answer, call, question, message))
 
         question.asked = Asked(ask, self._answers, loop=call.loop, context=call.context.copy(), send=send)
         question.asked.start()
@@ -736,7 +692,9 @@ class HostProcess:
         self._end(process)
 
     def _on_exit(self, process: _Process) -> None:
-        """The process died by itself."""
+        """The process has ended."""
+        if process not in self._processes:
+            return  # by us
         how = _how_it_ended(process.popen.returncode)
         if not process.ready:
             self._fail_start(process, HostStartError(f"the process {how} while it loaded"))
@@ -765,7 +723,7 @@ class HostProcess:
         calls = [*self._alone]
         self._alone.clear()
         if self._main is None:
-            self._refuse_all([starter.answer for starter in self._starters], error)
+            self._refuse_all(self._starters, error)
             self._starters.clear()
             calls += self._waiting
             self._waiting.clear()
@@ -809,7 +767,7 @@ class HostProcess:
         # Half a message means that the process is dead; the waiter says so.
         with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError), replies:
             while True:
-                self._events.put(_Reply(process, pickle.load(replies)))
+                self._events.put(partial(self._on_reply, process, pickle.load(replies)))
 
     def _wait_for_end(self, process: _Process, reader: threading.Thread) -> None:
         process.popen.wait()
@@ -818,7 +776,7 @@ class HostProcess:
         _signal_group(process.popen.pid)
         owners.guard.forget(process.popen.pid)
         reader.join(timeout=1.0)
-        self._events.put(_Exit(process))
+        self._events.put(partial(self._on_exit, process))
 
     def _kill(self, process: _Process) -> None:
         process.killed = True
@@ -834,21 +792,15 @@ class HostProcess:
             self._main = None
 
     def _shut_down(self, grace: float) -> None:
+        while not self._events.empty():  # calls that were posted just before the end must not wait for ever
+            with contextlib.suppress(Exception):
+                self._events.get_nowait()()
         error = HostClosedError(f"{self._name} was closed")
-        self._refuse_all([starter.answer for starter in self._starters], error)
         running = [call for process in self._processes for call in process.running.values()]
+        self._refuse_all(self._starters, error)
         self._refuse_all([call.answer for call in (*running, *self._alone, *self._waiting)], error)
         for call in running:
             self._take(call)
-        while True:  # what was posted just before the end
-            try:
-                event = self._events.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(event, _Submit):
-                self._refuse_all([event.call.answer], error)
-            elif isinstance(event, _Start):
-                self._refuse_all([event.answer], error)
         deadline = time.monotonic() + grace
         for process in self._processes:
             process.outbox.put(None)

@@ -219,7 +219,8 @@ def reward_func(queries):
 
         assert asyncio.run(main()) == (
             f"prompt 17: {path}:2: what reward_func returned cannot be used: "
-            f"its rewards[1] is nan, which must be finite"
+            f"its rewards[1] must be finite, got nan (float). "
+            'Expected {"rewards": 2 numbers, one per sample}, with "scores" and "extra_logs" if wanted'
         )
 
     def test_sys_exit_fails_the_call_alone(self, write):
