@@ -188,11 +188,11 @@ def _profile_the_third_update() -> None:
     """Prints the operators and kernels that took longest in it."""
     import torch
 
-    from openrlhf.learners.workers import LocalWorkers
+    from openrlhf.learners.rank import RankLearners
 
-    update, calls = LocalWorkers.update, iter(range(1_000_000))
+    update, calls = RankLearners.update, iter(range(1_000_000))
 
-    def profiled(self: LocalWorkers, batch: Any) -> Any:
+    def profiled(self: RankLearners, batch: Any) -> Any:
         if next(calls) != 2:
             return update(self, batch)
         with torch.profiler.profile() as profile:
@@ -201,7 +201,7 @@ def _profile_the_third_update() -> None:
         print(profile.key_averages().table(sort_by=by, row_limit=25), file=sys.stderr)
         return metrics
 
-    LocalWorkers.update = profiled
+    RankLearners.update = profiled
 
 
 def run_alone(folder: Path, work: Work, *, steps: int) -> dict[str, Any]:

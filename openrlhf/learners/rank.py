@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from openrlhf.algorithms.kl import KLController, KLEstimator
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulation import MicroBatchSizer
-from openrlhf.learners.advantages import AdvantageSettings, KLCost, assign_advantages, may_get_advantages
+from openrlhf.learners.advantages import (
+    AdvantageSettings,
+    KLCost,
+    SampleMaker,
+    assign_advantages,
+    may_get_advantages,
+)
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.policy import PolicyLearner
 from openrlhf.learners.scorer import Scorer
 from openrlhf.learners.steps import Step, StepSettings, optimizer_steps
+from openrlhf.learners.workers import Placed
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import TrainingBatch
+from openrlhf.types import Group, TrainingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,8 @@ class CriticPart:
 class RankLearners:
     """Scores and trains this rank's samples together with the other ranks. Methods are collective.
 
-    What is the same on all ranks: settings, rounds, the price of KL, and every number that is returned.
+    What is the same on all ranks: settings, rounds, the price of KL, and every number that is returned. Implements
+    `Workers` for a run in one process, whose rank has all samples.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class RankLearners:
         self._policy_scorer = policy_scorer
         self._steps = steps
         self._advantages = advantages
+        self._make_samples = SampleMaker(advantages)
         self._critic = critic
         self._freezing_steps = freezing_steps
         self._kl = kl
@@ -78,6 +88,11 @@ class RankLearners:
     def rounds(self) -> int:
         """The number of rounds in which the policy was updated."""
         return self._rounds
+
+    def place(self, groups: Sequence[Group]) -> Placed:
+        """Steps 1 and 2 of `learners.advantages`, where this rank has all samples. On clusters the driver does it."""
+        made = self._make_samples(groups)
+        return Placed(TrainingBatch(samples=made.samples), made.metrics)
 
     def score(self, batch: TrainingBatch) -> None:
         """All the log-probs and values that advantages and the update need, from weights that do not change."""
@@ -175,3 +190,9 @@ class CriticLearners:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The policy's: what counts here is the number of rounds."""
         self._rounds = state["rounds"]
+
+
+if TYPE_CHECKING:
+    from openrlhf.learners.workers import Workers
+
+    _: type[Workers] = RankLearners

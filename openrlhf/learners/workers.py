@@ -1,18 +1,15 @@
-"""The workers that score and train: what the loop knows of them, and those of one process.
+"""The workers that score and train, as the RL loop sees them: four methods over a batch that the workers hold.
 
-Workers        four methods over a batch that the workers hold
-LocalWorkers   one rank in this process, which has all samples; `cluster.learners` has the ranks of a cluster
+In one process they are a `learners.rank.RankLearners`; on a cluster `cluster.learners.RayWorkers` with ranks behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from openrlhf.learners.advantages import SampleMaker
-from openrlhf.learners.rank import RankLearners
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import Group, TrainingBatch
+from openrlhf.types import Group
 
 
 class Placed(NamedTuple):
@@ -48,34 +45,3 @@ class Workers(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class LocalWorkers:
-    """One rank, which has all samples."""
-
-    def __init__(self, learners: RankLearners, make_samples: SampleMaker) -> None:
-        self._learners = learners
-        self._make_samples = make_samples
-
-    def place(self, groups: Sequence[Group]) -> Placed:
-        made = self._make_samples(groups)
-        return Placed(TrainingBatch(samples=made.samples), made.metrics)
-
-    def score(self, batch: TrainingBatch) -> None:
-        self._learners.score(batch)
-
-    def assign_advantages(self, batch: TrainingBatch) -> Metrics:
-        return self._learners.assign_advantages(batch)
-
-    def update(self, batch: TrainingBatch) -> Metrics:
-        return self._learners.update(batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._learners.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._learners.load_state_dict(state)
-
-
-if TYPE_CHECKING:
-    _: type[Workers] = LocalWorkers

@@ -72,24 +72,22 @@ class EpisodeRunner:
         return Group(prompt=prompt, trajectories=tuple(await self._judge(prompt, trajectories)))
 
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
-        with waits.activity(f"prompt {prompt.ordinal} sample {sample}"):
-            trajectory = await self._play_episode(prompt, sample, sampling_params)
-        waits.mark_progress()
-        return trajectory
-
-    async def _play_episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
+        """One episode, tried again where its failure may pass. A failure that stays becomes a failed trajectory."""
         key = SampleKey(prompt.ordinal, sample)
-        for attempt in range(ATTEMPTS):
-            try:
-                episode = await self._episodes.play(prompt, sampling_params)
-                break
-            except EpisodeError as error:
-                if error.retry and attempt + 1 < ATTEMPTS:
-                    await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
-                    continue
-                where = prompt.where or f"prompt {prompt.ordinal}"
-                self._warn(f"an episode of {where} failed", str(error))
-                return Trajectory(key=key, segments=(), outcome=Outcome.FAILED, error=f"{where}: {error}")
+        with waits.activity(f"prompt {prompt.ordinal} sample {sample}"):
+            for attempt in range(ATTEMPTS):
+                try:
+                    episode = await self._episodes.play(prompt, sampling_params)
+                    break
+                except EpisodeError as error:
+                    if error.retry and attempt + 1 < ATTEMPTS:
+                        await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
+                        continue
+                    where = prompt.where or f"prompt {prompt.ordinal}"
+                    self._warn(f"an episode of {where} failed", str(error))
+                    waits.mark_progress()
+                    return Trajectory(key=key, segments=(), outcome=Outcome.FAILED, error=f"{where}: {error}")
+        waits.mark_progress()
         if episode.unmatched_ranges:
             self._warn(
                 "some tokens that an agent returned as its actions were not sampled by the engine",

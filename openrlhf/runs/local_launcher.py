@@ -65,7 +65,7 @@ class LocalLauncher:
             )
             with _usage(self.device) as usage:
                 kept = training.checkpointed(self.tokenizer)
-                yield RunParts(opened.engine, training.workers, opened.weights, kept, turns, usage)
+                yield RunParts(opened.engine, training.learners, opened.weights, kept, turns, usage)
 
 
 @contextlib.contextmanager

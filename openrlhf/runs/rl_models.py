@@ -21,13 +21,12 @@ from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
 from openrlhf.learners.accumulation import MicroBatching
-from openrlhf.learners.advantages import AdvantageSettings, RewardShaping, SampleMaker
+from openrlhf.learners.advantages import AdvantageSettings, RewardShaping
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
 from openrlhf.learners.scorer import Scorer, logprobs, values
 from openrlhf.learners.steps import StepSettings
-from openrlhf.learners.workers import LocalWorkers
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import NoRoutersError, experts_per_token
 from openrlhf.models.loading import LoadSettings, load_policy, load_value_model
@@ -122,7 +121,6 @@ class RLTraining:
         if models.critic is not None:
             self._critic_backend = distribution.train(models.critic, config.critic, total_steps=total_steps)
         self.learners = self._learners(device)
-        self.workers = LocalWorkers(self.learners, SampleMaker(advantage_settings(config)))
 
     @property
     def backends(self) -> list[Backend]:

@@ -31,7 +31,7 @@ def test_two_updates_of_every_combination(models, groups, estimator, loss):
             models, advantage_estimator=estimator, policy_loss_type=loss, max_epochs=2, **kl, **correction
         )
         before = [p.detach().clone() for p in own.policy.parameters()]
-        values = play(run.workers, groups)
+        values = play(run.learners, groups)
         broken = {name: value for name, value in values.items() if not math.isfinite(value)}
         assert not broken, (kl, correction, broken)
         assert values["logprobs_diff"] > 0
@@ -82,9 +82,9 @@ def test_gradient_norms_and_means_do_not_depend_on_the_budget(models, groups, ag
         "overlong_buffer_len": 4,
         "stop_properly_penalty_coef": 0.5,
     }
-    whole = play(training(models, **flags)[0].workers, groups)
+    whole = play(training(models, **flags)[0].learners, groups)
     for budget in (7, 16, 24):
-        cut = play(training(models, **flags, max_tokens_per_gpu=budget)[0].workers, groups)
+        cut = play(training(models, **flags, max_tokens_per_gpu=budget)[0].learners, groups)
         assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
-    samples = play(training(models, **flags, use_dynamic_batch=None, micro_train_batch_size=2)[0].workers, groups)
+    samples = play(training(models, **flags, use_dynamic_batch=None, micro_train_batch_size=2)[0].learners, groups)
     assert samples == pytest.approx(whole, rel=1e-5, abs=1e-6)

@@ -162,7 +162,7 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
     words = [w for name, value in values.items() for w in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]  # fmt: skip
     config = parse("train_ppo_ray", ["--train.launcher", "ray", *words])
     total = config.optimizer_steps(2 * config.rollout.batch_size)
-    local = RLTraining(config, load_models(config, CPU), total_steps=total, device=CPU).workers
+    local = RLTraining(config, load_models(config, CPU), total_steps=total, device=CPU).learners
     expected = [play(local, make_groups()) for _ in range(2)]
 
     request = requested(config, devices_per_node=1, engines_by_default=False, cpus_per_device=0)

@@ -43,7 +43,7 @@ def test_a_round_in_little_memory_is_the_same_round(models, groups, flags, where
     if tight_models.critic is not None:
         memories.append(SmallMemory(tight_models.critic, limit=10, where=where))
     for _ in range(2):
-        same(play(tight.workers, groups), play(roomy.workers, groups))
+        same(play(tight.learners, groups), play(roomy.learners, groups))
     assert any(memory.overflows for memory in memories)
     assert gaps(tight_models.policy, roomy_models.policy) < 1e-5
     if tight_models.critic is not None:
@@ -55,8 +55,8 @@ def test_the_smaller_budget_stays_and_is_told_once(models, groups, caplog):
     tight, own = training(models, advantage_estimator="reinforce")
     memory = SmallMemory(own.policy, limit=20)
     with caplog.at_level(logging.WARNING):
-        play(tight.workers, groups)
-        values = play(tight.workers, groups)
+        play(tight.learners, groups)
+        values = play(tight.learners, groups)
     assert values["perf/max_tokens_per_gpu"] == 18
     assert memory.overflows == [36]
     (said,) = [record.message for record in caplog.records if "memory" in record.message]
@@ -79,7 +79,7 @@ def test_a_backend_forgets_what_half_a_backward_has_added(dtype):
 @pytest.mark.parametrize("limit", [18, 10])
 def test_all_ranks_begin_a_step_again_when_one_has_too_little_memory(models, groups, where, limit):
     alone, _ = training(models, **PPO)
-    expected = [play(alone.workers, groups) for _ in range(2)]
+    expected = [play(alone.learners, groups) for _ in range(2)]
 
     def run(own):
         training_of_rank, models_of_rank = training(models, distribution=ThreadDistribution(own), **PPO)
@@ -98,7 +98,7 @@ def test_a_sequence_that_does_not_fit_by_itself(models, groups):
     tight, own = training(models, advantage_estimator="reinforce")
     SmallMemory(own.policy, limit=6)
     with pytest.raises(DoesNotFitError, match=r"on a single sample of 7 tokens \(rank 0\).*--data.max_len"):
-        play(tight.workers, groups)
+        play(tight.learners, groups)
 
 
 def test_a_backend_that_cannot_begin_again_says_why(models, groups):
@@ -110,7 +110,7 @@ def test_a_backend_that_cannot_begin_again_says_why(models, groups):
         match=r"36 tokens \(rank 0\), and the step cannot be begun again: gradients were on their way; begin "
         r"with --train.max_tokens_per_gpu 18 with --train.dynamic_batch_enable",
     ):
-        play(tight.workers, groups)
+        play(tight.learners, groups)
 
 
 def test_scoring_cuts_what_does_not_fit_and_keeps_the_rest(models, groups):
@@ -119,7 +119,7 @@ def test_scoring_cuts_what_does_not_fit_and_keeps_the_rest(models, groups):
     roomy, _ = training(models, **flags)
     tight, own = training(models, **flags)
     memory = SmallMemory(own.reference, limit=10)
-    same(play(tight.workers, groups), play(roomy.workers, groups))
+    same(play(tight.learners, groups), play(roomy.learners, groups))
     assert memory.overflows == [11, 11]
     assert tight.learners._kl.reference._fitting.batching.tokens == 5
 
@@ -130,7 +130,7 @@ def test_scoring_that_ranks_do_together_is_refused(models, groups):
         scorer = training_of_rank.learners._policy_scorer
         scorer._forwards_together = True
         SmallMemory(models_of_rank.policy, limit=20)
-        return scorer.score(training_of_rank.workers.place(groups).batch)
+        return scorer.score(training_of_rank.learners.place(groups).batch)
 
     for error in outcomes(2, run):
         assert "that all ranks were computing together; begin with --rollout.max_tokens_per_gpu 18" in str(error)

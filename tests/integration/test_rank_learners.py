@@ -30,7 +30,7 @@ def shared(models, groups, flags, *, ranks, rounds):
 def test_the_number_of_ranks_changes_nothing(models, groups, flags, ranks):
     """Six samples on 2 ranks, and on 8, of which two have none. The second round has the weights of the first."""
     alone, _ = training(models, **flags)
-    expected = [play(alone.workers, groups) for _ in range(2)]
+    expected = [play(alone.learners, groups) for _ in range(2)]
     for said, state in shared(models, groups, flags, ranks=ranks, rounds=2):
         for own, values in zip(said, expected, strict=True):
             assert own.keys() == values.keys()
@@ -38,4 +38,4 @@ def test_the_number_of_ranks_changes_nothing(models, groups, flags, ranks):
                 if name != "critic_clip_ratio":  # a count of values on either side of an edge
                     assert own[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
         assert state["rounds"] == 2
-        assert state["kl"] == pytest.approx(alone.workers.state_dict()["kl"])
+        assert state["kl"] == pytest.approx(alone.learners.state_dict()["kl"])

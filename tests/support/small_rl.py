@@ -117,7 +117,7 @@ def play_share(training: RLTraining, groups: list[Group], *, rounds: int, ranks:
     """So many rounds, as one of several ranks: what it says after each. Collective."""
     settings, said = step_settings(training._config), []
     for number in range(1, rounds + 1):
-        whole, metrics = training.workers.place(groups)
+        whole, metrics = training.learners.place(groups)
         share = assign_to_ranks(whole.samples, settings, round_index=number, ranks=ranks.count)[ranks.index]
         batch = TrainingBatch(samples=share)
         training.learners.score(batch)

@@ -239,14 +239,8 @@ class EmbeddedEngine:
         self._decoder.clear()
 
     def _submit(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Request:
-        request = self._make_request(tuple(token_ids), sampling_params.copy())
-        if known := self._decoder.recall(request.token_ids):
-            request.wanted = known.number
-        self._waiting.append(request)
-        self._ensure_driving()
-        return request
-
-    def _make_request(self, token_ids: tuple[int, ...], params: SamplingParams) -> Request:
+        """Queue a request. Raises ValueError where it cannot be sampled."""
+        token_ids, params = tuple(token_ids), sampling_params.copy()
         room = check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
@@ -255,7 +249,8 @@ class EmbeddedEngine:
             raise ValueError(f"stop_token_ids must be in 0 … {self._vocab_size - 1}, got {outside[0]}")
         eos = () if params.ignore_eos else self._eos
         counter, self._requests_seen = self._requests_seen, self._requests_seen + 1
-        return Request(
+        known = self._decoder.recall(token_ids)
+        request = Request(
             token_ids=token_ids,
             params=params,
             limit=room if params.max_tokens is None else min(room, params.max_tokens),
@@ -263,7 +258,11 @@ class EmbeddedEngine:
             future=asyncio.get_running_loop().create_future(),
             ends=np.unique(np.array([*eos, *params.stop_token_ids], dtype=np.int64)),
             stop=StopStrings(self.tokenizer, params.stop) if params.stop else None,
+            wanted=None if known is None else known.number,
         )
+        self._waiting.append(request)
+        self._ensure_driving()
+        return request
 
     def _ensure_driving(self) -> None:
         loop = asyncio.get_running_loop()

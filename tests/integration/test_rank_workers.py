@@ -45,18 +45,18 @@ def test_the_policy_waits_for_the_critic(models, groups):
     run, own = training(models, advantage_estimator="gae", freezing_actor_steps=1)
     policy, critic = weights(own.policy), weights(own.critic)
     for _ in range(2):
-        alone = play(run.workers, groups)
+        alone = play(run.learners, groups)
         assert not moved(policy, own.policy)
         assert moved(critic, own.critic)
         assert "policy_loss" not in alone
-    assert "policy_loss" in play(run.workers, groups)
+    assert "policy_loss" in play(run.learners, groups)
     assert moved(policy, own.policy)
 
 
 def test_the_critic_learns_its_returns(models, groups):
     """The same round again and again: the value loss falls to a tenth."""
     run, _ = training(models, advantage_estimator="gae", value_clip=100, actor_learning_rate=1e-9)
-    losses = [play(run.workers, groups)["critic_loss"] for _ in range(60)]
+    losses = [play(run.learners, groups)["critic_loss"] for _ in range(60)]
     assert losses[-1] < 0.1 * losses[0]
 
 
@@ -73,7 +73,7 @@ def test_fp16_learns_what_fp32_learns(models, groups):
     )
     flags = {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k2", "entropy_loss_coef": 0.1}
     full, low = (training(m, advantage_estimator="gae", actor_learning_rate=1e-9, **flags)[0] for m in (models, half))
-    expected, rounds = play(full.workers, groups), [play(low.workers, groups) for _ in range(6)]
+    expected, rounds = play(full.learners, groups), [play(low.learners, groups) for _ in range(6)]
     for name in ("policy_loss", "critic_loss", "kl", "entropy_loss", "actor_grad_norm", "critic_grad_norm"):
         measured = next(values[name] for values in rounds if name in values)
         assert math.isfinite(measured)
@@ -96,17 +96,17 @@ def test_fp16_learns_what_fp32_learns(models, groups):
 def test_old_log_probs_cost_a_forward_only_where_they_are_needed(models, groups, flags, scored):
     """And `score` makes them: an update scores nothing."""
     run, own = training(counting(models), advantage_estimator="rloo", **flags)
-    run.workers.score(run.workers.place(groups).batch)
+    run.learners.score(run.learners.place(groups).batch)
     assert own.policy.scored == scored
-    play(run.workers, groups)
+    play(run.learners, groups)
     assert own.policy.scored == 2 * scored
 
 
 def test_kl_is_a_true_mean_over_the_tokens_and_a_cost_in_the_return(models, groups):
     """rloo's advantages cancel within a group, so the mean return is the mean cost alone."""
     run, _ = training(models, advantage_estimator="rloo", init_kl_coef=0.1)
-    values = play(run.workers, groups)
-    batch, _ = run.workers.place(groups)
+    values = play(run.learners, groups)
+    batch, _ = run.learners.place(groups)
     packed = batch.pack(range(len(batch)))
     with torch.no_grad():
         gap_A = (
@@ -123,32 +123,32 @@ def test_the_coefficient_adapts_and_is_in_the_state(models, groups, mode):
     """A target far below the measured KL: the error is capped at 0.2, six samples over a horizon of 12: × 1.1."""
     flags = {"advantage_estimator": "rloo", "init_kl_coef": 0.1, "kl_target": 1e-6, "kl_horizon": 12, **mode}
     run, _ = training(models, **flags)
-    factor = 1.1 if play(run.workers, groups)["kl"] > 0 else 0.9
-    assert play(run.workers, groups)["kl_coef"] == pytest.approx(0.1 * factor)
-    state = run.workers.state_dict()
+    factor = 1.1 if play(run.learners, groups)["kl"] > 0 else 0.9
+    assert play(run.learners, groups)["kl_coef"] == pytest.approx(0.1 * factor)
+    state = run.learners.state_dict()
     resumed, _ = training(models, **flags)
-    resumed.workers.load_state_dict(state)
-    assert play(resumed.workers, groups)["kl_coef"] == state["kl"]["coef"]
+    resumed.learners.load_state_dict(state)
+    assert play(resumed.learners, groups)["kl_coef"] == state["kl"]["coef"]
 
 
 def test_kl_as_a_loss_pulls_the_policy_to_its_reference(models, groups):
     """Rewards aside, forty updates on k2 bring the KL to a tenth of what it was."""
     flags = {"init_kl_coef": 1, "use_kl_loss": True, "kl_estimator": "k2"}
     run, _ = training(models, advantage_estimator="rloo", **flags)
-    measured = [play(run.workers, equal_rewards(groups))["kl"] for _ in range(40)]
+    measured = [play(run.learners, equal_rewards(groups))["kl"] for _ in range(40)]
     assert measured[-1] < 0.1 * measured[0]
 
 
 def test_an_entropy_bonus_spreads_the_policy_and_a_zero_logs_it(models, groups):
     """Rewards aside, thirty updates with the bonus raise the entropy; with the coefficient 0 nothing moves."""
     run, _ = training(models, advantage_estimator="rloo", entropy_loss_coef=0.5, actor_learning_rate=1e-3)
-    bonus = [play(run.workers, equal_rewards(groups))["entropy_loss"] for _ in range(30)]
+    bonus = [play(run.learners, equal_rewards(groups))["entropy_loss"] for _ in range(30)]
     assert bonus[-1] > bonus[0] + 1e-4
     run, _ = training(models, advantage_estimator="rloo", entropy_loss_coef=0)
-    logged = [play(run.workers, equal_rewards(groups))["entropy_loss"] for _ in range(3)]
+    logged = [play(run.learners, equal_rewards(groups))["entropy_loss"] for _ in range(3)]
     assert logged[-1] == pytest.approx(logged[0], abs=1e-6)
     run, _ = training(models, advantage_estimator="rloo")
-    assert "entropy_loss" not in play(run.workers, groups)
+    assert "entropy_loss" not in play(run.learners, groups)
 
 
 def test_idle_groups_cost_no_forward_and_change_no_gradient(models, groups):
@@ -157,7 +157,7 @@ def test_idle_groups_cost_no_forward_and_change_no_gradient(models, groups):
     flags = {"advantage_estimator": "group_norm", "max_tokens_per_gpu": 8}
     skipping, skipped = training(counting(models), **flags)
     logging, logged = training(counting(models), **flags, entropy_loss_coef=0)
-    with_skip, without = play(skipping.workers, mixed), play(logging.workers, mixed)
+    with_skip, without = play(skipping.learners, mixed), play(logging.learners, mixed)
     assert (skipped.policy.trained, logged.policy.trained) == (3, 6)
     for name in ("actor_grad_norm", "policy_loss"):
         assert with_skip[name] == pytest.approx(without[name], rel=1e-5)
@@ -167,7 +167,7 @@ def test_idle_groups_cost_no_scoring_either(models, groups):
     mixed = [equal_rewards(groups)[0], groups[1]]
     flags = {"advantage_estimator": "group_norm", "max_tokens_per_gpu": 8, "max_epochs": 2}
     run, own = training(counting(models), **flags)
-    play(run.workers, mixed)
+    play(run.learners, mixed)
     assert (own.policy.scored, own.policy.trained) == (3, 6)
 
 
@@ -175,13 +175,13 @@ def test_idle_groups_cost_no_scoring_either(models, groups):
 def test_a_correction_takes_away_what_the_engine_and_the_trainer_disagree_about(models, groups, name):
     """Rollout log-probs 3 nats off on one sample: its tokens are touched, and the gradient is not the uncorrected one."""
     run, _ = training(models, advantage_estimator="rloo")
-    plain = play(run.workers, groups)
+    plain = play(run.learners, groups)
     run, _ = training(models, advantage_estimator="rloo", enable_vllm_is_correction=True, vllm_is_correction_type=name)
     off = [
         Group(prompt=g.prompt, trajectories=tuple(_shifted(t, 3.0 * (i == 0)) for i, t in enumerate(g.scored)))
         for g in groups
     ]
-    corrected = play(run.workers, off)
+    corrected = play(run.learners, off)
     assert corrected["is_corrected"] >= 3 / 12
     assert corrected["logprobs_diff"] > plain["logprobs_diff"]
     assert corrected["actor_grad_norm"] != pytest.approx(plain["actor_grad_norm"], rel=1e-3)
