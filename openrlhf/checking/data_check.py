@@ -168,7 +168,7 @@ def lines_of(record: ShownRecord, purpose: str) -> list[str]:
 
 
 def summary(samples: TokenisedSet[Any] | PromptSet, config: TrainerConfig) -> str:
-    """All records in a sentence or two."""
+    """A sentence or two about all records."""
     if isinstance(samples, PromptSet):
         return (
             f"{len(samples):,} prompt{'s' if len(samples) > 1 else ''} for a run to play; "

@@ -195,7 +195,7 @@ def _span(counts: Sequence[int]) -> str:
 
 
 def shown(text: str, most: int, *, lines: bool = False) -> str:
-    """Without what would upset a terminal; the middle of a long text left out. `lines` keeps line ends."""
+    """The text without what would upset a terminal, and without the middle of a long one. `lines` keeps line ends."""
     if len(text) > most:
         half = most // 2
         text = f"{text[:half]} … {text[len(text) - half :]}"
@@ -205,7 +205,7 @@ def shown(text: str, most: int, *, lines: bool = False) -> str:
 
 
 def told_apart(texts: Sequence[str]) -> list[str]:
-    """Without the lines and special tokens around them that all have in common: mostly those of a chat template."""
+    """The prompts without the lines and special tokens that all have in common: mostly those of a chat template."""
     if len(set(texts)) == 1:
         return list(texts)
     start = _in_common(texts, "\n>")

@@ -83,7 +83,7 @@ EXPECTED = "a reward file defines reward_func(queries, prompts, labels), an agen
 
 
 async def kinds_of(file: Path, *, start_timeout: float, load: bool = False) -> list[Kind]:
-    """At least one. Raises UserFileError, in one line, when the file cannot be loaded or defines neither.
+    """The kinds of a file, at least one. Raises UserFileError when the file cannot be loaded or defines neither.
 
     `load` runs the file, in a process of its own: an import that fails is then found before anything else is loaded.
     Otherwise it is run only when neither name is assigned in its text, so that it is broken, has the name from an

@@ -22,7 +22,7 @@ USER_ERRORS = (RewardError, AgentFileError, EpisodeError, DataError, ModelLoadEr
 """Errors whose text is all a user needs: no traceback."""
 
 RUN_FLAGS = ("--reward.remote_url: ", "--train.agent_func_path: ")
-"""How errors of a run begin that name the file by its flag."""
+"""The beginnings of errors that name the file by its flag, as in a run."""
 
 
 def check(options: CheckOptions, kinds: Sequence[Kind]) -> int:

@@ -129,7 +129,7 @@ MOST_PROMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workbench:
-    """The same for every file."""
+    """The parts of a check that are the same for every file."""
 
     options: CheckOptions
     model_folder: str

@@ -1,4 +1,4 @@
-"""From a text with marked characters to tokens with a target mask.
+"""Turns a text with marked characters into tokens with a target mask.
 
 Which tokens are learnt is read off the offsets of the whole text's tokens. Tokenising prompt and response apart would
 give other tokens wherever a merge crosses the boundary: `"Q:" + " a"` has the token `" a"`, `"Q: " + "a"` too.

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def by_count(indices: Sequence[int], *, size: int) -> list[list[int]]:
-    """At most `size` samples each, in order."""
+    """Micro-batches of at most `size` samples each, in order."""
     return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
 
 

@@ -126,7 +126,7 @@ def mark_turns(messages: Messages, tokenizer: Any, *, first: int = 0) -> MarkedT
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:
-    """Whether there is something to learn from it."""
+    """Whether the message is an answer from which something can be learnt."""
     return message["role"] == "assistant" and says_something(message)
 
 
@@ -180,7 +180,7 @@ def _span(text: str, messages: Messages, index: int, tokenizer: Any) -> Span:
 
 
 def _turn_end(ending: str, rest: str, tokenizer: Any) -> str | None:
-    """How a turn ends in the middle of a conversation.
+    """The text with which a turn ends in the middle of a conversation.
 
     `ending` is how it ends the conversation, `rest` what follows it in the middle. The template may end the whole
     with more than it ends a turn with: `<|end|>\\n<|endoftext|>`, but `<|end|>\\n<|user|>`. Then the turn ends with the
@@ -200,7 +200,7 @@ def _turn_end(ending: str, rest: str, tokenizer: Any) -> str | None:
 
 
 def _render(messages: Messages, tokenizer: Any, *, add_generation_prompt: bool = False) -> str | None:
-    """None where the template refuses: half a conversation need not be one."""
+    """The rendered text; None where the template refuses half a conversation."""
     try:
         return render_chat(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     except DataError:

@@ -20,7 +20,7 @@ ANSWERS = ("completion", "response")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """Which keys of a prompt's record hold what."""
+    """The keys of a prompt's record."""
 
     input_key: str = "input"
     label_key: str | None = None

@@ -1,4 +1,4 @@
-"""Which samples form which optimizer step, and which rank computes what of it.
+"""The schedule of training: the samples of each optimizer step, and each rank's part of them.
 
 Everything here is a pure function of (lengths, settings, step number): a resumed run, and every rank of a run, work it
 out for themselves and agree.

@@ -55,7 +55,7 @@ class Source:
     """The records of one file, folder or Hub name."""
 
     name: str
-    """How messages call it: the file name, or the folder's or Hub name."""
+    """The name in messages: that of the file, the folder, or the data set on the Hub."""
     records: Sequence[Record]
 
 

@@ -1,4 +1,4 @@
-"""From a record to the text the policy reads."""
+"""Turns a record into the text that the policy reads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_messages(value: Any, *, role: str, key: str) -> list[dict[str, Any]]:
 
 
 def says_something(message: Mapping[str, Any]) -> bool:
-    """Whether it has words, or calls a tool."""
+    """Whether the message has words, or calls a tool."""
     content = message["content"]
     words = content.strip() if isinstance(content, str) else content
     return bool(words or message.get("tool_calls") or message.get("function_call"))

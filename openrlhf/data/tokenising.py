@@ -111,7 +111,7 @@ def tokenise(
 
 
 class RecordError(Exception):
-    """What is wrong with the record of row `args[0]`, from whichever process found it."""
+    """The record of row `args[0]` is wrong, and `args[1]` says why. It travels between processes."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ def _load(entry: Path) -> Arrays | None:
 
 
 def _save(entry: Path, arrays: Arrays) -> None:
-    """All of them or nothing: written beside, then renamed."""
+    """Writes all arrays or none: they are written beside `entry`, and then renamed."""
     beside = entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         beside.mkdir()

@@ -7,7 +7,7 @@ from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 
 class AgentInstance(AgentInstanceBase):
-    """One hunt."""
+    """The environment of one hunt."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.found = 0

@@ -14,7 +14,7 @@ class WorkedTurn(NamedTuple):
     """One turn of a worked solution: the action, and the environment's answer to it."""
 
     action: str
-    """Without the end-of-sequence token, which ends every action."""
+    """The action without the end-of-sequence token, which ends every action."""
     feedback: str = ""
 
 
@@ -34,20 +34,20 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Everything in which one demo differs from another."""
+    """The task of a demo: everything in which one demo differs from another."""
 
     name: str
-    """Evaluation reports it under this."""
+    """The name under which evaluation reports the task."""
     description: str
     characters: str
-    """All that prompts, actions and feedback are written with."""
+    """The characters that prompts, actions and feedback are written with."""
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     """Problems to measure on. No prompt is on both sides."""
     warm_up_until: float
     """How likely the warmed-up model acts as a worked example does, end to end."""
     steps: int
-    """RL steps after which it has learned."""
+    """The RL steps after which the model has learned the task."""
     flags: Mapping[str, Any]
     """The flags that a user would pass for this task."""
 

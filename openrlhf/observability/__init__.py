@@ -1,1 +1,1 @@
-"""What people see of a run: numbers, progress, sampled rollouts, one report page. Imports no torch."""
+"""The view of a run for people: numbers, progress, sampled rollouts, one report page. Only `usage` imports torch."""

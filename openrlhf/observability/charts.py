@@ -23,9 +23,9 @@ class Point(NamedTuple):
 
     step: int
     value: float
-    """As logged; NaN where the run reported a number that is not finite."""
+    """The number as it was logged; NaN where it was not finite."""
     smooth: float
-    """The trend there."""
+    """The trend at this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +423,7 @@ def _json(data: dict) -> str:
 
 PICTURE_HEIGHT, PANEL_TOP, PANEL_BOTTOM = 348, 84, 296
 PICTURE_WIDTHS = {1: 760, 2: 900, 3: 980}
-"""By the number of panels."""
+"""The width of a picture by its number of panels."""
 MARGIN, GAP, LABELS = 20, 26, 44
 """The room around a picture, between its panels, and for the numbers at the left of a panel."""
 FEW_POINTS = 16

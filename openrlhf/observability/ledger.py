@@ -1,4 +1,4 @@
-"""What a run has trained on: every prompt and sample of every step, so that nobody has to believe that none was lost.
+"""The ledger of a run: every prompt and sample that it trained on, step by step, so that a lost one shows.
 
 trained.jsonl has a line per step:
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class SampleId(NamedTuple):
     prompt: int
-    """Its ordinal."""
+    """The ordinal of the prompt."""
     sample: int
 
 

@@ -189,7 +189,7 @@ class Metrics:
 
     @staticmethod
     def merged(parts: Iterable[Metrics]) -> Metrics:
-        """All parts (ranks, micro-batches) as one; the parts stay as they are."""
+        """All parts (ranks, micro-batches) merged into one; the parts stay as they are."""
         result = Metrics()
         for part in parts:
             result.merge(part)

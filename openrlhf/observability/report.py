@@ -32,7 +32,7 @@ MOST_NOTES = 200
 REFRESH_SECONDS = 10
 """How often an open page of a running run is loaded again."""
 LEAST_SECONDS = 2.0
-"""Between two pages of a running run."""
+"""The least time between two pages of a running run."""
 MOST_SHARE = 0.01
 """The most that making pages may take of a run's time: where a page takes longer, there are fewer."""
 
@@ -127,7 +127,7 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """How far a run is that has not ended."""
+    """The progress of a run that has not ended."""
 
     step: int
     total: int
@@ -351,7 +351,7 @@ def evaluation_label(name: str) -> str:
 
 
 def _warnings(run: RunData) -> str:
-    """How the run failed, and what it warned of: seen at once."""
+    """The failure and the warnings of a run, at the top of the page."""
     failure = run.end if run.end is not None and run.end.startswith("failed: ") else None
     html = ""
     if failure:

@@ -159,13 +159,13 @@ def _record(step: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _label(label: Any) -> Any:
-    """As it is, unless it is a long one: then its text, shortened."""
+    """The label as it is; of a long one, its shortened text."""
     text = label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str)
     return label if len(text) <= MOST_CHARACTERS else shortened(text, MOST_CHARACTERS)
 
 
 def _fitted(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """As objects, within the limits. A turn that is left out has no text, and says how many it stands for."""
+    """The turns as objects, within the limits. A turn that is left out has no text, and says how many it stands for."""
     half = MOST_TURNS // 2
     first, last = (turns, ()) if len(turns) <= MOST_TURNS else (turns[:half], turns[-half:])
     most = longest_whole([len(turn.text) for turn in (*first, *last)], MOST_CHARACTERS)

@@ -19,12 +19,12 @@ COLUMNS = ("Early", "Middle", "Late")
 CHOICES = ("best", "typical", "worst", "failed")
 
 HEAD = re.compile(rb'\{"step": (\d{1,15})[,}]')
-"""How `RolloutLog` begins a line."""
+"""The beginning of each line that `RolloutLog` writes."""
 
 SPECIAL_TOKEN = re.compile(
     r"&lt;(?:\|[^|&\s]{1,40}\||/?s|pad|eos|bos|unk|/?think|/?answer|(?:start|end)_of_turn)&gt;|\[/?INST\]"
 )
-"""As they look after escaping."""
+"""Special tokens of usual chat templates, as they look after escaping."""
 
 Record = Mapping[str, Any]
 

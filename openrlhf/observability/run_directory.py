@@ -209,7 +209,7 @@ class RunData:
 
     @property
     def seconds(self) -> float | None:
-        """How long it has run."""
+        """The seconds that the run has taken."""
         times = [r["time"] for r in (*self.train, *self.evaluations) if isinstance(r.get("time"), int | float)]
         return max(times, default=None)
 
@@ -242,7 +242,7 @@ class RunData:
 
 
 def read_run(path: str | Path) -> RunData:
-    """Whatever the folder holds; half-written files count as far as they go."""
+    """Reads what the folder holds; half-written files count up to their last whole line."""
     directory = RunDirectory(Path(path))
     history = read_metrics(directory.metrics)
     text, config = _read_config(directory.config)

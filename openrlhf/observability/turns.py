@@ -96,12 +96,12 @@ class Turn:
     that is known `prompt` before the first action and `environment` after it. `history`: the beginning of a later
     segment, which is that of an earlier one."""
     action: bool
-    """Whether the policy sampled it, so that it is trained on."""
+    """Whether the policy sampled the turn, so that it is trained on."""
     text: str
     """For an action all tokens; for other messages the text without the template's tokens around it."""
     tokens: int
     reward: float = 0.0
-    """Earned by this action."""
+    """The reward that this action earned."""
     versions: tuple[int, ...] = ()
     """The versions of the weights that sampled it; several when new weights came in the middle."""
     segment: int = 0
@@ -116,7 +116,7 @@ class TurnReader:
         self._marks = {added[mark]: mark for mark in (*HEADERS, *OPENERS) if mark in added}
 
     def turns(self, segments: Sequence[Segment], *, text: str = "") -> list[Turn]:
-        """Of a whole episode. What a later segment repeats of the one before it is one turn without a text.
+        """The turns of a whole episode. What a later segment repeats of the one before it is one turn without a text.
 
         `text` is that of the episode. What stands in it after the last action is the environment's last answer, which
         nobody read: it becomes turns without tokens.

@@ -55,7 +55,7 @@ class UsageMeter:
 
 
 def look_here() -> Callable[[], tuple[float, float]]:
-    """At the GPU of this process, or at the machine where it has none."""
+    """A function that looks at the GPU of this process, or at the machine where it has none."""
     if not torch.cuda.is_available():
         import psutil
 

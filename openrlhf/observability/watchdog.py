@@ -1,4 +1,4 @@
-"""Nothing hangs unseen: a thread that looks at what this process waits for (`utils.waits`).
+"""The watchdog: a thread that looks at what this process waits for (`utils.waits`), so that nothing hangs unseen.
 
     60 s, 120 s, 240 s, …   a line says what is waited for
     at a wait's deadline    whoever waits gives up, with an error that names it; the stacks of everybody are kept

@@ -21,7 +21,7 @@ class RewardRequest:
     prompts: tuple[str, ...]
     labels: tuple[object, ...]
     name: str
-    """How errors call it, e.g. `record 4 of train.jsonl`."""
+    """The name of the prompt in errors, e.g. `record 4 of train.jsonl`."""
     token_ids: tuple[Tensor, ...] = ()
     """The tokens that the policy read and wrote, int64 [T] each: the same samples as `queries`, before they were text.
     Empty when there is only text."""

@@ -44,7 +44,7 @@ class CombinedReward:
                 raise error
 
     def _combine(self, rewards: Sequence[Reward]) -> Reward:
-        """One sample's, from those of each source."""
+        """The reward of one sample, from those of each source."""
         parts = list(zip(self._names, self._weights, rewards, strict=True))
         scored = [(abs(weight), part.score) for _, weight, part in parts if part.score is not None and weight]
         logs: dict[str, float] = {}

@@ -39,7 +39,7 @@ from openrlhf.utils import waits
 logger = logging.getLogger(__name__)
 
 DOWN_AFTER = 3
-"""Failures in a row."""
+"""The failures in a row after which a server is down."""
 FIRST_REST, LONGEST_REST = 5.0, 60.0
 """Seconds for which a server that is down is left alone."""
 
@@ -54,9 +54,9 @@ class Server:
 
     url: str
     requests: int = 0
-    """Under way."""
+    """The requests under way."""
     samples: int = 0
-    """Under way."""
+    """The samples under way."""
     samples_ever: int = 0
     failures: int = 0
     """The number of failures in a row."""
@@ -166,7 +166,7 @@ class ServerPool:
             waited += self._clock() - now
 
     async def _change(self, seconds: float | None) -> None:
-        """Until something happened, or for so long."""
+        """Wait until a server has become free or has failed, for at most so long."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.add(waiter)
         try:
@@ -193,7 +193,7 @@ SHOWN_CHARACTERS = 200
 
 
 class Remedy(enum.Enum):
-    """What may help after a failed attempt."""
+    """The remedy for a failed attempt."""
 
     TIME = enum.auto()
     LUCK = enum.auto()
@@ -209,7 +209,7 @@ class AttemptError(Exception):
         self.retry_after = retry_after
         """Seconds for which the server asked to be left alone."""
         self.blame = blame
-        """Whether it speaks against the server rather than the request."""
+        """Whether the failure speaks against the server rather than the request."""
 
 
 @dataclass(slots=True)
@@ -217,7 +217,7 @@ class _Effort:
     """The attempts for one prompt so far."""
 
     left: float
-    """Seconds."""
+    """The seconds that are left."""
     attempts: int = 0
     unlucky: int = 0
     """Attempts that only luck would have helped."""

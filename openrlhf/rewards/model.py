@@ -27,7 +27,7 @@ class UnreadableError(RewardError):
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
         self.index = index
-        """Which of those given."""
+        """The place of the text among those given."""
 
 
 class RewardReader:
@@ -154,7 +154,7 @@ class RewardModelSource:
         return [Reward(reward=score) for score in scores]
 
     async def close(self) -> None:
-        """Nothing to give back: the model goes with this object."""
+        """The model goes with this object, so that there is nothing to release."""
 
     def _sequences(self, request: RewardRequest) -> list[Tensor]:
         if self._reads_tokens and request.token_ids:

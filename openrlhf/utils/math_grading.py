@@ -36,7 +36,7 @@ MOST_CHARACTERS = 2000
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""What the last complete `\boxed{…}` or `\fbox{…}` holds, braces inside it included; None if there is none.
+    r"""The content of the last complete `\boxed{…}` or `\fbox{…}`, braces included; None if there is none.
 
     >>> extract_boxed_answer(r"first \boxed{1}, then \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

@@ -135,7 +135,7 @@ class Activity:
 
     name: str
     stages: list[str] = field(default_factory=list)
-    """What it is doing, the innermost stage last."""
+    """The stages that the process is in, the innermost last."""
     turns: int = 0
     """The number of answers that it has asked the policy for."""
 
