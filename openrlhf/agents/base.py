@@ -76,7 +76,7 @@ class AgentExecutorBase(ABC):
 
             observation_tokens  list[int]: prompt, actions and feedback in order, as the engine saw and gave them
             action_ranges       [(start, end), …]: which of them the policy sampled, half open
-            reward              number; None: somebody else judges it
+            reward              number; None: a reward function, server or model judges it
             scores              success in [0, 1]; the reward if left out
             extra_logs          {name: number}
             truncated           whether a limit cut it short; what the engine said if left out

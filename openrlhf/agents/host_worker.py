@@ -151,7 +151,7 @@ def _current(what: str) -> UserCall:
 class EpisodeLoop(asyncio.SelectorEventLoop):
     """The event loop of one thread, which notices when code on another loop uses it.
 
-    asyncio does not notice it: it would put the callback into a queue that nobody looks at until this loop wakes up for
+    asyncio does not notice it: it would put the callback into a queue that is not read until this loop wakes up for
     another reason. So a lock that two episodes share may hang rather than raise. Here the loop is woken.
     """
 

@@ -7,6 +7,7 @@ import os
 import time
 
 import pytest
+from aiohttp import web
 from patience import patience
 from processes import alive
 
@@ -255,6 +256,28 @@ class TestSharedLoop:
                 return await host.call("play_twice", "shares_and_catches")
 
         assert asyncio.run(main()) == [True, True]
+
+    def test_a_client_that_a_file_keeps_between_episodes_works(self):
+        """The first use on another loop is seen before it fails, so that no call ends with the swallowed error."""
+
+        async def greet(_):
+            await asyncio.sleep(0.01)
+            return web.Response(text="hello")
+
+        async def main():
+            app = web.Application()
+            app.router.add_get("/", greet)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+            try:
+                async with many() as (host, _):
+                    return await asyncio.gather(*(host.call("play", "fetches", url, timeout=60.0) for _ in range(8)))
+            finally:
+                await runner.cleanup()
+
+        assert asyncio.run(main()) == [(2, "hello")] * 8
 
     def test_a_call_that_blocks_the_shared_loop_is_found(self):
         """The others are late too; each is tried alone, where only one hangs."""
