@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,14 +43,6 @@ class Request:
         """The row of a request that runs."""
         assert self.row is not None
         return self.row
-
-
-class SampledTokens(NamedTuple):
-    """The tokens that a request has sampled so far."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
 
 
 class RunningBatch:
@@ -174,11 +167,16 @@ class RunningBatch:
         full = (count >= self._limit[rows]) & ~stopped
         return rows[stopped].tolist(), rows[full].tolist()
 
-    def columns(self, row: int, start: int = 0) -> SampledTokens:
-        """The tokens that the row has sampled, from its token `start` on."""
+    def sampled(self, row: int, start: int = 0) -> Generation:
+        """The tokens that the row has sampled from its token `start` on, as a part of its generation without text."""
+        request = self.requests[row]
+        assert request is not None
         new = slice(start, int(self._count[row]))
-        return SampledTokens(
-            self._token_ids[row, new].tolist(), self._logprobs[row, new].tolist(), self._versions[row, new].tolist()
+        return Generation(
+            token_ids=self._token_ids[row, new].tolist(),
+            logprobs=self._logprobs[row, new].tolist() if request.params.wants_logprobs else None,
+            versions=self._versions[row, new].tolist(),
+            finish_reason=None,
         )
 
 
@@ -198,16 +196,10 @@ class StreamedParts:
         """Text that is complete but may be the beginning of a stop string, which must not be shown."""
         self.num_tokens = 0
 
-    def next(self, new: SampledTokens) -> Generation:
-        """A part that is not the last one."""
+    def next(self, new: Generation) -> Generation:
+        """A part that is not the last one, from the tokens that are new since the part before."""
         self.num_tokens += len(new.token_ids)
-        return Generation(
-            token_ids=new.token_ids,
-            logprobs=new.logprobs if self._request.params.wants_logprobs else None,
-            versions=new.versions,
-            finish_reason=None,
-            text=self._show(new.token_ids),
-        )
+        return dataclasses.replace(new, text=self._show(new.token_ids))
 
     def last(self, whole: Generation) -> Generation:
         """The last part: the rest of the finished generation."""

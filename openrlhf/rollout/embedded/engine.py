@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import ControlledEngine, check_prompt
-from openrlhf.rollout.embedded.batch import Request, RunningBatch, SampledTokens, StreamedParts
+from openrlhf.rollout.embedded.batch import Request, RunningBatch, StreamedParts
 from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
 from openrlhf.rollout.embedded.fallback import CachedDecoder
 from openrlhf.rollout.embedded.sampler import sample
@@ -220,7 +221,7 @@ class EmbeddedEngine:
                 progress.clear()
                 if request.future.done():
                     break
-                yield parts.next(self._batch.columns(request.running_row, start=parts.num_tokens))
+                yield parts.next(self._batch.sampled(request.running_row, start=parts.num_tokens))
             yield parts.last(request.future.result())
         finally:
             self._streams.remove(request)
@@ -230,7 +231,10 @@ class EmbeddedEngine:
         """Finish every request now, with the tokens it has: reason ABORT."""
         self._finish(self._running(), FinishReason.ABORT)
         while self._waiting:
-            self._resolve(self._waiting.popleft(), SampledTokens([], [], []), FinishReason.ABORT)
+            request = self._waiting.popleft()
+            logprobs: list[float] | None = [] if request.params.wants_logprobs else None
+            nothing = Generation(token_ids=[], logprobs=logprobs, versions=[], finish_reason=None)
+            self._resolve(request, nothing, FinishReason.ABORT)
 
     def release(self) -> None:
         """Give the key-value memory back. The next request allocates it anew."""
@@ -351,7 +355,7 @@ class EmbeddedEngine:
         prefills: list[Prefill] = []
         tokens = 0
         for row, request in list(self._stale.items()):
-            history = [*request.token_ids, *self._batch.columns(row).token_ids]
+            history = [*request.token_ids, *self._batch.sampled(row).token_ids]
             if tokens and tokens + len(history) > self._max_batch_tokens:
                 break
             tokens += len(history)
@@ -369,43 +373,36 @@ class EmbeddedEngine:
         return [request for request in self._batch.requests if request is not None]
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        columns = [self._batch.columns(request.running_row) for request in requests]
+        sampled = [self._batch.sampled(request.running_row) for request in requests]
         if self._reuse_prefixes and reason is not FinishReason.ABORT:
             # The last token was sampled but never fed. Requests that saw two versions of the weights are mixtures.
             self._decoder.keep(
                 {
-                    request.running_row: (*request.token_ids, *column.token_ids[:-1])
-                    for request, column in zip(requests, columns, strict=True)
+                    request.running_row: (*request.token_ids, *tokens.token_ids[:-1])
+                    for request, tokens in zip(requests, sampled, strict=True)
                     if request.prompt_version == self._version
                 },
                 wanted={request.wanted for request in self._waiting if request.wanted is not None},
             )
         self._free(requests)
-        for request, column in zip(requests, columns, strict=True):
-            self._resolve(request, column, reason)
+        for request, tokens in zip(requests, sampled, strict=True):
+            self._resolve(request, tokens, reason)
 
-    def _resolve(self, request: Request, columns: SampledTokens, reason: FinishReason) -> None:
+    def _resolve(self, request: Request, sampled: Generation, reason: FinishReason) -> None:
         if request.future.done():
             return
         params = request.params
-        last = columns.token_ids[-1] if columns.token_ids else None
+        last = sampled.token_ids[-1] if sampled.token_ids else None
         by_token = reason is FinishReason.STOP and last in request.ends
         found = request.stop.found if request.stop and reason is FinishReason.STOP and not by_token else None
         text = ""
         if self.tokenizer is not None and params.detokenize:
-            text = finished_text(self.tokenizer, columns.token_ids, params, by_token=by_token, found=found)
+            text = finished_text(self.tokenizer, sampled.token_ids, params, by_token=by_token, found=found)
         stop_reason: int | str | None = found.string if found else None
         if by_token and (params.ignore_eos or last not in self._eos):
             stop_reason = last
         request.future.set_result(
-            Generation(
-                token_ids=columns.token_ids,
-                logprobs=columns.logprobs if params.wants_logprobs else None,
-                versions=columns.versions,
-                finish_reason=reason,
-                stop_reason=stop_reason,
-                text=text,
-            )
+            dataclasses.replace(sampled, finish_reason=reason, stop_reason=stop_reason, text=text)
         )
 
     def _free(self, requests: Sequence[Request]) -> None:
