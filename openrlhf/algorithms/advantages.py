@@ -81,6 +81,8 @@ class Estimator:
     """Normalise over all action tokens of the round."""
     needs_critic: bool = False
     """Advantages are those of `gae`, from a critic's values."""
+    synonyms: tuple[str, ...] = ()
+    """Other tools' words for it, which --algo.advantage.estimator takes as well."""
     paper: str
 
     @property
@@ -91,15 +93,20 @@ class Estimator:
 
 ESTIMATORS: dict[str, Estimator] = {
     # GAE: a critic says what to expect at every token.
-    "gae": Estimator(whiten=True, needs_critic=True, paper="arXiv:1506.02438"),
+    "gae": Estimator(whiten=True, needs_critic=True, synonyms=("ppo",), paper="arXiv:1506.02438"),
     # REINFORCE++: plain returns, normalised over the whole batch instead of per prompt.
-    "reinforce": Estimator(whiten=True, paper="arXiv:2501.03262"),
+    "reinforce": Estimator(whiten=True, synonyms=("reinforce++", "reinforce_plus_plus"), paper="arXiv:2501.03262"),
     # RLOO: the other samples' mean as baseline.
     "rloo": Estimator(shape=leave_one_out, whiten=False, paper="arXiv:2402.14740"),
     # REINFORCE++-baseline: the group's mean as baseline, then normalised over the whole batch.
-    "reinforce_baseline": Estimator(shape=group_mean, whiten=True, paper="arXiv:2501.03262"),
+    "reinforce_baseline": Estimator(
+        shape=group_mean,
+        whiten=True,
+        synonyms=("reinforce++-baseline", "reinforce_plus_plus_baseline"),
+        paper="arXiv:2501.03262",
+    ),
     # GRPO: z-score within the group.
-    "group_norm": Estimator(shape=group_zscore, whiten=False, paper="arXiv:2402.03300"),
+    "group_norm": Estimator(shape=group_zscore, whiten=False, synonyms=("grpo",), paper="arXiv:2402.03300"),
     # Dr. GRPO: GRPO without the division by the standard deviation.
     "dr_grpo": Estimator(shape=group_mean, whiten=False, paper="arXiv:2503.20783"),
 }

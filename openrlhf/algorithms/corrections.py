@@ -78,10 +78,22 @@ def _ratio(gap_A: Tensor) -> Tensor:
     return gap_A.clamp(-20.0, 20.0).exp()
 
 
-CORRECTIONS: dict[str, Corrector] = {"tis": tis, "icepop": icepop, "seq-mask-tis": seq_mask_tis}
+class CorrectionEntry(NamedTuple):
+    """One correction and what belongs to it."""
+
+    corrector: Corrector
+    summary: str
+    """For the help of --algo.advantage.is_correction_type."""
+
+
+CORRECTIONS: dict[str, CorrectionEntry] = {
+    "tis": CorrectionEntry(tis, summary="clamp"),
+    "icepop": CorrectionEntry(icepop, summary="drop tokens"),
+    "seq-mask-tis": CorrectionEntry(seq_mask_tis, summary="drop sequences"),
+}
 
 
 def get_correction(name: str) -> Corrector:
     if name not in CORRECTIONS:
         raise ValueError(f"unknown off-policy correction {name!r}; known: {', '.join(CORRECTIONS)}")
-    return CORRECTIONS[name]
+    return CORRECTIONS[name].corrector

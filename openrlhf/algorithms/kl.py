@@ -15,7 +15,7 @@ beyond that a token costs no more and pulls no more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,13 +43,27 @@ def k3(logprobs_A: Tensor, reference_logprobs_A: Tensor) -> Tensor:
     return ((-difference_A).exp() - 1.0 + difference_A).clamp(-BOUND, BOUND)
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+class KLEntry(NamedTuple):
+    """One KL estimate and what belongs to it."""
+
+    estimator: KLEstimator
+    formula: str
+    """For the help of --algo.kl.estimator."""
+    fits_loss: bool
+    """Its gradient is that of a KL divergence, so it belongs in the loss. Otherwise it belongs in the reward."""
+
+
+KL_ESTIMATORS: dict[str, KLEntry] = {
+    "k1": KLEntry(k1, formula="d", fits_loss=False),
+    "k2": KLEntry(k2, formula="d²/2", fits_loss=True),
+    "k3": KLEntry(k3, formula="exp(−d) − 1 + d", fits_loss=True),
+}
 
 
 def get_kl_estimator(name: str) -> KLEstimator:
     if name not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {name!r}; known: {', '.join(KL_ESTIMATORS)}")
-    return KL_ESTIMATORS[name]
+    return KL_ESTIMATORS[name].estimator
 
 
 class KLController(Protocol):

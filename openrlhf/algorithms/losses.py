@@ -136,16 +136,41 @@ class PolicyLoss:
     """With off-policy correction on, its ratio is taken against the rollout's log-probs instead of the old ones,
     which covers the gap between engine and trainer: no weight of `corrections` is applied on top."""
     takes_dual_clip: bool = False
+    clips: bool = True
+    """Whether it reads ε_low and ε_high."""
+    summary: str
+    """For the help of --actor.policy_loss_type."""
     paper: str
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(function=ppo_loss, aggregation=Aggregation.TOKEN, takes_dual_clip=True, paper="arXiv:1707.06347"),
-    "gspo": PolicyLoss(
-        function=gspo_loss, aggregation=Aggregation.SEQUENCE, corrects_itself=True, paper="arXiv:2507.18071"
+    "ppo": PolicyLoss(
+        function=ppo_loss,
+        aggregation=Aggregation.TOKEN,
+        takes_dual_clip=True,
+        summary="ratio clipped per token",
+        paper="arXiv:1707.06347",
     ),
-    "cispo": PolicyLoss(function=cispo_loss, aggregation=Aggregation.TOKEN, paper="arXiv:2506.13585"),
-    "sapo": PolicyLoss(function=sapo_loss, aggregation=Aggregation.SEQUENCE, paper="arXiv:2511.20347"),
+    "gspo": PolicyLoss(
+        function=gspo_loss,
+        aggregation=Aggregation.SEQUENCE,
+        corrects_itself=True,
+        summary="ratio clipped per sequence",
+        paper="arXiv:2507.18071",
+    ),
+    "cispo": PolicyLoss(
+        function=cispo_loss,
+        aggregation=Aggregation.TOKEN,
+        summary="the token's weight clipped, not its gradient",
+        paper="arXiv:2506.13585",
+    ),
+    "sapo": PolicyLoss(
+        function=sapo_loss,
+        aggregation=Aggregation.SEQUENCE,
+        clips=False,
+        summary="a soft gate",
+        paper="arXiv:2511.20347",
+    ),
 }
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from openrlhf.config.models import DPOModelSection
+
 
 class PairLogprobs(NamedTuple):
     """log π(y|x) of both answers: sums over an answer's tokens, float32 [P]."""
@@ -103,9 +105,22 @@ def _softplus(x: Tensor) -> Tensor:
     return x.logaddexp(x.new_zeros(()))
 
 
-PREFERENCE_LOSSES = ("dpo", "kto")
-"""The losses of train_dpo. They read different data: pairs, or single answers with a label. IPO and cDPO are
-variants on pairs, with switches of their own."""
+PairLoss = Callable[["Tensor", "DPOModelSection"], "Tensor"]
+"""(gap_P, the section with β and the like) → loss_P; the gap is `preference_gap`."""
+
+
+def _dpo(gap_P: Tensor, model: DPOModelSection) -> Tensor:
+    return dpo_loss(gap_P, beta=model.beta, label_smoothing=model.label_smoothing)
+
+
+def _ipo(gap_P: Tensor, model: DPOModelSection) -> Tensor:
+    return ipo_loss(gap_P, beta=model.beta)
+
+
+PAIR_LOSSES: dict[str, PairLoss] = {"dpo": _dpo, "ipo": _ipo}
+"""Losses of train_dpo that compare the two answers of a pair."""
+ANSWER_LOSSES = ("kto",)
+"""Losses of train_dpo that judge single answers, each with a label."""
 
 RewardLoss = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 """(chosen_P, rejected_P, margin_P) → loss_P"""

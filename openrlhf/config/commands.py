@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
+from openrlhf.algorithms.preferences import PAIR_LOSSES
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.config.backend import (
     CausalBackendSection,
@@ -301,7 +302,7 @@ class DPOConfig(TrainerSection, OptimizerSection):
     @property
     def tokens_per_forward(self) -> int:
         """Token budget of a micro-batch: what `micro_batch_size` pairs (kto: answers) of the greatest length have."""
-        return self.train.micro_batch_size * self.data.max_len * (1 if self.model.loss_type == "kto" else 2)
+        return self.train.micro_batch_size * self.data.max_len * (2 if self.model.objective in PAIR_LOSSES else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.commands import Config
 from openrlhf.config.schema import command_of, flags_of, value_at
 
@@ -13,9 +14,10 @@ NEEDED = {
     "uses_reference": "a reference model (--algo.kl.init_coef above 0)",
     "uses_reward_model": "a reward model that judges (--reward.model_name_or_path)",
     "asks_reward_servers": "a reward server (a URL in --reward.remote_url)",
-    "uses_group_baseline": "an estimator that compares a prompt's samples (--algo.advantage.estimator rloo, "
-    "reinforce_baseline, group_norm, dr_grpo)",
-    "whitens_advantages": "an estimator that whitens (--algo.advantage.estimator gae, reinforce, reinforce_baseline)",
+    "uses_group_baseline": "an estimator that compares a prompt's samples (--algo.advantage.estimator "
+    f"{', '.join(name for name, entry in ESTIMATORS.items() if entry.needs_group)})",
+    "whitens_advantages": "an estimator that whitens (--algo.advantage.estimator "
+    f"{', '.join(name for name, entry in ESTIMATORS.items() if entry.whiten)})",
     "!reward.remote_url|reward.weights": "--reward.weights beside --reward.remote_url, which judges alone without them",
     "ckpt.uses_folder": "checkpoints (--ckpt.save_steps, --ckpt.load_enable or --ckpt.auto_resume)",
 }

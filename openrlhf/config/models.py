@@ -4,9 +4,12 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
 from openrlhf.algorithms.losses import POLICY_LOSSES
-from openrlhf.algorithms.preferences import PREFERENCE_LOSSES
+from openrlhf.algorithms.preferences import ANSWER_LOSSES, PAIR_LOSSES
 from openrlhf.config.fields import Flag
 from openrlhf.config.training import AdamSection, OptimizerSection
+
+UNCLIPPED = ",".join(name for name, loss in POLICY_LOSSES.items() if not loss.clips)
+"""Policy losses that no clip range has an effect on."""
 
 NODES = Flag("nodes of this model's worker group", flat="{owner}num_nodes")
 WORKERS = Flag(
@@ -77,7 +80,7 @@ class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
         Flag(
             "policy ratio is clipped to [1 − eps, 1 + eps]",
             flat="eps_clip",
-            only_with=".policy_loss_type!=sapo !.eps_clip_low_high",
+            only_with=f".policy_loss_type!={UNCLIPPED} !.eps_clip_low_high",
         ),
     ] = 0.2
     eps_clip_low_high: Annotated[
@@ -86,7 +89,7 @@ class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
             "separate eps below and above 1; unset: eps_clip twice",
             flat="eps_clip_low_high",
             unlimited=True,
-            only_with=".policy_loss_type!=sapo",
+            only_with=f".policy_loss_type!={UNCLIPPED}",
         ),
     ] = None
     dual_clip: Annotated[
@@ -95,7 +98,7 @@ class ActorSection(OptimizerSection, GroupSection, TrainedModelSection):
     policy_loss_type: Annotated[
         str,
         Flag(
-            "ratio clipped per token (ppo) or per sequence (gspo), its weight clipped (cispo), or a soft gate (sapo)",
+            "policy loss: " + ", ".join(f"{name} ({loss.summary})" for name, loss in POLICY_LOSSES.items()),
             flat="policy_loss_type",
             choices=tuple(POLICY_LOSSES),
         ),
@@ -309,7 +312,8 @@ class DPOModelSection(TrainedModelSection):
         Flag(
             "pairs of a chosen and a rejected answer (dpo), or single answers with a label (kto)",
             flat="loss",
-            choices=PREFERENCE_LOSSES,
+            # ipo has a switch of its own.
+            choices=(*(name for name in PAIR_LOSSES if name != "ipo"), *ANSWER_LOSSES),
         ),
     ] = "dpo"
     beta: Annotated[float, Flag("beta of DPO, IPO and KTO", flat="beta", above=0)] = 0.1
@@ -323,6 +327,11 @@ class DPOModelSection(TrainedModelSection):
     nll_loss_coef: Annotated[float, Flag("weight of the chosen answers' own NLL", flat="nll_loss_coef", at_least=0)] = (
         0.0
     )
+
+    @property
+    def objective(self) -> str:
+        """The loss in force: a name of `PAIR_LOSSES` or `ANSWER_LOSSES`."""
+        return "ipo" if self.ipo_enable else self.loss_type
 
 
 def is_python_file(name: str) -> bool:

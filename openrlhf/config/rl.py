@@ -6,7 +6,11 @@ from typing import Annotated, Literal
 from openrlhf.algorithms.advantages import ESTIMATORS, Turns
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
+from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config.fields import Flag
+
+SELF_CORRECTING = ",".join(name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself)
+"""Policy losses that no weight of a correction is applied to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +21,7 @@ class AdvantageSection:
             "advantage estimator; group_norm is GRPO, only gae has a critic",
             flat="advantage_estimator",
             choices=tuple(ESTIMATORS),
-            synonyms=(
-                ("grpo", "group_norm"),
-                ("ppo", "gae"),
-                ("reinforce++", "reinforce"),
-                ("reinforce_plus_plus", "reinforce"),
-                ("reinforce++-baseline", "reinforce_baseline"),
-                ("reinforce_plus_plus_baseline", "reinforce_baseline"),
-            ),
+            synonyms=tuple((word, name) for name, entry in ESTIMATORS.items() for word in entry.synonyms),
         ),
     ] = "gae"
     lambd: Annotated[float, Flag("lambda of GAE", flat="lambd", only_with="uses_critic", within=(0, 1))] = 1.0
@@ -61,16 +58,16 @@ class AdvantageSection:
             flat="vllm_is_truncated_threshold",
             one_value="upper",
             unlimited=True,
-            only_with=".is_correction_enable actor.policy_loss_type!=gspo",
+            only_with=f".is_correction_enable actor.policy_loss_type!={SELF_CORRECTING}",
         ),
     ] = (0.5, 5.0)
     is_correction_type: Annotated[
         str,
         Flag(
-            "clamp (tis), drop tokens (icepop) or drop sequences (seq-mask-tis)",
+            ", ".join(f"{name} ({entry.summary})" for name, entry in CORRECTIONS.items()),
             flat="vllm_is_correction_type",
             choices=tuple(CORRECTIONS),
-            only_with=".is_correction_enable actor.policy_loss_type!=gspo",
+            only_with=f".is_correction_enable actor.policy_loss_type!={SELF_CORRECTING}",
         ),
     ] = "tis"
 
@@ -89,7 +86,8 @@ class KLSection:
     estimator: Annotated[
         str,
         Flag(
-            "d, d²/2 or exp(−d) − 1 + d, d = log π − log π_ref",
+            ", ".join(f"{name}: {entry.formula}" for name, entry in KL_ESTIMATORS.items())
+            + ", with d = log π − log π_ref",
             flat="kl_estimator",
             choices=tuple(KL_ESTIMATORS),
             only_with="uses_reference",

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
+from openrlhf.algorithms.preferences import PAIR_LOSSES
 from openrlhf.config.commands import (
     Config,
     DPOConfig,
@@ -263,10 +265,12 @@ def pair_options_have_pairs(config: DPOConfig) -> Iterator[str]:
         "--model.label_smoothing": model.label_smoothing > 0,
         "--model.nll_loss_coef": model.nll_loss_coef > 0,
     }
-    if model.loss_type == "kto":
-        for flag, given in of_pairs.items():
-            if given:
-                yield f"{flag} is about pairs, and --model.loss_type kto has single answers: leave one of them out"
+    for flag, given in of_pairs.items() if model.loss_type not in PAIR_LOSSES else ():
+        if given:
+            yield (
+                f"{flag} is about pairs, and --model.loss_type {model.loss_type} has single answers: leave one of "
+                "them out"
+            )
 
 
 @contradiction
@@ -620,12 +624,12 @@ def kl_estimator_fits_its_use(config: RLConfig) -> Iterator[str]:
     kl = config.algo.kl
     if not config.uses_reference:
         return
-    if kl.use_loss and kl.estimator == "k1":
-        yield "--algo.kl.estimator k1 has the wrong gradient as a loss: k2 or k3 is recommended with --algo.kl.use_loss"
-    if not kl.use_loss and kl.estimator != "k1":
+    if KL_ESTIMATORS[kl.estimator].fits_loss != kl.use_loss:
+        use, switch = ("a loss", "with") if kl.use_loss else ("a reward", "without")
+        fitting = " or ".join(name for name, entry in KL_ESTIMATORS.items() if entry.fits_loss == kl.use_loss)
         yield (
-            f"--algo.kl.estimator {kl.estimator} has the wrong gradient as a reward: "
-            "k1 is recommended without --algo.kl.use_loss"
+            f"--algo.kl.estimator {kl.estimator} has the wrong gradient as {use}: {fitting} is recommended {switch} "
+            "--algo.kl.use_loss"
         )
 
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -29,14 +29,44 @@ ModelSource = Callable[[str, int], RewardSource]
 """The reward model at a path, the so-manieth of the run, as a source."""
 
 
+class RewardKind(NamedTuple):
+    """One kind of reward source (`RewardEntry.kind`)."""
+
+    name: Callable[[str], str]
+    """What metrics call a source, from its file, URL or folder."""
+    build: Callable[[RewardEntry, RLConfig, Callable[[str], RewardSource]], RewardSource]
+    """Given the entry, the configuration, and what makes a reward model at a path a source."""
+
+
+def _function_file(entry: RewardEntry, config: RLConfig, model_source: Callable[[str], RewardSource]) -> RewardSource:
+    return FunctionFileReward(entry.names[0], timeout=config.reward.timeout)
+
+
+def _servers(entry: RewardEntry, config: RLConfig, model_source: Callable[[str], RewardSource]) -> RewardSource:
+    from openrlhf.rewards.http import HttpReward  # only runs with reward servers import aiohttp
+
+    return HttpReward(entry.names, timeout=config.reward.timeout, api_key=config.reward.api_key)
+
+
+def _model(entry: RewardEntry, config: RLConfig, model_source: Callable[[str], RewardSource]) -> RewardSource:
+    return model_source(entry.names[0])
+
+
+REWARD_KINDS: dict[str, RewardKind] = {
+    "function": RewardKind(lambda file: Path(file).stem, _function_file),
+    "http": RewardKind(lambda url: urlsplit(url).netloc, _servers),
+    "model": RewardKind(lambda folder: Path(folder).name, _model),
+}
+
+
 def build_reward(config: RLConfig, model_source: ModelSource) -> RewardSource | None:
-    """Whatever judges this run's samples, not started yet; None: an agent does."""
+    """The source of this run's rewards, not started yet; None: an agent gives them."""
     entries, weights = config.reward.sources, config.reward.weights
     if not entries:
         return None
     numbers = itertools.count()
     sources = [
-        model_source(entry.names[0], next(numbers)) if entry.kind == "model" else _build(entry, config)
+        REWARD_KINDS[entry.kind].build(entry, config, lambda path: model_source(path, next(numbers)))
         for entry in entries
     ]
     if len(sources) == 1 and weights is None:
@@ -45,22 +75,13 @@ def build_reward(config: RLConfig, model_source: ModelSource) -> RewardSource | 
 
 
 def source_names(entries: tuple[RewardEntry, ...]) -> list[str]:
-    """How metrics call the sources: by file, host or folder; a name that is taken gets a number."""
+    """The names of sources in metrics: by file, host or folder; a name that is taken gets a number."""
     names: list[str] = []
     for kind, (first, *_) in entries:
-        plain = {"http": urlsplit(first).netloc, "function": Path(first).stem, "model": Path(first).name}[kind]
-        name = re.sub(r"[^\w.-]", "_", plain)
+        name = re.sub(r"[^\w.-]", "_", REWARD_KINDS[kind].name(first))
         same = sum(re.fullmatch(rf"{re.escape(name)}(_\d+)?", other) is not None for other in names)
         names.append(f"{name}_{same + 1}" if same else name)
     return names
-
-
-def _build(entry: RewardEntry, config: RLConfig) -> RewardSource:
-    if entry.kind == "function":
-        return FunctionFileReward(entry.names[0], timeout=config.reward.timeout)
-    from openrlhf.rewards.http import HttpReward  # aiohttp is only for those who have servers
-
-    return HttpReward(entry.names, timeout=config.reward.timeout, api_key=config.reward.api_key)
 
 
 def reward_model_here(config: RLConfig, policy_tokenizer: Any, device: torch.device) -> ModelSource:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.preferences import get_reward_loss
+from openrlhf.algorithms.preferences import PAIR_LOSSES, get_reward_loss
 from openrlhf.backends.base import Backend, Distribution, start_backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
@@ -53,7 +53,7 @@ from openrlhf.runs.process import (
     watchdog,
 )
 from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, stoppable, weights_digest
-from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.moe_aux import BalancedObjective
 from openrlhf.trainers.preferences import Reference
@@ -109,7 +109,7 @@ def _train(
 ) -> RunResult:
     distribution, ranks = place.distribution, place.distribution.ranks
     tokenizer = tokenizer_of(config)
-    kind = _KINDS[_kind(config)]
+    kind = OBJECTIVES[_kind(config)]
     samples = samples_of(config, tokenizer)
     held_out = samples_of(config, tokenizer, evaluation=True) if config.eval.dataset else kind.stand_in(samples)
     schedule = Schedule(
@@ -262,7 +262,7 @@ def _kind(config: SupervisedConfig) -> str:
             return "sft"
         case RMConfig():
             return "reward model"
-    return "ipo" if config.model.ipo_enable else config.model.loss_type
+    return config.model.objective
 
 
 def _sft(config: SFTConfig, place: _Place) -> _Parts:
@@ -292,18 +292,12 @@ def _reward_model(config: RMConfig, place: _Place) -> _Parts:
 
 
 def _dpo(config: DPOConfig, place: _Place) -> _Parts:
-    settings = PairLossSettings(
-        beta=config.model.beta,
-        ipo=config.model.ipo_enable,
-        label_smoothing=config.model.label_smoothing,
-        nll_coef=config.model.nll_loss_coef,
-    )
     policy = _policy(config, place)
     reference = _reference(config, policy, place)
     return _Parts(
         module=policy,
         objective=lambda pairs: DPOObjective(
-            pairs, settings, reference=reference, device=place.device, ranks=place.distribution.ranks
+            pairs, config.model, reference=reference, device=place.device, ranks=place.distribution.ranks
         ),
         export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
@@ -383,7 +377,7 @@ def tokenizer_of(config: SupervisedConfig) -> Any:
 
 def samples_of(config: SupervisedConfig, tokenizer: Any, *, evaluation: bool = False) -> TokenisedSet[Any]:
     """Training or evaluation data, checked and tokenised. Raises DataError."""
-    kind = _KINDS[_kind(config)]
+    kind = OBJECTIVES[_kind(config)]
     flag = "--eval.dataset" if evaluation else "--data.dataset"
     records = load_records(
         required(config.eval.dataset if evaluation else config.data.dataset),
@@ -461,10 +455,9 @@ def _first_hundredth(samples: TokenisedSet[Any]) -> _First:
     return _First(samples, count)
 
 
-_KINDS = {
+OBJECTIVES = {
     "sft": _Kind(samples=ExampleSet, format=_example_format, assemble=_sft),
     "reward model": _Kind(samples=PairSet, format=_pair_format, assemble=_reward_model, stand_in=_first_hundredth),
-    "dpo": _Kind(samples=PairSet, format=_pair_format, assemble=_dpo),
-    "ipo": _Kind(samples=PairSet, format=_pair_format, assemble=_dpo),
+    **dict.fromkeys(PAIR_LOSSES, _Kind(samples=PairSet, format=_pair_format, assemble=_dpo)),
     "kto": _Kind(samples=JudgedSet, format=_judged_format, assemble=_kto),
 }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from openrlhf.algorithms.preferences import PairLogprobs, dpo_loss, ipo_loss, mean_nll, preference_gap
+from openrlhf.algorithms.preferences import PAIR_LOSSES, PairLogprobs, mean_nll, preference_gap
 from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.config.models import DPOModelSection
 from openrlhf.observability.metrics import Metrics
 from openrlhf.trainers.preferences import Reference, ReferenceLogprobs, answer_logprobs, pack_pairs
 from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss
@@ -18,22 +18,6 @@ from openrlhf.types import PackedTokens
 
 if TYPE_CHECKING:
     from openrlhf.data.preferences import PairSet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairLossSettings:
-    """The loss of a pair and its parameters."""
-
-    beta: float
-    ipo: bool = False
-    label_smoothing: float = 0.0
-    nll_coef: float = 0.0
-    """The weight of the chosen answers' negative log-likelihood."""
-
-    def of_gap(self, gap_P: Tensor) -> Tensor:
-        if self.ipo:
-            return ipo_loss(gap_P, beta=self.beta)
-        return dpo_loss(gap_P, beta=self.beta, label_smoothing=self.label_smoothing)
 
 
 class DPOObjective:
@@ -46,7 +30,7 @@ class DPOObjective:
     def __init__(
         self,
         pairs: PairSet,
-        settings: PairLossSettings,
+        model: DPOModelSection,
         *,
         reference: Reference,
         device: torch.device,
@@ -54,28 +38,29 @@ class DPOObjective:
     ) -> None:
         self._pairs = pairs
         self.lengths = pairs.lengths
-        self._settings = settings
+        self._model = model
+        self._loss = PAIR_LOSSES[model.objective]
         self._device = device
         self._reference = ReferenceLogprobs(
             len(pairs), 2, lambda indices: reference.answer_logprobs(self._pack(indices)).view(-1, 2), ranks=ranks
         )
 
     def begin(self, module: nn.Module, batch: Batch) -> Callable[[Sequence[int]], MicroBatchLoss]:
-        settings = self._settings
+        section = self._model
         self._reference.complete(batch.samples, batch.micro_batches)
 
         def compute_loss(micro: Sequence[int]) -> MicroBatchLoss:
             policy = _pair_columns(answer_logprobs(module, self._pack(micro).to(self._device)).view(-1, 2))
             reference = _pair_columns(self._reference.of(micro).to(self._device))
-            loss_P = settings.of_gap(preference_gap(policy, reference))
+            loss_P = self._loss(preference_gap(policy, reference), section)
             metrics, count = Metrics(), len(micro)
-            if settings.nll_coef:
+            if section.nll_loss_coef:
                 lengths_P = loss_P.new_tensor([int(self._pairs[i].chosen.target_mask.sum()) for i in micro])
                 nll_P = mean_nll(policy.chosen_P, lengths_P)
-                loss_P = loss_P + settings.nll_coef * nll_P
+                loss_P = loss_P + section.nll_loss_coef * nll_P
                 metrics.mean("nll_loss", float(nll_P.detach().sum()), count)
             chosen_P, rejected_P = (
-                settings.beta * (ours.detach() - theirs) for ours, theirs in zip(policy, reference, strict=True)
+                section.beta * (ours.detach() - theirs) for ours, theirs in zip(policy, reference, strict=True)
             )
             metrics.mean("loss", float(loss_P.detach().sum()), count)
             metrics.mean("acc", float((chosen_P > rejected_P).sum()), count)

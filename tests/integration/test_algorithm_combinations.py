@@ -11,6 +11,7 @@ from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
+from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.config import ConfigError, parse
 
 pytestmark = pytest.mark.slow
@@ -53,11 +54,11 @@ REJECTED = [
         if not entry.takes_dual_clip
     ),
     ("--kl_target 0.1 --init_kl_coef 0", "above 0"),
-    ("--advantage_estimator a2c", "not one of gae, reinforce, rloo, reinforce_baseline, group_norm, dr_grpo"),
-    ("--policy_loss_type dapo", "not one of ppo, gspo, cispo, sapo"),
-    ("--kl_estimator k4", "not one of k1, k2, k3"),
-    ("--vllm_is_correction_type mis", "not one of tis, icepop, seq-mask-tis"),
-    ("--algo.loss_agg mean", "not one of token, sequence, constant"),
+    ("--advantage_estimator a2c", f"not one of {', '.join(ESTIMATORS)}"),
+    ("--policy_loss_type dapo", f"not one of {', '.join(POLICY_LOSSES)}"),
+    ("--kl_estimator k4", f"not one of {', '.join(KL_ESTIMATORS)}"),
+    ("--vllm_is_correction_type mis", f"not one of {', '.join(CORRECTIONS)}"),
+    ("--algo.loss_agg mean", f"not one of {', '.join(Aggregation)}"),
 ]
 
 

@@ -12,8 +12,9 @@ from thread_ranks import ThreadDistribution, outcomes, together
 from torch import nn
 
 from openrlhf.backends.torch import TorchBackend
+from openrlhf.config.models import DPOModelSection
 from openrlhf.learners.accumulation import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow
-from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.sft import SFTObjective
 
@@ -149,7 +150,7 @@ def test_a_supervised_step_in_little_memory_is_the_same_step(kind, where, caplog
             objective = SFTObjective(samples, device=CPU)
         else:
             reference = Reference(make_policy(seed=1, hidden=16), device=CPU)
-            objective = DPOObjective(samples, PairLossSettings(beta=0.1), reference=reference, device=CPU)
+            objective = DPOObjective(samples, DPOModelSection(beta=0.1), reference=reference, device=CPU)
         trainer, logger = make_trainer(make_backend(policy), objective, batch_size=4, steps=4)
         trainer.fit()
         return policy, logger.of("train"), memory.overflows

@@ -20,7 +20,8 @@ from transformers import AutoModelForSequenceClassification
 
 from openrlhf.algorithms.preferences import get_reward_loss
 from openrlhf.checkpoint.export import export_value_model
-from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.config.models import DPOModelSection
+from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.preferences import Reference, answer_logprobs
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
@@ -119,7 +120,7 @@ def test_preference_training_makes_the_better_answer_likelier_on_new_prompts(nam
             judged, beta=0.1, reference=reference, max_len=16, tokens_per_forward=2000, seed=0, device=CPU
         )
     else:
-        settings = PairLossSettings(beta=0.1, ipo=name == "ipo", label_smoothing=0.1 if name == "cdpo" else 0.0)
+        settings = DPOModelSection(beta=0.1, ipo_enable=name == "ipo", label_smoothing=0.1 if name == "cdpo" else 0.0)
         objective = DPOObjective(Samples(pair(*row) for row in seen), settings, reference=reference, device=CPU)
 
     def likelihoods():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings, TokenLoss, get_policy_loss, value_loss
-from openrlhf.algorithms.reduction import Aggregation, sample_weights
+from openrlhf.algorithms.reduction import sample_weights
 
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3)
 
@@ -37,19 +37,26 @@ def loss_of(
     return result, logprobs.grad
 
 
-def test_what_belongs_to_each_loss():
-    assert {name: loss.aggregation for name, loss in POLICY_LOSSES.items()} == {
-        "ppo": Aggregation.TOKEN,
-        "gspo": Aggregation.SEQUENCE,
-        "cispo": Aggregation.TOKEN,
-        "sapo": Aggregation.SEQUENCE,
-    }
-    assert [name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself] == ["gspo"]
-    assert [name for name, loss in POLICY_LOSSES.items() if loss.takes_dual_clip] == ["ppo"]
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_loss_reads_the_bounds_that_its_entry_says(name):
+    """Ratios far below and above 1, advantages of both signs: another clip range changes the result of a loss that
+    clips, and of no other; so does a dual clip where the entry takes one."""
+
+    def result(**settings):
+        given = LossSettings(**{"clip_low": 0.2, "clip_high": 0.2} | settings)
+        loss, gradient = loss_of(
+            name, [0.5, 5.0, 0.5, 5.0], [1.0, 1.0, -1.0, -1.0], settings=given, sequences=[0, 1, 2, 3]
+        )
+        return [*loss.loss_A.tolist(), *gradient.tolist()]
+
+    entry = POLICY_LOSSES[name]
+    assert (result(clip_low=0.4, clip_high=0.6) != result()) == entry.clips
+    if entry.takes_dual_clip:
+        assert result(dual_clip=3.0) != result()
 
 
 def test_an_unknown_loss_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="known: ppo, gspo, cispo, sapo"):
+    with pytest.raises(ValueError, match=f"known: {', '.join(POLICY_LOSSES)}"):
         get_policy_loss("ppp")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config import ROOTS, parse
 from openrlhf.config.document import render
 from openrlhf.config.schema import flags_of, value_at
@@ -28,7 +29,7 @@ CHANGED_DEFAULTS = {
 }
 CHANGED_CHOICES = {
     "ds.param_dtype": ["auto", "bf16", "fp16", "fp32"],  # auto is ours
-    "actor.policy_loss_type": ["ppo", "gspo", "cispo", "sapo"],
+    "actor.policy_loss_type": list(POLICY_LOSSES),
 }
 
 TRAINERS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray")

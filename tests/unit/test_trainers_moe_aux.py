@@ -10,11 +10,12 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen3Mo
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from openrlhf.algorithms.losses import load_balancing_loss
+from openrlhf.config.models import DPOModelSection
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.body import NoRoutersError, RouterLog, experts_per_token
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
-from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.moe_aux import BalancedObjective
 from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.reward_model import RewardObjective
@@ -168,7 +169,7 @@ class TestObjective:
             objective = SFTObjective(self.samples, device=CPU)
         elif kind == "dpo":
             reference = Reference(copy.deepcopy(policy), device=CPU)
-            objective = DPOObjective(pairs, PairLossSettings(beta=0.1), reference=reference, device=CPU)
+            objective = DPOObjective(pairs, DPOModelSection(beta=0.1), reference=reference, device=CPU)
         else:
             module = ValueModel(policy.model.model, ScalarHead(16))
             objective = RewardObjective(pairs, loss=lambda c, r, m: -(c - r - m), margins=False, device=CPU)

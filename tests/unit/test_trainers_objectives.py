@@ -17,8 +17,9 @@ from small_supervised import (
 )
 
 from openrlhf.algorithms.preferences import get_reward_loss
+from openrlhf.config.models import DPOModelSection
 from openrlhf.data.packing import by_tokens
-from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.kto import KTOObjective, Mismatched
 from openrlhf.trainers.preferences import Reference, common_beginning, pack_pairs
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
@@ -48,7 +49,7 @@ def scorer():
 
 def dpo(reference, pairs=PAIRS, **settings):
     return DPOObjective(
-        pairs, PairLossSettings(beta=0.5, **settings), reference=Reference(reference, device=CPU), device=CPU
+        pairs, DPOModelSection(beta=0.5, **settings), reference=Reference(reference, device=CPU), device=CPU
     )
 
 
@@ -153,7 +154,7 @@ def test_statistics_of_an_evaluation():
             {"label_smoothing": 0.2},
             lambda h: 0.8 * math.log1p(math.exp(-0.5 * h)) + 0.2 * math.log1p(math.exp(0.5 * h)),
         ),
-        ({"ipo": True}, lambda h: (h - 1.0) ** 2),
+        ({"ipo_enable": True}, lambda h: (h - 1.0) ** 2),
     ],
 )
 def test_dpo_by_sums_of_log_probs(policy, other, settings, of_gap):
@@ -178,7 +179,7 @@ def test_dpo_by_sums_of_log_probs(policy, other, settings, of_gap):
 def test_the_nll_term_is_a_mean_of_means_over_chosen_answers(policy, other):
     plain, _, _ = run(dpo(other), policy, [range(8)])
     nll = sum(-float(token_logprobs(policy, p.chosen).mean()) for p in PAIRS) / 8
-    loss, _, metrics = run(dpo(other, nll_coef=0.3), policy, [range(8)])
+    loss, _, metrics = run(dpo(other, nll_loss_coef=0.3), policy, [range(8)])
     assert metrics["nll_loss"] == pytest.approx(nll, rel=1e-5)
     assert loss == pytest.approx(plain + 0.3 * nll, rel=1e-5)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
@@ -220,8 +221,8 @@ def test_cutting_and_order_change_nothing(name, cut, policy, other, scorer):
         "sft": lambda: SFTObjective(EXAMPLES, device=CPU),
         "rm": rewards,
         "dpo": lambda: dpo(other),
-        "ipo": lambda: dpo(other, ipo=True),
-        "nll": lambda: dpo(other, nll_coef=0.3),
+        "ipo": lambda: dpo(other, ipo_enable=True),
+        "nll": lambda: dpo(other, nll_loss_coef=0.3),
         "kto": lambda: kto(other, budget=13),
     }[name]
     objective = make()

@@ -10,8 +10,9 @@ from small_supervised import CPU, Samples, make_backend, make_policy, make_train
 from thread_ranks import together
 
 from openrlhf.backends.state import LeftOut, NotFiniteError
+from openrlhf.config.models import DPOModelSection
 from openrlhf.observability.metrics import Metrics, PhaseClock
-from openrlhf.trainers.dpo import DPOObjective, PairLossSettings
+from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Batch, MetricNames, MicroBatchLoss, RunningMeans, WholeSet
@@ -254,7 +255,7 @@ def test_a_resumed_run_ends_with_the_same_weights(kind):
             objective = SFTObjective(EXAMPLES, device=CPU)
         else:
             reference = Reference(make_policy(seed=1, hidden=16), device=CPU)
-            objective = DPOObjective(random_pairs(8), PairLossSettings(beta=0.1), reference=reference, device=CPU)
+            objective = DPOObjective(random_pairs(8), DPOModelSection(beta=0.1), reference=reference, device=CPU)
         return make_trainer(make_backend(policy), objective, batch_size=4, budget=60, steps=6, save_every=3)[0]
 
     straight = make()
