@@ -23,7 +23,7 @@ from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.files import DataError, Record
 from openrlhf.data.preferences import Judged, Pair
 from openrlhf.data.prompts import PromptSet
-from openrlhf.data.recognising import ANSWERS, is_chat
+from openrlhf.data.recognition import ANSWERS, is_chat
 from openrlhf.data.sources import load_records
 from openrlhf.models.loading import ModelLoadError
 

@@ -18,7 +18,7 @@ from openrlhf.data.files import DataError, Record
 from openrlhf.data.reading import Format, Reading, SkipReason, Unusable, chat_text, plain_text
 from openrlhf.data.sources import Records, warn_left_out
 from openrlhf.data.templates import read_messages, read_text, read_value, render_chat, says_something
-from openrlhf.data.tokenising import tokenise
+from openrlhf.data.tokenisation import tokenise
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class TokenisedSet(Sequence[Sample], Generic[Sample]):
         cache_dir: Path | None = None,
         flag: str = "--data.dataset",
     ) -> None:
-        """`workers`, `cache_dir`: see `tokenising.tokenise`; `token_cache.default_folder()` is the usual folder."""
+        """`workers`, `cache_dir`: see `tokenisation.tokenise`; `tokenisation.default_folder()` is the usual folder."""
         encoder = Encoder(tokenizer, max_len=max_len)
         self._records = records
         self._columns = tokenise(records, format, encoder, workers=workers, cache_dir=cache_dir, flag=flag)

@@ -20,7 +20,7 @@ from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
 from openrlhf.data.prompts import PromptSet, PromptStream
-from openrlhf.data.recognising import PromptFormat, recognise
+from openrlhf.data.recognition import PromptFormat, recognise
 from openrlhf.data.sources import load_records
 from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers

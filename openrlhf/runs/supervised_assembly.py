@@ -23,11 +23,11 @@ from openrlhf.config.effects import newly_without_effect
 from openrlhf.config.rules import required
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
-from openrlhf.data.recognising import recognise
+from openrlhf.data.recognition import recognise
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import load_records
 from openrlhf.data.templates import set_chat_template
-from openrlhf.data.tokenising import default_folder
+from openrlhf.data.tokenisation import default_folder
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import experts_per_token
 from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, load_value_model

@@ -355,6 +355,17 @@ class TestFailures:
 
         serving(test)
 
+    def test_a_server_that_stops_answers_what_takes_too_long_with_503(self):
+        async def test(served):
+            held = await served.held_up("a")
+            await served.server.stop(0.2)
+            status, headers, answer = await held
+            assert (status, headers["Retry-After"], headers["Connection"]) == (503, "5", "close")
+            assert "stopped" in answer["detail"]
+            assert served.server.given_up == 1
+
+        serving(test)
+
     def test_closing_tells_whether_the_model_still_computes(self):
         async def run():
             server = RewardServer(

@@ -10,10 +10,10 @@ import pytest
 from jsonl_records import written
 from small_tokenizers import tokenizer
 
-from openrlhf.data import tokenising
+from openrlhf.data import tokenisation
 from openrlhf.data.examples import ExampleFormat, ExampleSet
 from openrlhf.data.files import DataError
-from openrlhf.data.tokenising import cached
+from openrlhf.data.tokenisation import cached
 
 RECORDS = [{"input": f"Q{i}", "a": " a" * (i % 7)} for i in range(1200)]
 """More than two chunks; each seventh has an empty answer."""
@@ -141,7 +141,7 @@ class TestOncePerMachine:
         assert [result["x"].tolist() for result in results] == [[0, 1, 2, 3, 4]] * 8
 
     def test_who_waits_in_vain_makes_its_own(self, tmp_path, monkeypatch, caplog):
-        monkeypatch.setattr(tokenising, "LOCK_SECONDS", 0.1)
+        monkeypatch.setattr(tokenisation, "LOCK_SECONDS", 0.1)
         from filelock import FileLock
 
         with FileLock(tmp_path / "key.lock"), caplog.at_level(logging.WARNING):
@@ -154,11 +154,11 @@ class TestOncePerMachine:
 def test_enough_records_use_the_machines_cores(tmp_path, monkeypatch):
     """From `PARALLEL_FROM` records on; below, the start of other processes costs more than they save."""
     seen = []
-    monkeypatch.setattr(tokenising, "_in_parallel", lambda records, work, workers: seen.append(workers) or [])
-    monkeypatch.setattr(tokenising, "_cores", lambda: 4)
-    monkeypatch.setattr(tokenising, "_joined", lambda parts: parts)
-    monkeypatch.setattr(tokenising, "PARALLEL_FROM", 100)
-    work = tokenising._Work(ExampleFormat(output_key="a"), tokenising.Encoder(tokenizer(), max_len=50))
+    monkeypatch.setattr(tokenisation, "_in_parallel", lambda records, work, workers: seen.append(workers) or [])
+    monkeypatch.setattr(tokenisation, "_cores", lambda: 4)
+    monkeypatch.setattr(tokenisation, "_joined", lambda parts: parts)
+    monkeypatch.setattr(tokenisation, "PARALLEL_FROM", 100)
+    work = tokenisation._Work(ExampleFormat(output_key="a"), tokenisation.Encoder(tokenizer(), max_len=50))
     for count in (99, 100):
-        tokenising._tokenise(written(tmp_path, RECORDS[:count]), work, workers=None, flag="--data.dataset")
+        tokenisation._tokenise(written(tmp_path, RECORDS[:count]), work, workers=None, flag="--data.dataset")
     assert seen == [4]

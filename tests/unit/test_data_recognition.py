@@ -7,7 +7,7 @@ from jsonl_records import written
 
 from openrlhf.data.examples import ExampleFormat
 from openrlhf.data.preferences import JudgedFormat, PairFormat
-from openrlhf.data.recognising import PromptFormat, is_chat, recognise
+from openrlhf.data.recognition import PromptFormat, is_chat, recognise
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CHAT = [USER, ANSWER]
@@ -73,6 +73,6 @@ def test_recognised_keys_are_named_as_flags(tmp_path, caplog):
     ]
 
 
-def test_recognising_of_chats():
+def test_recognition_of_chats():
     assert is_chat([USER])
     assert not any(map(is_chat, ["text", None, [], [1], ["a"], {"role": "user"}]))
