@@ -1,7 +1,8 @@
 """vLLM engines on their devices, each in a process of its own, behind the one engine that the loop knows.
 
 EngineSlot      an engine's place, and the process that sits there now (`engine_shell`)
-RayEngines      all of them, from the driver: requests go to whoever has least to do
+RayEngines      all of them, from the driver: a router chooses the engine of a request, which travels on a connection
+                (`connections`); everything else is a call of Ray's
 EngineHandles   some of them, from a thread or process that may block: a replacement, a rank that sends weights
 
 An engine is lost when its process or vLLM's has died, or does not answer. Who waits on whom then:
