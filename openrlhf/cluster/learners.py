@@ -132,6 +132,6 @@ class RayWorkers:
 
 
 if TYPE_CHECKING:
-    from openrlhf.learners.base import Workers
+    from openrlhf.learners.workers import Workers
 
     _: type[Workers] = RayWorkers
