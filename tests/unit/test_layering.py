@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,19 @@ def test_a_heavy_library_is_imported_in_one_place(library):
 def test_light_modules_import_no_torch(module):
     code = f"import sys, {module}; assert not {{'torch', 'transformers', 'datasets'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_code_asks_which_engine_it_has():
+    """Engines differ behind the contract of `rollout.base`: `isinstance(engine, …)` would be a further one."""
+    asked = re.compile(r"isinstance\((\w+\.)*_?engines?, ")
+    offenders = [str(path) for path in PACKAGE.rglob("*.py") if asked.search(path.read_text(encoding="utf-8"))]
+    assert offenders == []
+
+
+def test_files_that_continuous_integration_names_are_there():
+    named = re.findall(r"tests/[\w/]+\.py", (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
 def test_the_public_paths_that_users_name_exist():
