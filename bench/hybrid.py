@@ -214,7 +214,7 @@ def run_alone(folder: Path, work: Work, *, steps: int) -> dict[str, Any]:
 
     from openrlhf.rollout.vllm.sampling import sampling_arguments
     from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, worker_environment
-    from openrlhf.runs.engine_settings import places
+    from openrlhf.runs.engines import places
     from openrlhf.types import SamplingParams
 
     gpu = torch.cuda.is_available()

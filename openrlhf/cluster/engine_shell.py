@@ -1,4 +1,4 @@
-"""The inside of an engine's process: a `VllmEngine`, and vLLM's calls of a weight transfer."""
+"""The inside of an engine's process: the engine, and what Ray calls of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import os
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from openrlhf.cluster.connections import Address, serve_requests
 from openrlhf.cluster.stack_probes import ProbeAddress, install_here
@@ -41,15 +39,14 @@ class EngineShell(Seat):
 
     def __init__(self) -> None:
         self._engine: Any = None
-        self._client: Any = None
         self._meter: UsageMeter | None = None
         self._serving: asyncio.Task[Address] | None = None
 
     async def install_stack_probe(self) -> ProbeAddress:
         return install_here()
 
-    async def start(self, build: Callable[[], tuple[Any, Any]], folder: str, *seats: list[str]) -> list[ProcessId]:
-        """`build` makes the engine and the client of its weight transfers. `seats`: of all its devices.
+    async def start(self, build: Callable[[], Any], folder: str, *seats: list[str]) -> list[ProcessId]:
+        """`build` makes the engine. `seats`: of all its devices.
 
         Returns its processes.
         """
@@ -59,7 +56,7 @@ class EngineShell(Seat):
         if os.path.isdir(folder):
             os.chdir(folder)
         with _explained():
-            self._engine, self._client = await asyncio.to_thread(build)
+            self._engine = await asyncio.to_thread(build)
         self._meter = UsageMeter()
         gc.collect()
         gc.freeze()  # see `runs.process`; for good, this process has no other work
@@ -108,10 +105,6 @@ class EngineShell(Seat):
     async def check_health(self) -> None:
         with _explained():
             await self._engine.check_health()
-
-    async def transfer(self, method: str, *arguments: Any) -> None:
-        with _explained():
-            await asyncio.to_thread(getattr(self._client, method), *map(_readable, arguments))
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -174,10 +167,3 @@ def last_words(log: str = "/proc/self/fd/2") -> str:
         return ""
     found = [line for line in lines if re.search(r"\w(Error|Exception): ", line) and "root cause" not in line]
     return f"; {found[-1].strip()} (in {path})" if found else f" (its log is {path})"
-
-
-def _readable(argument: Any) -> Any:
-    """vLLM takes views of memory, not arrays."""
-    if not isinstance(argument, dict):
-        return argument
-    return {name: value.data if isinstance(value, np.ndarray) else value for name, value in argument.items()}

@@ -8,7 +8,7 @@ EngineHandles   some of them, from a thread or process that may block: a replace
 An engine is lost when its process or vLLM's has died, or does not answer. Who waits on whom then:
     its requests       go to the others, or wait until one samples; each has its seed, so it samples what it would have
     the replacement    a thread: a new process on the same place, as soon as engines are awake; then for the policy's
-                       weights as they are (`supply`); then it samples too
+                       weights as they are (`supplied_by`); then it samples too
     the loop           for nobody: a push is for those that sample at the time
 """
 
@@ -21,11 +21,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from openrlhf.cluster.connections import ConnectionLostError, EngineConnections
 from openrlhf.cluster.engine_shell import EngineShell, ProcessId, Seat, kill_processes
@@ -35,7 +33,7 @@ from openrlhf.cluster.placement import Placement, Role
 from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.cluster.workers import Calls, WorkerError, gone
 from openrlhf.observability.usage import Usage
-from openrlhf.rollout.base import EngineError, LostRequestError
+from openrlhf.rollout.base import ControlledEngine, EngineError, LostRequestError
 from openrlhf.rollout.requests import PackedRequest, RequestHandler, read_generation
 from openrlhf.rollout.router import Router
 from openrlhf.types import Generation, SamplingParams
@@ -67,7 +65,9 @@ class EngineLostError(EngineError):
 class EngineSlot:
     """An engine's place on the cluster, and the process that sits there now."""
 
-    def __init__(self, placed: ReservedPlan, places: Sequence[Placement], build: Callable[[], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, placed: ReservedPlan, places: Sequence[Placement], build: Callable[[], ControlledEngine]
+    ) -> None:
         """`places`: of its devices, the first of which has its process."""
         import ray
 
@@ -128,7 +128,7 @@ class EngineSlot:
             ray.kill(actor)
 
 
-def engine_slots(placed: ReservedPlan, build: Callable[[], tuple[Any, Any]]) -> list[EngineSlot]:
+def engine_slots(placed: ReservedPlan, build: Callable[[], ControlledEngine]) -> list[EngineSlot]:
     """A slot for every engine of a plan, in the order of their numbers. Their processes are starting."""
     places: dict[int, list[Placement]] = {}
     for place in sorted(placed.plan.placements(Role.ENGINE), key=lambda place: place.slot.part):
@@ -161,7 +161,7 @@ class RayEngines:
         self._awake = threading.Event()
         """Engines may have memory of their devices."""
         self._awake.set()
-        self.supply: Callable[[int], None] = self.admit
+        self._supply: Callable[[int], None] = self.admit
         """Gives an engine the policy's weights, and admits it."""
 
         self._lock = threading.Lock()
@@ -377,6 +377,16 @@ class RayEngines:
 
     # ------------------------------------------------------------------------------------------ replacement
 
+    @contextlib.contextmanager
+    def supplied_by(self, supply: Callable[[int], None]) -> Iterator[None]:
+        """While open, an engine that replaces another is given the policy's weights by this, which admits it too.
+        Before and after, a new engine samples with the weights of the model's files."""
+        self._supply = supply
+        try:
+            yield
+        finally:
+            self._supply = self.admit
+
     @property
     def sampling(self) -> dict[int, Any]:
         """Engines that are given requests, each with its process."""
@@ -445,7 +455,7 @@ class RayEngines:
                     slot.sit()
                 try:
                     slot.wait(deadline=START_DEADLINE)
-                    self.supply(engine)
+                    self._supply(engine)
                     break
                 except WorkerError as error:
                     cause = str(error)
@@ -477,12 +487,6 @@ class EngineHandles:
     def __init__(self, actors: Sequence[Any], names: Sequence[str]) -> None:
         self.actors = list(actors)
         self._calls = Calls(names)
-        self.num_updates = 0
-        """Calls to each engine that carried weights."""
-
-    @property
-    def num_engines(self) -> int:
-        return len(self.actors)
 
     def pause(self) -> None:
         self._all(lambda actor: actor.pause.remote(), "to pause")
@@ -493,6 +497,13 @@ class EngineHandles:
     def resume(self, version: int) -> None:
         self._all(lambda actor: actor.resume.remote(version), "to resume")
 
+    def load_weights(self, block: WeightBlock) -> None:
+        """Written once, and fetched by the engines of each node."""
+        import ray
+
+        stored = ray.put([block])
+        self._all(lambda actor: actor.load_weights.remote(stored), "to load weights")
+
     def logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
         return self._all(lambda actor: actor.logprobs.remote(list(token_ids)), "for log-probs")
 
@@ -501,38 +512,6 @@ class EngineHandles:
 
     def _all(self, ask: Callable[[Any], Any], what: str) -> list[Any]:
         return self._calls.wait([ask(actor) for actor in self.actors], what, CONTROL_DEADLINE)
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Each is told its number."""
-        calls = [
-            actor.transfer.remote("init_weight_transfer_engine", {**init_info, "engine": number})
-            for number, actor in enumerate(self.actors)
-        ]
-        self._calls.wait(calls, "for init_weight_transfer_engine", CONTROL_DEADLINE)
-
-    def start_weight_update(self) -> None:
-        self._transfer("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Written once, fetched by the engines of each node."""
-        import ray
-
-        self.num_updates += 1
-        self._transfer("update_weights", ray.put(_portable(update_info)))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._transfer("finish_weight_update")
-
-    def _transfer(self, method: str, *arguments: Any) -> None:
-        calls = [actor.transfer.remote(method, *arguments) for actor in self.actors]
-        self._calls.wait(calls, f"for {method}", CONTROL_DEADLINE)
-
-
-def _portable(info: dict[str, Any]) -> dict[str, Any]:
-    """Ray takes arrays, not views of memory."""
-    return {
-        name: np.frombuffer(value, np.uint8) if isinstance(value, memoryview) else value for name, value in info.items()
-    }
 
 
 def _lost_errors() -> tuple[type[Exception], ...]:
@@ -543,7 +522,5 @@ def _lost_errors() -> tuple[type[Exception], ...]:
 
 
 if TYPE_CHECKING:
-    from openrlhf.rollout.base import ControlledEngine
-
     _: type[ControlledEngine] = RayEngines
     _handler: type[RequestHandler] = RayEngines

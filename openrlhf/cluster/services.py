@@ -11,6 +11,7 @@ import torch
 
 from openrlhf.checkpoint.manager import CheckpointedModel
 from openrlhf.checkpoint.training_state import random_state, restore_random_state
+from openrlhf.cluster.engines import EngineHandles
 from openrlhf.cluster.transport import Column, PackedSamples, unpacked
 from openrlhf.learners.rank import CriticLearners, RankLearners
 from openrlhf.learners.scorer import Scorer
@@ -55,15 +56,11 @@ class Sent(NamedTuple):
     """The policy's log-probs of a probe; empty if no probe was asked for."""
 
 
-class WeightSender(Protocol):
-    """The trainer's side of transfers."""
+class SentWeights(Protocol):
+    """A rank's part in sending the policy's weights. Methods are collective."""
 
-    def connect(self, client: Any) -> None:
-        """Connect to the engines behind this client."""
-        ...
-
-    def send(self) -> int:
-        """Send all weights. Returns the number of buckets."""
+    def send(self, engines: EngineHandles) -> int:
+        """Send all weights to these engines. Returns the number of blocks."""
         ...
 
     def probe(self, probe: Probe) -> list[float]:
@@ -131,7 +128,7 @@ class RankService:
 class PolicyService(RankService):
     """A rank of the policy, and of the models that share its process."""
 
-    def __init__(self, learners: RankLearners, weights: WeightSender, **service_options: Any) -> None:
+    def __init__(self, learners: RankLearners, weights: SentWeights, **service_options: Any) -> None:
         super().__init__(**service_options)
         self._learners = learners
         self._weights = weights
@@ -145,12 +142,9 @@ class PolicyService(RankService):
     def update(self) -> Metrics:
         return self._learners.update(self._batch)
 
-    def connect_engines(self, client: Any) -> None:
-        self._weights.connect(client)
-
-    def send_weights(self, probe: Probe | None = None) -> Sent:
-        buckets = self._weights.send()
-        return Sent(buckets, self._learners.rounds, [] if probe is None else self._weights.probe(probe))
+    def send_weights(self, engines: EngineHandles, probe: Probe | None = None) -> Sent:
+        blocks = self._weights.send(engines)
+        return Sent(blocks, self._learners.rounds, [] if probe is None else self._weights.probe(probe))
 
     def state_dict(self) -> dict[str, Any]:
         return self._learners.state_dict()

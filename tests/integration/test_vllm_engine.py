@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
+import itertools
 import math
 import os
 import signal
@@ -34,18 +36,16 @@ from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm.engine import VllmEngine, VllmError
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.types import FinishReason, Generation, SamplingParams
-from openrlhf.weight_sync.base import WeightSyncError
-from openrlhf.weight_sync.buckets import cut_into_buckets
+from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights, WeightSyncError
+from openrlhf.weight_sync.blocks import WeightBlock, pack
 from openrlhf.weight_sync.probe import LocalProbe, Probe, max_gap, policy_logprobs, probe_tokens
-from openrlhf.weight_sync.vllm_source import PolicyWeights
-from openrlhf.weight_sync.vllm_transfer import EngineClient, RpcTrainerInfo, VllmWeightSync
-from openrlhf.weight_sync.vllm_worker import RpcUpdateInfo
+from openrlhf.weight_sync.transports import RpcSender
 
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 360
 CONTEXT = 256
-BUCKET_BYTES = 100_000
+BLOCK_BYTES = 100_000
 LOOP = SimpleNamespace(run=asyncio.run)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SMALL = {
@@ -76,11 +76,11 @@ class Setup:
     def policy(self) -> Policy:
         return Policy(self.model)
 
-    def sync(self, model: Any | None = None, **options: Any) -> VllmWeightSync:
-        info = RpcTrainerInfo(rank=0, bucket_bytes=BUCKET_BYTES, checksums=True)
-        return VllmWeightSync(self.engine, source(model or self.model), init_info=info, loop=LOOP, **options)
+    def sync(self, model: Any | None = None, *, probe: LocalProbe | None = None) -> EngineWeightSync:
+        sender = RpcSender(block_bytes=BLOCK_BYTES, checksums=True)
+        return EngineWeightSync(self.engine, source(model or self.model), sender, LOOP, probe=probe)
 
-    def push(self, sync: VllmWeightSync) -> dict[str, float]:
+    def push(self, sync: EngineWeightSync) -> dict[str, float]:
         self.version += 1
         return sync.push(version=self.version).values()
 
@@ -242,19 +242,18 @@ def test_logprobs_are_left_out_unless_asked_for(setup):
     assert generation.token_ids
 
 
-def test_a_push_changes_what_is_sampled_and_costs_one_call_a_bucket(setup):
+def test_a_push_changes_what_is_sampled_and_costs_one_call_a_block(setup):
     """The same prompts before and after: whatever is cached of the old weights must be gone."""
     asked = prompts(4, length=100)
     sync = setup.sync()
     setup.push(sync)
     before = generate_all(setup.engine, asked, GREEDY)
     setup.change_weights(seed=setup.version)
-    calls = sync.client.num_updates
     metrics = setup.push(sync)
 
-    buckets = list(cut_into_buckets(source(setup.model), max_bytes=BUCKET_BYTES))
-    assert 1 < len(buckets) < len(list(setup.model.parameters()))
-    assert sync.client.num_updates - calls == metrics["sync/buckets"] == len(buckets)
+    blocks = list(pack(source(setup.model), max_bytes=BLOCK_BYTES))
+    assert 1 < len(blocks) < len(list(setup.model.parameters()))
+    assert metrics["sync/buckets"] == len(blocks)
     after = generate_all(setup.engine, asked, GREEDY)
     assert [g.token_ids for g in after] != [g.token_ids for g in before]
     assert [g.token_ids for g in after] == [g.token_ids for g in generate_all(embedded(setup), asked, GREEDY)]
@@ -310,26 +309,8 @@ def test_experts_arrive_with_what_an_adapter_adds_to_each_in_every_stage_of_a_pi
             assert setup.push(setup.sync(probe=setup.probed()))["sync/probe_gap"] < 1e-4
 
 
-class Damaging:
-    """A line to the engine on which one bit of one bucket flips."""
-
-    def __init__(self, client: EngineClient, *, bucket: int) -> None:
-        self._client, self._left = client, bucket
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        if self._left == 0:
-            payload = bytearray(update_info["payload"])
-            payload[len(payload) // 2] ^= 1
-            update_info = {**update_info, "payload": payload}
-        self._left -= 1
-        self._client.update_weights(update_info)
-
-
 class Gone:
-    """A source that breaks off in the middle of a layer."""
+    """Weights that break off in the middle of a layer."""
 
     def __init__(self, whole: PolicyWeights) -> None:
         self._whole = whole
@@ -340,16 +321,29 @@ class Gone:
                 raise OSError("a rank is gone")
             yield name, tensor
 
-
-def break_bucket(sync: VllmWeightSync) -> None:
-    sync._trainer.client = Damaging(sync.client, bucket=2)
-
-
-def break_source(sync: VllmWeightSync) -> None:
-    sync._trainer.source = Gone(sync._trainer.source)
+    def require_finite(self) -> None:
+        self._whole.require_finite()
 
 
-@pytest.mark.parametrize(("broken", "reason"), [(break_bucket, "arrived damaged"), (break_source, "a rank is gone")])
+def break_block(sync: EngineWeightSync) -> None:
+    """One bit of the third block flips on its way."""
+    deliver, numbers = sync._deliver, itertools.count()
+
+    def damaging(block: WeightBlock) -> None:
+        if next(numbers) == 2:
+            payload = block.payload.copy()
+            payload[len(payload) // 2] ^= 1
+            block = dataclasses.replace(block, payload=payload)
+        deliver(block)
+
+    sync._deliver = damaging
+
+
+def break_source(sync: EngineWeightSync) -> None:
+    sync._weights = Gone(sync._weights)
+
+
+@pytest.mark.parametrize(("broken", "reason"), [(break_block, "arrived damaged"), (break_source, "a rank is gone")])
 def test_a_push_that_fails_midway_leaves_the_engine_paused_until_another_succeeds(setup, broken, reason):
     """Some layers have new weights, one has half of them. Nothing is sampled with that; the next push starts over."""
     setup.push(setup.sync(probe=setup.probed()))
@@ -371,17 +365,6 @@ def test_a_push_that_fails_midway_leaves_the_engine_paused_until_another_succeed
     assert set(generation.versions) == {setup.version}
     (expected,) = generate_all(embedded(setup), prompts(1), GREEDY)
     assert generation.token_ids == expected.token_ids
-
-
-def test_a_damaged_bucket_is_refused():
-    """One bit of it."""
-    (bucket,) = cut_into_buckets([("a", torch.arange(5.0))], max_bytes=100)
-    message = RpcUpdateInfo.of(bucket, with_checksum=True)
-    payload = bytearray(message["payload"])
-    assert RpcUpdateInfo(**message | {"payload": bytes(payload)}).bucket().entries == bucket.entries
-    payload[3] ^= 1
-    with pytest.raises(ValueError, match="arrived damaged"):
-        RpcUpdateInfo(**message | {"payload": bytes(payload)}).bucket()
 
 
 @pytest.mark.parametrize(

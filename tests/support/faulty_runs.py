@@ -170,7 +170,7 @@ def ranks_below(pid: int) -> list[int]:
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "".join(process.cmdline()).startswith("ray::Shell"):
+            if "".join(process.cmdline()).startswith("ray::WorkerActor"):
                 found.append(process.pid)
     return found
 

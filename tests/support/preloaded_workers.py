@@ -29,11 +29,7 @@ from openrlhf.cluster.launch import Cluster, ray_cluster
 
 IMPORTED = (
     "openrlhf.runs.ranks",
-    "openrlhf.runs.ranks",
     "openrlhf.rollout.vllm.engine",
-    "openrlhf.weight_sync.vllm_compat",
-    "openrlhf.weight_sync.vllm_source",
-    "openrlhf.weight_sync.vllm_transfer",
     "deepspeed",
     "peft",
     "transformers.models.qwen2.modeling_qwen2",
@@ -83,7 +79,9 @@ def interpreter(folder: Path) -> Iterator[Interpreter]:
     command = [sys.executable, __file__, address]
     relay.write_text(RELAY.format(python=sys.executable, address=address))
     relay.chmod(0o755)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    # Without it DeepSpeed says on stdout that it has found no GPU, before "ready".
+    quiet = os.environ | {"DS_ACCELERATOR": "cpu"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quiet) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         yield Interpreter(str(relay), server.pid)

@@ -13,8 +13,8 @@ from openrlhf.cluster.engines import RayEngines, engine_slots
 from openrlhf.cluster.launch import Cluster, placed
 from openrlhf.cluster.placement import PlacementRequest, plan
 from openrlhf.config.commands import RLConfig
+from openrlhf.runs.engines import build_vllm
 from openrlhf.runs.launchers import RunParts
-from openrlhf.runs.ranks import build_engine
 from openrlhf.runs.ray_launcher import RayLauncher, plan_on
 
 
@@ -49,7 +49,6 @@ class _Launcher(RayLauncher):
                 yield bound
             finally:
                 self._shared.wait_for_replacements()
-                self._shared.supply = self._shared.admit
 
 
 @contextlib.contextmanager
@@ -57,7 +56,7 @@ def shared_cluster(config: RLConfig, folder: Path, *, engines: int = 2) -> Itera
     """`config`: of any of the runs; the model's shape and the lengths are those of all. `folder`: of its own."""
     with preloaded_cluster(folder) as cluster:
         request = PlacementRequest(groups={}, engines=engines, cpus_per_device=0)
-        make = functools.partial(build_engine, config, engines=engines)
+        make = functools.partial(build_vllm, config, engines=engines)
         with (
             placed(plan(request), cluster) as found,
             contextlib.closing(RayEngines(engine_slots(found, make), max_model_len=config.data.max_len)) as started,

@@ -41,13 +41,15 @@ class Engines:
         self.dead: set[str] = set()
         self.versions: dict[str, int] = {}
         self.paused = False
-        self.supply = None
+        self.partly: set[str] = set()
+        """Engines that were sent weights since they paused."""
 
     def handles(self, engines):
         return Handles(self, [self.slots[engine] for engine in engines])
 
     async def pause(self):
         self.paused = True
+        self.partly -= set(self.sampling.values())
 
     async def wake(self):
         assert self.paused
@@ -67,7 +69,7 @@ class Engines:
 
 
 class Ranks:
-    """Send to whom they were connected to, or are broken themselves."""
+    """Send to the engines that they are given, or are broken themselves."""
 
     def __init__(self, engines, *, rounds=0):
         self.engines = engines
@@ -76,12 +78,13 @@ class Ranks:
         self.broken = False
 
     def call(self, method, *arguments, deadline):
-        if method == "connect_engines":
-            self.connected = tuple(arguments[0].actors)
-            return [None]
-        if self.broken or self.engines.dead & set(self.connected):
+        assert method == "send_weights"
+        actors = tuple(arguments[0].actors)
+        if self.broken or self.engines.dead & set(actors):
             raise WorkerError("actor rank 0: sending failed")
-        self.received.append(self.connected)
+        assert not self.engines.partly & set(actors), "an engine with a part of the weights forgets it before"
+        self.engines.partly |= set(actors)
+        self.received.append(actors)
         return [Sent(buckets=3, version=self.rounds, probed=[])]
 
 
@@ -118,10 +121,11 @@ def test_a_new_engine_gets_the_weights_as_they_are_and_is_in_the_next_push():
     """Ranks have trained round 8, whose push is still to come: what the engine samples is of version 8."""
     engines = Engines(e0="a", e1="b")
     ranks = Ranks(engines, rounds=8)
-    RayWeightSync(ranks, engines, LOOP).push(version=7)
+    sync = RayWeightSync(ranks, engines, LOOP)
+    sync.push(version=7)
     del engines.sampling[0]
     engines.slots[0] = "c"
-    engines.supply(0)
+    sync.supply(0)
     assert ranks.received == [("a", "b"), ("c",)]
     assert engines.versions["c"] == 8
     assert engines.sampling == {1: "b", 0: "c"}
@@ -134,7 +138,7 @@ def test_while_all_are_paused_a_new_engine_waits_for_the_push_with_them():
     del engines.sampling[0]
     engines.slots[0] = "c"
     asyncio.run(engines.pause())
-    engines.supply(0)
+    sync.supply(0)
     assert ranks.received == []
     assert engines.versions == {}
     sync.push(version=8)
@@ -144,12 +148,12 @@ def test_while_all_are_paused_a_new_engine_waits_for_the_push_with_them():
 def test_whose_fault_it_is_that_a_new_engine_gets_no_weights():
     engines = Engines(e0="a")
     ranks = Ranks(engines)
-    RayWeightSync(ranks, engines, LOOP)
+    sync = RayWeightSync(ranks, engines, LOOP)
     engines.sampling.clear()
     ranks.broken = True
     with pytest.raises(EngineLostError, match="rank 0: sending failed"):
-        engines.supply(0)
+        sync.supply(0)
     engines.dead.add("a")
     with pytest.raises(WorkerError, match="engine a is gone"):
-        engines.supply(0)
+        sync.supply(0)
     assert engines.sampling == {}

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "openrlhf"
 
 ALLOWED = {
     "ray": {"cluster"},
-    "vllm": {"rollout", "weight_sync"},
+    "vllm": {"rollout"},
     "deepspeed": {"backends"},
     "wandb": {"observability"},
     "tensorboard": {"observability"},

@@ -26,9 +26,8 @@ from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EnginePa
 from openrlhf.trainers.rl import RLTrainer, RunPeriods
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.event_loops import BackgroundRunner
+from openrlhf.weight_sync.base import SharedWeightSync, push
 from openrlhf.weight_sync.blocks import WeightBlock
-from openrlhf.weight_sync.in_process import InProcessWeightSync
-from openrlhf.weight_sync.pushing import push
 
 BATCH = 2
 
@@ -132,7 +131,7 @@ class Run:
         self.policy = TablePolicy()
         own = self.policy if shares_weights else TablePolicy()
         self.engine = FakeEngine(own, self.events, shares_weights=shares_weights, asleep=shared_device)
-        weights = (InProcessWeightSync if shares_weights else Pusher)(self.engine, self.policy, loop)
+        weights = (SharedWeightSync if shares_weights else Pusher)(self.engine, self.policy, loop)
         episodes = OwnEpisodes(SingleTurnAgentExecutor(), engine=self.engine, tokenizer=CharTokenizer(), max_length=64)
         runner = EpisodeRunner(episodes=episodes, reward=SortingReward(), seed=0)
         params = SamplingParams(max_tokens=3)

@@ -115,7 +115,7 @@ def test_whole_engines_on_cpus_share_all_cores_but_one_and_are_bound_to_none(cor
     ("parts", "gpu", "bound", "expected"),
     [
         (1, True, False, None),
-        (1, False, False, "openrlhf.rollout.vllm.executor.InProcessExecutor"),
+        (1, False, False, "openrlhf.rollout.vllm.compat.InProcessExecutor"),
         (1, False, True, None),
         (2, True, False, "mp"),
         (2, False, False, "mp"),

@@ -17,30 +17,40 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import AutoConfig, GenerationConfig
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf.rollout.base import EngineError, check_prompt
+from openrlhf.rollout.base import ControlledEngine, EngineError, check_prompt
 from openrlhf.rollout.generated_text import eos_token_ids
+from openrlhf.rollout.vllm import compat
 from openrlhf.rollout.vllm.sampling import sampling_arguments
-from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, sockets_folder, worker_environment
+from openrlhf.rollout.vllm.settings import (
+    OWNER,
+    SOCKETS,
+    VllmSettings,
+    engine_arguments,
+    environment,
+    sockets_folder,
+    worker_environment,
+)
 from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopThread
-from openrlhf.weight_sync.vllm_names import OWNER, SOCKETS
+from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.transports import message_of
 
 _T = TypeVar("_T")
 START_SECONDS = 1800.0
@@ -105,6 +115,10 @@ class VllmEngine:
         """Requests that are over."""
         self._running: dict[str, _Request] = {}
         self._given_away: set[str] = set()
+        self._weightless = False
+        """It has slept, and nothing was loaded since."""
+        self._updating = False
+        """Weights were loaded since the last pause, and their update is not finished."""
         try:
             config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
         except (OSError, ValueError) as error:
@@ -119,7 +133,7 @@ class VllmEngine:
         try:
             wanted = worker_environment(settings, gpu=gpu, cores=sorted(os.sched_getaffinity(0)))
             owned = {OWNER: str(os.getpid()), SOCKETS: self._sockets, "VLLM_RPC_BASE_PATH": self._sockets}
-            with _environment(wanted | owned):
+            with environment(wanted | owned):
                 self._llm: AsyncLLM | None = self._thread.run(
                     _start(settings, gpu=gpu), "to start", deadline=START_SECONDS
                 )
@@ -178,8 +192,8 @@ class VllmEngine:
             passing.cancel()
 
     def abort(self) -> None:
-        """Finish every request now, with the tokens it has: reason ABORT."""
-        self.call(self.llm.abort(list(self._running)), "to give requests up")
+        """Finish every request now, with the tokens it has: reason ABORT. Blocks."""
+        self._give_up(CALL_SECONDS)
 
     @property
     def any_loop(self) -> bool:
@@ -194,12 +208,18 @@ class VllmEngine:
         self._paused = True
         if not self._given_away:  # one that sleeps samples nothing
             await self.ask(self.llm.pause_generation(mode="keep", clear_cache=True), "to stop sampling")
+        if self._updating:
+            await self.ask(self.llm.collective_rpc("forget_blocks"), "to forget unfinished weights")
+            self._updating = False
 
     async def resume(self, version: int) -> None:
         if not self._paused and version == self._version:
             return
-        if _WEIGHTS in self._given_away:
+        if self._weightless:
             raise VllmError("an engine that slept has no weights before the next push")
+        if self._updating:
+            await self.ask(self.llm.collective_rpc("finish_blocks"), "to finish with new weights")
+            self._updating = False
         await self.ask(self._resume(version), "to sample again")
         self._paused = False
 
@@ -210,11 +230,21 @@ class VllmEngine:
         if _WEIGHTS not in self._given_away:
             await self.ask(self.llm.sleep(level=2, mode="keep"), "to sleep")
             self._given_away = {_WEIGHTS, _KEYS_AND_VALUES}
+            self._weightless = True
 
     async def wake(self) -> None:
         if _WEIGHTS in self._given_away:
             await self.ask(self.llm.wake_up([_WEIGHTS]), "to wake")
             self._given_away.remove(_WEIGHTS)
+
+    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+        """vLLM loads them layer by layer, as if from a checkpoint. An error of a worker is raised as vLLM tells it."""
+        if not self._paused:
+            raise VllmError("weights are loaded while an engine is paused")
+        self._updating = True
+        messages = [message_of(block) for block in blocks]
+        await self.ask(self.llm.collective_rpc("take_blocks", args=(messages,)), "to take weights")
+        self._weightless = False
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=None, detokenize=False)
@@ -240,25 +270,25 @@ class VllmEngine:
             finally:
                 answer.cancel()
 
-    def call(self, work: Coroutine[Any, Any, _T], what: str, *, deadline: float = CALL_SECONDS) -> _T:
-        """Run one of vLLM's coroutines on its loop, and wait. `what` it is for: "to start", "for an answer"."""
-        try:
-            return self._thread.run(self._while_alive(work), what, deadline=deadline)
-        except TimeoutError as error:
-            raise VllmError(waits.with_stacks(f"vLLM does not answer: {error}")) from error
-
     def close(self) -> None:
         """Give every request up and end vLLM's processes. Closing twice is fine."""
         if self._llm is None:
             return
         if self._running:
             with contextlib.suppress(VllmError):  # one that is dead has given them up
-                self.call(self._llm.abort(list(self._running)), "to give requests up", deadline=_SHUTDOWN_SECONDS)
+                self._give_up(_SHUTDOWN_SECONDS)
         # First vLLM's own tasks, which would take the end of its processes for a failure.
         self._thread.close()
         self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
         shutil.rmtree(self._sockets, ignore_errors=True)  # vLLM leaves them
         self._llm = None  # now, and not when the interpreter ends: its finalizer needs modules that are gone by then
+
+    def _give_up(self, deadline: float) -> None:
+        work = self._while_alive(self.llm.abort(list(self._running)))
+        try:
+            self._thread.run(work, "to give requests up", deadline=deadline)
+        except TimeoutError as error:
+            raise VllmError(waits.with_stacks(f"vLLM does not answer: {error}")) from error
 
     async def _moving(self, answer: asyncio.Future[_T]) -> _T:
         """The answer, for as long as the engine samples something, for whomever."""
@@ -297,8 +327,7 @@ class VllmEngine:
 
     def _num_sampled(self) -> int:
         """Tokens of the requests under way."""
-        states = list(self.llm.output_processor.request_states.values())
-        return sum(state.detokenizer.num_output_tokens() for state in states)
+        return sum(compat.num_output_tokens(self.llm).values())
 
     def _make_request(self, token_ids: Sequence[int], params: SamplingParams) -> _Request:
         prompt = [int(token) for token in token_ids]
@@ -369,10 +398,10 @@ class VllmEngine:
         )
 
     async def _resume(self, version: int) -> None:
-        for state in self.llm.output_processor.request_states.values():
-            request = self._running.get(state.external_req_id)
+        for name, count in compat.num_output_tokens(self.llm).items():
+            request = self._running.get(name)
             if request is not None:
-                request.starts.append((state.detokenizer.num_output_tokens(), version))
+                request.starts.append((count, version))
         self._version = version
         if self._given_away:
             await self.llm.wake_up([_KEYS_AND_VALUES])  # with this vLLM samples again
@@ -382,8 +411,7 @@ class VllmEngine:
 
 
 async def _start(settings: VllmSettings, *, gpu: bool) -> AsyncLLM:
-    transfer = WeightTransferConfig(backend=settings.transfer_backend)
-    arguments = AsyncEngineArgs(**engine_arguments(settings, gpu=gpu), weight_transfer_config=transfer)
+    arguments = AsyncEngineArgs(**engine_arguments(settings, gpu=gpu))
     config = arguments.create_engine_config()
     if not gpu:
         _check_heads(config)
@@ -395,9 +423,7 @@ async def _start(settings: VllmSettings, *, gpu: bool) -> AsyncLLM:
 
 def _check_heads(config: VllmConfig) -> None:
     """Workers would find it out after half a minute, each with a traceback."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    size, known = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    size, known = config.model_config.get_head_size(), compat.head_sizes_on_a_cpu()
     if size not in known:
         raise VllmError(
             f"its attention on a CPU has heads of {', '.join(map(str, known))}, and this model's are {size}"
@@ -415,13 +441,5 @@ def _generation_config(model: str) -> GenerationConfig | None:
         return None
 
 
-@contextlib.contextmanager
-def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """While open, these are set where nothing was: processes that start inherit them, this one is itself again."""
-    missing = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
+if TYPE_CHECKING:
+    _: type[ControlledEngine] = VllmEngine

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from openrlhf.utils.parent_death import RUN_FOLDER
-from openrlhf.weight_sync.vllm_names import RPC_BACKEND, THREADS, WORKER_EXTENSION
 
+WORKER_EXTENSION = "openrlhf.rollout.vllm.worker.WorkerExtension"
+OWNER = "OPENRLHF_ENGINE_OWNER"
+"""In the environment of an engine's processes: the process that they belong to."""
+SOCKETS = "OPENRLHF_ENGINE_SOCKETS"
+"""There too: the folder of their sockets."""
+THREADS = "OPENRLHF_ENGINE_THREADS"
+"""There too, on a CPU: how many compute a step."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """Where vLLM reads to which cores its workers are bound."""
 
@@ -45,8 +53,6 @@ class VllmSettings:
     """Whether requests sample with their own seeds, at a price."""
     engines: int = 1
     """Such as this one, at most, on a machine: they share its cores where it has no GPU."""
-    transfer_backend: str = RPC_BACKEND
-    """How weights arrive: as one of ours (`weight_sync.vllm_names`), or vLLM's `nccl`."""
 
     @property
     def parts(self) -> int:
@@ -55,7 +61,7 @@ class VllmSettings:
 
 
 def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`, `weight_transfer_config` apart, which is an object of vLLM's."""
+    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
     arguments: dict[str, Any] = {
         "model": settings.model,
         "dtype": settings.dtype,
@@ -93,13 +99,13 @@ def _executor(settings: VllmSettings, *, gpu: bool) -> str | None:
     if settings.parts > 1:
         # Inside a Ray actor vLLM would have Ray start them, on devices of which it knows nothing.
         return "mp"
-    return None if gpu or CORES in os.environ else "openrlhf.rollout.vllm.executor.InProcessExecutor"
+    return None if gpu or CORES in os.environ else "openrlhf.rollout.vllm.compat.InProcessExecutor"
 
 
 def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int] = ()) -> dict[str, str]:
     """What vLLM reads from the environment; what the user has set there wins. `cores`: those this process may use."""
-    # A fork of a process with torch's threads may hang; and workers must find our transfer engine by themselves.
-    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    # A fork of a process with torch's threads may hang; and workers must find our extension by themselves.
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **logging_variables()}
     # Its processes have stderr in common with the run: torch's warnings in C++, and those for the makers of libraries.
     variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
     # Progress bars of weights and CUDA graphs.
@@ -118,6 +124,27 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
         # A worker waits here for its parent to end, and its parent for it; on a CPU there is nothing to give back.
         variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
     return variables
+
+
+def logging_variables() -> dict[str, str]:
+    """What vLLM reads when it is imported, here and in its processes: stdout is for what machines read. Users who ask
+    vLLM for a level of their own get all of its lines."""
+    variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    if not {"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"} & os.environ.keys():
+        variables["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
+    return variables
+
+
+@contextlib.contextmanager
+def environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """While open, these are set where nothing was: processes that start inherit them, this one is itself again."""
+    missing = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def core_shares(cores: Sequence[int], parts: int) -> list[str]:

