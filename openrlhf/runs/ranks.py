@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openrlhf.backends.base import Backend, start_backend
 from openrlhf.backends.ranks import Ranks
@@ -146,9 +146,3 @@ class RankWeights:
 
     def probe(self, probe: Probe) -> list[float]:
         return probe.policy_side(self._backend.module)
-
-
-if TYPE_CHECKING:
-    from openrlhf.cluster.services import WeightSender
-
-    _: type[WeightSender] = RankWeights

@@ -85,4 +85,4 @@ def pack(
 
 
 def checksum_of(payload: Tensor) -> int:
-    return zlib.crc32(payload.cpu().numpy())
+    return zlib.crc32(payload.cpu().numpy().data)

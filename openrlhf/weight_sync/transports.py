@@ -357,12 +357,13 @@ def message_of(block: WeightBlock) -> dict[str, Any]:
     """A block as plain values, which every serialiser carries."""
     message = {"names": list(block.names), "shapes": [list(shape) for shape in block.shapes], "dtype": block.dtype}
     payload = block.payload
+    plain: Any
     if isinstance(payload, DeviceHandles):
         kind, plain = "handles", dict(payload.handles)
     elif isinstance(payload, Meeting):
         kind, plain = "meeting", dataclasses.asdict(payload)
     else:
-        kind, plain = "bytes", memoryview(payload.numpy() if isinstance(payload, Tensor) else np.asarray(payload))
+        kind, plain = "bytes", (payload.numpy() if isinstance(payload, Tensor) else np.asarray(payload)).data
     return message | {"checksum": block.checksum, kind: plain}
 
 

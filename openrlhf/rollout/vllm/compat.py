@@ -44,7 +44,11 @@ class InProcessExecutor(UniProcExecutor):
 def num_output_tokens(llm: AsyncLLM) -> dict[str, int]:
     """Tokens sampled so far of the requests under way, by their names. vLLM counts no versions before 0.32."""
     states = list(llm.output_processor.request_states.values())
-    return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+    counts = {}
+    for state in states:
+        assert state.detokenizer is not None  # a request that generates has one
+        counts[state.external_req_id] = state.detokenizer.num_output_tokens()
+    return counts
 
 
 def head_sizes_on_a_cpu() -> list[int]:
@@ -99,7 +103,7 @@ class LayerwiseLoad:
         """On a CPU layers multiply with packed copies of their weights, and two kinds of them nothing else renews: a
         tied head is loaded as an embedding, and experts are packed only when their kernel is first made."""
         head = getattr(self._model, "lm_head", None)
-        if hasattr(head, "quant_method"):
+        if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
         for layer in self._model.modules():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
