@@ -18,13 +18,13 @@ from openrlhf.cluster.launch import WORKERS_PER_CORE, ClusterError, placed, ray_
 from openrlhf.cluster.placement import PlacementRequest, Role, Size, plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
 WAITING = """
 import os, time
 from openrlhf.cluster.launch import ray_cluster
 from openrlhf.utils import interrupts
 import ray
-
-pytestmark = pytest.mark.slow
 
 @ray.remote(num_cpus=0)
 class Worker:

@@ -1,19 +1,17 @@
 """What other libraries say on a run's terminal: errors always, a warning once, nothing that is known to be idle."""
 
-import importlib
 import io
 import json
 import logging
 import logging.config
-import os
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-import openrlhf.rollout.vllm
 from openrlhf.models.loading import silence_progress_bars
+from openrlhf.rollout.vllm.settings import logging_variables
 from openrlhf.utils.foreign_lines import ForeignLines, filter_unhandled, start_logging
 
 
@@ -139,17 +137,11 @@ def test_a_command_without_logging_filters_too(begin):
     assert terminal.getvalue().count("mine") == 2
 
 
-def test_the_processes_of_an_engine_are_told_the_same(monkeypatch):
-    """What vLLM reads when it is imported: a filter by our class, on stderr. Who asks for a level gets vLLM's own."""
-    for name in ("VLLM_LOGGING_CONFIG_PATH", "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_STREAM"):
-        monkeypatch.setenv(name, "as it was")  # so that it is put back
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    importlib.reload(openrlhf.rollout.vllm)
-    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
-    importlib.reload(openrlhf.rollout.vllm)
-    settings = json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text())
+def test_the_processes_of_an_engine_are_told_the_same():
+    """vLLM reads these variables when it is imported: a filter by our class, on stderr. A user who asks for a level
+    gets vLLM's own lines, all of them."""
+    assert "VLLM_LOGGING_CONFIG_PATH" not in logging_variables({"VLLM_LOGGING_LEVEL": "DEBUG"})
+    settings = json.loads(Path(logging_variables({})["VLLM_LOGGING_CONFIG_PATH"]).read_text())
     logger = logging.getLogger("vllm")
     before = list(logger.handlers), logger.propagate, logger.level
     try:

@@ -126,11 +126,11 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
     return variables
 
 
-def logging_variables() -> dict[str, str]:
+def logging_variables(given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What vLLM reads when it is imported, here and in its processes: stdout is for what machines read. Users who ask
     vLLM for a level of their own get all of its lines."""
     variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-    if not {"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"} & os.environ.keys():
+    if not {"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"} & given.keys():
         variables["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
     return variables
 
