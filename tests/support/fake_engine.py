@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 import torch
 from torch import Tensor, nn
 
-from openrlhf.rollout.base import EngineError
+from openrlhf.rollout.base import EngineError, check_prompt
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.weight_sync.blocks import WeightBlock
 
@@ -38,7 +38,7 @@ class FakeEngine:
         self.policy, self.events, self.shares_weights = policy, events, shares_weights
         self.version = 0
         self.asleep = asleep
-        self.has_weights = not asleep
+        self.has_weights = shares_weights or not asleep
         self.running = asyncio.Event()
         if not asleep:
             self.running.set()
@@ -46,9 +46,19 @@ class FakeEngine:
         """By a prompt's name: at which place its requests stop, and what lets them go on."""
 
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+        parts = [part async for part in self.stream(token_ids, sampling_params)]
+        return Generation(
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[logprob for part in parts for logprob in part.logprobs or ()],
+            versions=[version for part in parts for version in part.versions],
+            finish_reason=parts[-1].finish_reason,
+        )
+
+    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+        check_prompt(token_ids, max_model_len=self.max_model_len, vocab_size=128)
         problem, _, name = "".join(map(chr, token_ids)).partition(">")
         self.events.append(f"generate {name}")
-        rng, ids, logprobs, versions = random.Random(sampling_params.seed), [], [], []
+        rng = random.Random(sampling_params.seed)
         for place in range(3):
             await asyncio.sleep(0)
             if name in self.stops and self.stops[name][0] == place:
@@ -56,14 +66,14 @@ class FakeEngine:
             await self.running.wait()
             of_digits = self.policy.logprobs(problem)[place].tolist()
             digit = rng.choices(range(3), [2.718281828459045**x for x in of_digits])[0]
-            ids.append(ord("1") + digit)
-            logprobs.append(of_digits[digit])
-            versions.append(self.version)
-        self.events.append(f"answer {name}")
-        return Generation(token_ids=ids, logprobs=logprobs, versions=versions, finish_reason=FinishReason.STOP)
-
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        yield await self.generate(token_ids, sampling_params)
+            if place == 2:
+                self.events.append(f"answer {name}")
+            yield Generation(
+                token_ids=[ord("1") + digit],
+                logprobs=[of_digits[digit]],
+                versions=[self.version],
+                finish_reason=FinishReason.STOP if place == 2 else None,
+            )
 
     async def pause(self) -> None:
         if self.running.is_set():
@@ -81,7 +91,7 @@ class FakeEngine:
     async def sleep(self) -> None:
         if not self.asleep:
             self.running.clear()
-            self.asleep, self.has_weights = True, False
+            self.asleep, self.has_weights = True, self.shares_weights
             self.events.append("sleep")
 
     async def wake(self) -> None:
@@ -101,6 +111,6 @@ class FakeEngine:
         """Of a problem's answer; its prompt is certain."""
         problem, _, answer = "".join(map(chr, token_ids)).partition(">")
         of_places = self.policy.logprobs(problem)
-        return [0.0] * len(problem) + [float(of_places[i, int(digit) - 1]) for i, digit in enumerate(answer)]
+        return [0.0] * len(problem) + [of_places[i, int(digit) - 1].item() for i, digit in enumerate(answer)]
 
     async def check_health(self) -> None: ...

@@ -7,14 +7,16 @@ instead of another's, workers are threads, and a group is gloo's: NCCL's is the 
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from patience import patience
 from torch.storage import TypedStorage
 
 from openrlhf.weight_sync import transports
@@ -68,13 +70,19 @@ class Workers:
 
     def take(self, block: WeightBlock) -> None:
         self.calls += 1
+        for taken in [self.take_alone(i, block) for i in range(len(self.receivers))]:
+            taken.result()
+
+    def take_alone(self, i: int, block: WeightBlock, *, begun: threading.Event | None = None) -> Future[None]:
+        """One worker takes a block, in a thread of its own. `begun` is set when it does."""
         wire = msgspec.msgpack.encode(message_of(block))
 
-        def receive(i: int) -> None:
+        def receive() -> None:
+            if begun is not None:
+                begun.set()
             self.loaded[i].update(self.receivers[i].tensors(block_from(msgspec.msgpack.decode(wire))))
 
-        for _ in self._threads.map(receive, range(len(self.receivers))):
-            pass
+        return self._threads.submit(receive)
 
     def have(self, model: torch.nn.Module) -> bool:
         wanted = dict(model.named_parameters())
@@ -174,15 +182,33 @@ def test_a_group_does_not_wait_for_an_engine_that_does_not_come(monkeypatch):
 
 
 def test_workers_that_are_left_after_a_death_meet_anew():
-    """Engine 0 dies in the middle of a push. Then there is a group without it, and a push from the start."""
-    model, both = mixed_model(), Workers(2)
-    group(2).send(Weights(model), both.take)
+    """Of two engines that have met, engine 0 dies in the middle of a push: the third block is announced and sent, the
+    other one takes it, and engine 0 does not. The sender waits for it no more. Then there is a group without it, and a
+    push from the start."""
+    model, both, sender = mixed_model(), Workers(2), group(2)
+    sender.send(Weights(model), both.take)
     change(model)
+    taken: list[Future[None]] = []
+    aborted = len(transports._aborted)
+
+    def dying(block: WeightBlock) -> None:
+        if both.calls < 6:
+            return both.take(block)
+        begun = threading.Event()
+        taken.append(both.take_alone(1, block, begun=begun))
+        assert begun.wait(patience(20))
+        raise ConnectionError("engine 0 has died")
+
+    with pytest.raises(ConnectionError, match="engine 0 has died"):
+        sender.send(Weights(model), dying)
+    assert len(transports._aborted) == aborted + 1
+    assert not both.have(model)
+    taken[0].exception(patience(20))  # it has its block, or an error, but it does not wait
+
     left = Workers(1)
     left.receivers = both.receivers[1:]
-    group(1).send(Weights(model), left.take)
+    assert group(1).send(Weights(model), left.take) == 4
     assert left.have(model)
-    assert not both.have(model)
 
 
 # ------------------------------------------------------------------------------------------------- shared devices

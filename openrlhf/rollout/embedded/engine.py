@@ -167,7 +167,8 @@ class EmbeddedEngine:
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
-        return policy_logprobs(Policy(self.model, packed=self.packed), token_ids)
+        with _evaluating(self.model):
+            return policy_logprobs(Policy(self.model, packed=self.packed).eval(), token_ids)
 
     async def check_health(self) -> None:
         """It lives as long as this process does."""
@@ -289,7 +290,9 @@ class EmbeddedEngine:
     async def _drive(self) -> None:
         try:
             while self._waiting or self.num_running:
-                await self._free_to_step.wait()
+                if not self._free_to_step.is_set():
+                    await self._free_to_step.wait()
+                    continue  # by now everyone may have given up, or the engine be paused again
                 self._step()
                 await asyncio.sleep(0)
         except BaseException as error:
