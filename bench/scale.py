@@ -258,7 +258,7 @@ def turn_rows(options: argparse.Namespace) -> list[str]:
             ray.remote(EngineShell).options(num_cpus=0, max_concurrency=100_000).remote()
             for _ in range(options.processes)
         ]
-        ray.get([actor.start.remote(lambda: (FakeEngine(65536), None), os.getcwd()) for actor in actors], timeout=600)
+        ray.get([actor.start.remote(lambda: FakeEngine(65536), os.getcwd()) for actor in actors], timeout=600)
         for name, count, work in cases:
             settings = EpisodeSettings(
                 agent_file=str(agent),
