@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_contract import EngineContract, Subject
 from processes import living_children, wait_until
 from small_tokenizers import tokenizer as small_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
@@ -32,6 +33,7 @@ from openrlhf.config.backend import LoraSection
 from openrlhf.models.adapters import add_adapter
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
+from openrlhf.rollout.base import EngineError
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm.engine import VllmEngine, VllmError
 from openrlhf.rollout.vllm.settings import VllmSettings
@@ -193,6 +195,15 @@ def _logits(model: Any, prompt: Sequence[int], generation: Generation) -> torch.
     plain.set_attn_implementation("eager")
     with torch.no_grad():
         return plain(torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
+
+
+class TestContract(EngineContract):
+    @pytest.fixture
+    def subject(self, setup) -> Iterator[Subject]:
+        setup.push(setup.sync())
+        weights = [(name, weight.clone()) for name, weight in source(setup.model)]
+        yield Subject(setup.engine, weights, prompts(1)[0], max_tokens=200, quiet=0.3)
+        setup.version = setup.engine.version
 
 
 def test_weights_that_are_not_finite_are_not_sent_and_the_next_good_push_goes_on(setup):
@@ -421,7 +432,7 @@ def test_an_engine_that_slept_goes_on_with_the_weights_of_the_next_push(setup):
     setup.push(setup.sync())
     before = generate_all(setup.engine, prompts(3), GREEDY)
     asyncio.run(setup.engine.sleep())
-    with pytest.raises(VllmError, match="no weights"):
+    with pytest.raises(EngineError, match="no weights"):
         asyncio.run(setup.engine.resume(setup.version))
     setup.change_weights(seed=7)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +43,8 @@ class Subject:
 
     @property
     def params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, seed=5)
+        """The answer is the same every time. An engine need not follow seeds, and the fake one is never greedy."""
+        return SamplingParams(temperature=0.0, seed=5, max_tokens=self.max_tokens, ignore_eos=True)
 
     @property
     def other_weights(self) -> list[tuple[str, torch.Tensor]]:
@@ -64,9 +67,9 @@ class Subject:
         await self.engine.resume(version)
         return version
 
-    async def generate(self) -> Generation:
+    async def generate(self, *, temperature: float = 0.0) -> Generation:
         async with asyncio.timeout(patience(60)):
-            return await self.engine.generate(self.prompt, self.params)
+            return await self.engine.generate(self.prompt, self.params.copy(temperature=temperature))
 
     async def logprobs(self, answer: Generation) -> list[float]:
         """Of an answer's tokens."""
@@ -81,168 +84,159 @@ class Subject:
             yield [await anext(parts)], parts
 
 
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Each test has an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        asyncio.run(test(*arguments, **options))
+
+    return run
+
+
 class EngineContract:
     """The tests. `subject` is a fixture of the class that inherits them."""
 
-    def test_contract_parts_of_a_stream_are_the_answer(self, subject: Subject):
-        async def play() -> None:
-            whole = await subject.generate()
-            parts = [part async for part in subject.engine.stream(subject.prompt, subject.params)]
-            assert len(parts) > 1
-            assert [token for part in parts for token in part.token_ids] == whole.token_ids
-            assert [version for part in parts for version in part.versions] == whole.versions
-            assert max_gap([x for part in parts for x in part.logprobs or ()], whole.logprobs or ()) < SAME
-            assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [whole.finish_reason]
-            assert whole.finish_reason is not None
-            assert set(whole.versions) == {subject.engine.version}
-            assert max_gap(await subject.logprobs(whole), whole.logprobs or ()) < SAME
-
-        asyncio.run(play())
+    @on_a_loop
+    async def test_contract_parts_of_a_stream_are_the_answer(self, subject: Subject):
+        whole = await subject.generate()
+        parts = [part async for part in subject.engine.stream(subject.prompt, subject.params)]
+        assert len(parts) > 1
+        assert [token for part in parts for token in part.token_ids] == whole.token_ids
+        assert [version for part in parts for version in part.versions] == whole.versions
+        assert max_gap([x for part in parts for x in part.logprobs or ()], whole.logprobs or ()) < SAME
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [whole.finish_reason]
+        assert whole.finish_reason is not None
+        assert set(whole.versions) == {subject.engine.version}
+        sampled = await subject.generate(temperature=1.0)
+        assert max_gap(await subject.logprobs(sampled), sampled.logprobs or ()) < SAME
 
     @pytest.mark.parametrize("stop", ["pause", "sleep"])
-    def test_contract_requests_wait_for_resume_and_go_on_with_its_version(self, subject: Subject, stop: str):
+    @on_a_loop
+    async def test_contract_requests_wait_for_resume_and_go_on_with_its_version(self, subject: Subject, stop: str):
         """So does a request that has begun, and one that comes later."""
+        engine, old = subject.engine, subject.engine.version
 
-        async def play() -> None:
-            engine, old = subject.engine, subject.engine.version
+        async def collect() -> None:
+            async for part in parts:
+                seen.append(part)
 
-            async def collect() -> None:
-                async for part in parts:
-                    seen.append(part)
-
-            async with subject.under_way() as (seen, parts):
-                await getattr(engine, stop)()
-                rest, late = asyncio.create_task(collect()), asyncio.create_task(subject.generate())
-                await asyncio.sleep(subject.quiet)  # for what was sampled before the pause
-                count = len(seen)
-                await asyncio.sleep(subject.quiet)
-                assert len(seen) == count
-                assert not rest.done()
-                assert not late.done()
-                assert engine.version == old
-                new = await subject.push(subject.weights)
-                async with asyncio.timeout(patience(60)):
-                    await rest
-                versions = [version for part in seen for version in part.versions]
-                assert versions == sorted(versions)
-                assert set(versions) == {old, new}
-                assert set((await late).versions) == {new} == {engine.version}
-
-        asyncio.run(play())
-
-    def test_contract_every_control_method_may_be_called_again(self, subject: Subject):
-        async def play() -> None:
-            engine, version = subject.engine, subject.engine.version + 1
-            before = await subject.generate()
-            for stop in (
-                engine.pause,
-                engine.pause,
-                engine.sleep,
-                engine.sleep,
-                engine.pause,
-                engine.wake,
-                engine.wake,
-            ):
-                await stop()
-            await engine.load_weights(subject.blocks(subject.weights))
-            for _ in range(2):
-                await engine.resume(version)
-                await engine.wake()
-                await engine.check_health()
-            after = await subject.generate()
-            assert after.token_ids == before.token_ids
-            assert set(after.versions) == {version}
-
-        asyncio.run(play())
-
-    def test_contract_loaded_weights_are_those_it_computes_with(self, subject: Subject):
-        async def play() -> None:
-            answer = await subject.generate()
-            before = await subject.logprobs(answer)
-            await subject.push(subject.other_weights)
-            other = await subject.logprobs(answer)
-            assert max_gap(before, other) > OTHER
-            sampled = await subject.generate()
-            assert max_gap(await subject.logprobs(sampled), sampled.logprobs or ()) < SAME
-            await subject.push(subject.weights)
-            assert max_gap(before, await subject.logprobs(answer)) < SAME
-            assert (await subject.generate()).token_ids == answer.token_ids
-
-        asyncio.run(play())
-
-    def test_contract_a_load_that_breaks_off_is_forgotten_at_the_next_pause(self, subject: Subject):
-        """One push ends in the middle, and another with a damaged block."""
-
-        async def play() -> None:
-            engine, old = subject.engine, subject.engine.version
-            answer = await subject.generate()
-            before = await subject.logprobs(answer)
-            blocks = subject.blocks(subject.other_weights)
-            damaged = dataclasses.replace(blocks[-1], checksum=(blocks[-1].checksum or 0) ^ 1)
-            await engine.pause()
-            await engine.load_weights(blocks[: (len(blocks) + 1) // 2])
-            await engine.pause()
-            with pytest.raises(Exception, match="arrived damaged"):
-                await engine.load_weights([*blocks[:-1], damaged])
+        async with subject.under_way() as (seen, parts):
+            await getattr(engine, stop)()
+            rest, late = asyncio.create_task(collect()), asyncio.create_task(subject.generate())
+            await asyncio.sleep(subject.quiet)  # for what was sampled before the pause
+            count = len(seen)
+            await asyncio.sleep(subject.quiet)
+            assert len(seen) == count
+            assert not rest.done()
+            assert not late.done()
             assert engine.version == old
-            await subject.push(subject.weights)
-            assert max_gap(before, await subject.logprobs(answer)) < SAME
+            new = await subject.push(subject.weights)
+            async with asyncio.timeout(patience(60)):
+                await rest
+            versions = [version for part in seen for version in part.versions]
+            assert versions == sorted(versions)
+            assert set(versions) == {old, new}
+            assert set((await late).versions) == {new} == {engine.version}
 
-        asyncio.run(play())
-
-    def test_contract_an_engine_that_slept_needs_weights_to_resume(self, subject: Subject):
-        """One that shares the trained weights has them all the time."""
-
-        async def play() -> None:
-            engine, version = subject.engine, subject.engine.version + 1
-            before = await subject.generate()
-            await engine.sleep()
-            if not engine.shares_weights:
-                with pytest.raises(EngineError):
-                    await engine.resume(version)
+    @on_a_loop
+    async def test_contract_every_control_method_may_be_called_again(self, subject: Subject):
+        engine, version = subject.engine, subject.engine.version + 1
+        before = await subject.generate()
+        for stop in (
+            engine.pause,
+            engine.pause,
+            engine.sleep,
+            engine.sleep,
+            engine.pause,
+            engine.wake,
+            engine.wake,
+        ):
+            await stop()
+        await engine.load_weights(subject.blocks(subject.weights))
+        for _ in range(2):
+            await engine.resume(version)
             await engine.wake()
-            if engine.shares_weights:
-                await engine.resume(version)
-            else:
-                with pytest.raises(EngineError):
-                    await engine.resume(version)
-                version = await subject.push(subject.weights)
-            after = await subject.generate()
-            assert after.token_ids == before.token_ids
-            assert set(after.versions) == {version}
+            await engine.check_health()
+        after = await subject.generate()
+        assert after.token_ids == before.token_ids
+        assert set(after.versions) == {version}
 
-        asyncio.run(play())
+    @on_a_loop
+    async def test_contract_loaded_weights_are_those_it_computes_with(self, subject: Subject):
+        answer = await subject.generate()
+        before = await subject.logprobs(answer)
+        await subject.push(subject.other_weights)
+        other = await subject.logprobs(answer)
+        assert max_gap(before, other) > OTHER
+        sampled = await subject.generate(temperature=1.0)
+        assert max_gap(await subject.logprobs(sampled), sampled.logprobs or ()) < SAME
+        await subject.push(subject.weights)
+        assert max_gap(before, await subject.logprobs(answer)) < SAME
+        assert (await subject.generate()).token_ids == answer.token_ids
+
+    @on_a_loop
+    async def test_contract_a_load_that_breaks_off_is_forgotten_at_the_next_pause(self, subject: Subject):
+        """One push ends in the middle, and another with a damaged block."""
+        engine, old = subject.engine, subject.engine.version
+        answer = await subject.generate()
+        before = await subject.logprobs(answer)
+        blocks = subject.blocks(subject.other_weights)
+        damaged = dataclasses.replace(blocks[-1], checksum=(blocks[-1].checksum or 0) ^ 1)
+        await engine.pause()
+        await engine.load_weights(blocks[: (len(blocks) + 1) // 2])
+        await engine.pause()
+        with pytest.raises(Exception, match="arrived damaged"):
+            await engine.load_weights([*blocks[:-1], damaged])
+        assert engine.version == old
+        await subject.push(subject.weights)
+        assert max_gap(before, await subject.logprobs(answer)) < SAME
+
+    @on_a_loop
+    async def test_contract_an_engine_that_slept_needs_weights_to_resume(self, subject: Subject):
+        """One that shares the trained weights has them all the time."""
+        engine, version = subject.engine, subject.engine.version + 1
+        before = await subject.generate()
+        await engine.sleep()
+        if not engine.shares_weights:
+            with pytest.raises(EngineError):
+                await engine.resume(version)
+        await engine.wake()
+        if engine.shares_weights:
+            await engine.resume(version)
+        else:
+            with pytest.raises(EngineError):
+                await engine.resume(version)
+            version = await subject.push(subject.weights)
+        after = await subject.generate()
+        assert after.token_ids == before.token_ids
+        assert set(after.versions) == {version}
 
     @pytest.mark.parametrize("paused", [False, True])
-    def test_contract_a_request_that_is_given_up_leaves_the_others_alone(self, subject: Subject, paused: bool):
+    @on_a_loop
+    async def test_contract_a_request_that_is_given_up_leaves_the_others_alone(self, subject: Subject, paused: bool):
         """Be it a call that is cancelled, or a stream that is closed."""
-
-        async def play() -> None:
-            before = await subject.generate()
-            async with subject.under_way():
-                call = asyncio.create_task(subject.generate())
-                await asyncio.sleep(0)
-                if paused:
-                    await subject.engine.pause()
-                call.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await call
+        before = await subject.generate()
+        async with subject.under_way():
+            call = asyncio.create_task(subject.generate())
+            await asyncio.sleep(0)
             if paused:
-                await subject.engine.resume(subject.engine.version + 1)
-                await asyncio.sleep(subject.quiet)
-            assert (await subject.generate()).token_ids == before.token_ids
+                await subject.engine.pause()
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        if paused:
+            await subject.engine.resume(subject.engine.version + 1)
+            await asyncio.sleep(subject.quiet)
+        assert (await subject.generate()).token_ids == before.token_ids
 
-        asyncio.run(play())
-
-    def test_contract_a_prompt_without_room_is_refused(self, subject: Subject):
-        async def play() -> None:
-            too_long = list(subject.prompt[:1]) * subject.engine.max_model_len
-            with pytest.raises(ValueError, match="leaves no room"):
-                await subject.engine.generate(too_long, subject.params)
-            with pytest.raises(ValueError, match="leaves no room"):
-                await anext(subject.engine.stream(too_long, subject.params))
-            with pytest.raises(ValueError, match="at least one token"):
-                await subject.engine.generate([], subject.params)
-            assert (await subject.generate()).token_ids
-
-        asyncio.run(play())
+    @on_a_loop
+    async def test_contract_a_prompt_without_room_is_refused(self, subject: Subject):
+        too_long = list(subject.prompt[:1]) * subject.engine.max_model_len
+        with pytest.raises(ValueError, match="leaves no room"):
+            await subject.engine.generate(too_long, subject.params)
+        with pytest.raises(ValueError, match="leaves no room"):
+            await anext(subject.engine.stream(too_long, subject.params))
+        with pytest.raises(ValueError, match="at least one token"):
+            await subject.engine.generate([], subject.params)
+        assert (await subject.generate()).token_ids
