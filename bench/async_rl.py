@@ -145,7 +145,7 @@ def run(folder: Path, case: Case, *, pipeline: str, launcher: str) -> dict[str, 
     """The run's own metrics, round by round."""
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
-    from openrlhf.runs import rl_assembly as assembly
+    from openrlhf.runs import rl_assembly
 
     if case.median_tokens:
         _give_prompts_their_lengths(case)
@@ -182,7 +182,7 @@ def run(folder: Path, case: Case, *, pipeline: str, launcher: str) -> dict[str, 
         flags.pop("train.async_share_device", None)
         flags |= {"vllm.enable_sleep": "false"} if _gpu() else {}
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    result = assembly.train(parse("train_ppo_ray", argv))
+    result = rl_assembly.train(parse("train_ppo_ray", argv))
     records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
     bound = -(-max(work.prompts, case.in_play if surplus else 0) // work.prompts) if pipeline != "sync" else 0
     oldest = [record.get("rollout/staleness_max", 0) for record in records]

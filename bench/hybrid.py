@@ -143,10 +143,10 @@ def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, 
     """The run's own metrics, step by step."""
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
-    from openrlhf.runs import rl_assembly as assembly
+    from openrlhf.runs import rl_assembly
 
-    chosen = assembly._sampling  # no flag ignores end-of-sequence
-    assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
+    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     flags = {
         "actor.model_name_or_path": folder,
         "data.prompt_dataset": folder / "prompts.jsonl",
@@ -174,7 +174,7 @@ def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, 
     if profile:
         _profile_the_third_update()
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    result = assembly.train(parse("train_ppo_ray", argv))
+    result = rl_assembly.train(parse("train_ppo_ray", argv))
     records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
     lengths = {record["response_length"] for record in records}
     if lengths != {work.new_tokens}:

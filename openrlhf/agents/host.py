@@ -73,8 +73,7 @@ from openrlhf.agents.host_messages import (
     describe,
 )
 from openrlhf.agents.host_worker import AskError, EpisodeThreads, UserCall, current_call, invoke, make_service
-from openrlhf.utils import parent_death as owners
-from openrlhf.utils import waits
+from openrlhf.utils import parent_death, waits
 from openrlhf.utils.stack_probe import Address, stacks
 
 logger = logging.getLogger(__name__)
@@ -746,7 +745,7 @@ class HostProcess:
         except OSError as error:
             self._fail_start(None, HostStartError(f"no process could be started: {error}"))
             return None
-        owners.guard.watch(popen.pid)
+        parent_death.guard.watch(popen.pid)
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         deadline = time.monotonic() + self._start_timeout
         process = _Process(popen, outbox, deadline, Address(popen.pid, probe))
@@ -774,7 +773,7 @@ class HostProcess:
         process.outbox.put(None)
         # Programs it started may hold the pipe open; replies already written are still read.
         _signal_group(process.popen.pid)
-        owners.guard.forget(process.popen.pid)
+        parent_death.guard.forget(process.popen.pid)
         reader.join(timeout=1.0)
         self._events.put(partial(self._on_exit, process))
 

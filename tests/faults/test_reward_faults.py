@@ -10,7 +10,7 @@ import pytest
 from faulty_runs import PROMPTS, ROUNDS, Inputs, assert_every_prompt_once
 from reward_server import free_port
 
-from openrlhf.rewards import http as servers
+from openrlhf.rewards import http
 from openrlhf.runs.rl_assembly import train
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def judges(tmp_path):
 
 def test_a_server_that_dies_and_comes_back_is_asked_again(judges, tmp_path, monkeypatch):
     """Killed once it has been asked, back when the other has judged two more prompts alone."""
-    monkeypatch.setattr(servers, "FIRST_REST", 0.05)
+    monkeypatch.setattr(http, "FIRST_REST", 0.05)
     first, second = judges
     asked = {}
 

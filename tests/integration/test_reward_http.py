@@ -12,7 +12,6 @@ from patience import patience
 from reward_server import RewardServer, free_port, lengths
 
 from openrlhf.rewards import http
-from openrlhf.rewards import http as servers
 from openrlhf.rewards.base import RewardError, RewardRequest
 from openrlhf.rewards.http import HttpReward
 
@@ -20,7 +19,7 @@ from openrlhf.rewards.http import HttpReward
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(http, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(servers, "FIRST_REST", 0.05)
+    monkeypatch.setattr(http, "FIRST_REST", 0.05)
 
 
 def request(responses=("ab", "abc"), *, label="5", name="prompt 17"):
@@ -294,7 +293,7 @@ class TestSeveral:
 
     def test_a_server_that_fails_is_left_alone(self, monkeypatch, caplog):
         """It answers its errors quickly, so it always seems the least busy; three of them are enough."""
-        monkeypatch.setattr(servers, "FIRST_REST", 60.0)
+        monkeypatch.setattr(http, "FIRST_REST", 60.0)
         with RewardServer() as good, RewardServer(lambda question, before: text(500, "oops")) as bad:
             outcomes = judge(bad, good, requests=30, one_by_one=True)
         assert all(rewards == [2.0, 3.0] for rewards, _ in outcomes)
