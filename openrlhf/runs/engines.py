@@ -267,7 +267,7 @@ def open_vllm(
     weights = PolicyWeights(models.policy, ModuleWeights(models.policy))
     probe = None
     if config.vllm.sync_verify:
-        probe = LocalProbe(policy_probe(config, models.policy, device), models.policy)
+        probe = LocalProbe(policy_probe(config, models.policy.model.config, device), models.policy)
     with contextlib.closing(start_engine(vllm_settings(config, device, memory), tokenizer)) as engine:
         if memory.sleeps:
             loop.run(engine.sleep())
@@ -294,10 +294,10 @@ def vllm_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def policy_probe(config: RLConfig, policy: Policy, device: torch.device) -> Probe:
-    """The policy's side of the comparison with engines."""
+def policy_probe(config: RLConfig, model_config: Any, device: torch.device) -> Probe:
+    """What engines are compared with the policy by. `device`: one of those that the policy is on."""
     return Probe.of(
-        vocab_size=policy.model.config.get_text_config().vocab_size,
+        vocab_size=model_config.get_text_config().vocab_size,
         dtype=model_dtype(config.ds.param_dtype, device),
         max_model_len=config.data.max_len,
     )

@@ -23,10 +23,10 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.learners.advantages import SampleMaker
-from openrlhf.models.loading import load_config, model_dtype
+from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
-from openrlhf.runs.engines import ENGINES
+from openrlhf.runs.engines import ENGINES, policy_probe
 from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.ranks import rank_service
@@ -136,11 +136,7 @@ class RayLauncher:
                 trust_remote_code=self.config.actor.trust_remote_code,
                 flag=ACTOR_FLAG,
             )
-        return Probe.of(
-            vocab_size=model_config.get_text_config().vocab_size,
-            dtype=model_dtype(self.config.ds.param_dtype, torch.device("cuda" if cuda else "cpu")),
-            max_model_len=self.config.data.max_len,
-        )
+        return policy_probe(self.config, model_config, torch.device("cuda" if cuda else "cpu"))
 
     def _turns(self, engines: RayEngines, groups: dict[Role, WorkerGroup], loop: LoopRunner) -> DeviceTurns:
         """Models that share devices with engines sleep while these sample, and engines while models are trained."""

@@ -3,14 +3,12 @@ against this file; what the other files of this folder use is documented.
 
 InProcessExecutor          a worker beside its scheduler, for engines of one part on a CPU
 num_output_tokens          how far requests are
-begin, finish, forget      new weights, layer by layer, as if from a checkpoint
+LayerwiseLoad              new weights, layer by layer, as if from a checkpoint
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,14 +69,14 @@ class LayerwiseLoad:
         self._open = False
 
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        with self._configured():
+        with set_current_vllm_config(self._config):
             if not self._open:
                 initialize_layerwise_reload(self._model)
                 self._open = True
             self._model.load_weights(named)
 
     def finish(self) -> None:
-        with self._configured():
+        with set_current_vllm_config(self._config):
             if not self._open:
                 return
             finalize_layerwise_reload(self._model, self._config.model_config)
@@ -90,7 +88,7 @@ class LayerwiseLoad:
 
     def forget(self) -> None:
         """Layers in which an update broke off wait for the rest, and would take the start of the next for it."""
-        with self._configured():
+        with set_current_vllm_config(self._config):
             unfinished = [info for info in map(get_layerwise_info, self._model.modules()) if info.can_load()]
             for info in unfinished:
                 info.load_numel = 0
@@ -109,8 +107,3 @@ class LayerwiseLoad:
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(layer)
-
-    @contextlib.contextmanager
-    def _configured(self) -> Iterator[None]:
-        with set_current_vllm_config(self._config):
-            yield
