@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from openrlhf.cluster.connections import Address, serve_requests
 from openrlhf.cluster.stack_probes import ProbeAddress, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
-from openrlhf.rollout.base import EngineError
+from openrlhf.rollout.base import EngineError, NoWeightsError
 from openrlhf.rollout.requests import EngineRequests, PackedRequest
 from openrlhf.weight_sync.blocks import WeightBlock
 
@@ -152,6 +152,8 @@ def _explained() -> Iterator[None]:
     """An engine's failure, with what its log says of it."""
     try:
         yield
+    except NoWeightsError:
+        raise
     except EngineError as error:
         raise EngineError(f"{error}{last_words()}") from error
 

@@ -33,7 +33,7 @@ from openrlhf.cluster.placement import Placement, Role
 from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.cluster.workers import Calls, WorkerError, gone
 from openrlhf.observability.usage import Usage
-from openrlhf.rollout.base import ControlledEngine, EngineError, LostRequestError
+from openrlhf.rollout.base import ControlledEngine, EngineError, LostRequestError, NoWeightsError
 from openrlhf.rollout.requests import PackedRequest, RequestHandler, read_generation
 from openrlhf.rollout.router import Router
 from openrlhf.types import Generation, SamplingParams
@@ -271,7 +271,7 @@ class RayEngines:
         name = self._slots[engine].name
         if not isinstance(error, ray.exceptions.RayTaskError):
             return str(gone(name, error))
-        if not isinstance(error.cause, EngineError):
+        if not isinstance(error.cause, EngineError) or isinstance(error.cause, NoWeightsError):
             raise error.cause from None
         return f"{name}: {error.cause}"
 

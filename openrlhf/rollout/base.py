@@ -20,6 +20,10 @@ class EngineError(RuntimeError):
     """The engine cannot start, or has stopped working: no request will be answered any more. The text says why."""
 
 
+class NoWeightsError(EngineError):
+    """The engine has slept and was to sample before it got its weights back. It works: a push is all that it needs."""
+
+
 class LostRequestError(RuntimeError):
     """An engine was lost after it had given a part of its answer. Asked again, another one answers from the start."""
 
@@ -83,7 +87,7 @@ class EngineControl(Protocol):
     async def resume(self, version: int) -> None:
         """Sample again; tokens from here on carry `version`. Requests under way go on with the weights there are now.
 
-        Raises EngineError for an engine that has slept and has not got its weights back.
+        Raises NoWeightsError for an engine that has slept and has not got its weights back.
         """
         ...
 

@@ -19,6 +19,7 @@ LONGEST_FIRST = (
     "test_ray_run.py",
     "test_recipes.py",
     "test_cluster_faults.py",
+    "test_cluster_engines.py",
     "test_kill_ray.py",
     "test_learning_agents.py",
     "test_deepspeed.py",
@@ -33,7 +34,7 @@ LONGEST_FIRST = (
     "test_cluster_workers.py",
 )
 """So that all workers end at about the same time."""
-SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py", "test_cluster_faults.py")
+SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py", "test_cluster_faults.py", "test_cluster_engines.py")
 
 
 RUN_FIXTURES = "cli start_cli run_cli workplace demo agent_demo files straight cluster runs server"

@@ -19,7 +19,7 @@ import pytest
 import torch
 from patience import patience
 
-from openrlhf.rollout.base import ControlledEngine, EngineError
+from openrlhf.rollout.base import ControlledEngine, NoWeightsError
 from openrlhf.types import Generation, SamplingParams
 from openrlhf.weight_sync.blocks import WeightBlock, checksum_of, pack
 from openrlhf.weight_sync.probe import max_gap
@@ -199,13 +199,13 @@ class EngineContract:
         before = await subject.generate()
         await engine.sleep()
         if not engine.shares_weights:
-            with pytest.raises(EngineError):
+            with pytest.raises(NoWeightsError):
                 await engine.resume(version)
         await engine.wake()
         if engine.shares_weights:
             await engine.resume(version)
         else:
-            with pytest.raises(EngineError):
+            with pytest.raises(NoWeightsError):
                 await engine.resume(version)
             version = await subject.push(subject.weights)
         after = await subject.generate()

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 import torch
 from torch import Tensor, nn
 
-from openrlhf.rollout.base import EngineError, check_prompt
+from openrlhf.rollout.base import NoWeightsError, check_prompt
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.weight_sync.blocks import WeightBlock
 
@@ -82,7 +82,7 @@ class FakeEngine:
 
     async def resume(self, version: int) -> None:
         if not self.has_weights:
-            raise EngineError("an engine that slept has no weights before the next push")
+            raise NoWeightsError("an engine that slept has no weights before the next push")
         if not self.running.is_set() or version != self.version:
             self.version = version
             self.running.set()

@@ -32,7 +32,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf.rollout.base import ControlledEngine, EngineError, check_prompt
+from openrlhf.rollout.base import ControlledEngine, EngineError, NoWeightsError, check_prompt
 from openrlhf.rollout.generated_text import eos_token_ids
 from openrlhf.rollout.vllm import compat
 from openrlhf.rollout.vllm.sampling import sampling_arguments
@@ -216,7 +216,7 @@ class VllmEngine:
         if not self._paused and version == self._version:
             return
         if self._weightless:
-            raise VllmError("an engine that slept has no weights before the next push")
+            raise NoWeightsError("an engine that slept has no weights before the next push")
         if self._updating:
             await self.ask(self.llm.collective_rpc("finish_blocks"), "to finish with new weights")
             self._updating = False
