@@ -25,8 +25,8 @@ class ProcessId(NamedTuple):
     created: float
 
 
-class Seat:
-    """Holds one device for an engine, and knows its name."""
+class DeviceHolder:
+    """An actor that keeps one device for an engine, and knows the device's name."""
 
     def devices(self) -> list[str]:
         import ray
@@ -34,7 +34,7 @@ class Seat:
         return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
 
-class EngineShell(Seat):
+class EngineShell(DeviceHolder):
     """An engine's process. Requests are coroutines; what changes the engine waits in threads beside them."""
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class EngineShell(Seat):
     async def install_stack_probe(self) -> ProbeAddress:
         return install_here()
 
-    async def start(self, build: Callable[[], Any], folder: str, *seats: list[str]) -> list[ProcessId]:
-        """`build` makes the engine. `seats`: of all its devices.
+    async def start(self, build: Callable[[], Any], folder: str, *holders: list[str]) -> list[ProcessId]:
+        """`build` makes the engine. `holders`: the devices that each of its actors keeps.
 
         Returns its processes.
         """
-        devices = [device for seat in seats for device in seat]
+        devices = [device for held in holders for device in held]
         if len(devices) > 1:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         if os.path.isdir(folder):

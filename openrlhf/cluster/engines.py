@@ -1,6 +1,6 @@
 """vLLM engines on their devices, each in a process of its own, behind the one engine that the loop knows.
 
-EngineSlot      an engine's place, and the process that sits there now (`engine_shell`)
+EngineSlot      an engine's devices, and the process that has them now (`engine_shell`)
 RayEngines      all of them, from the driver: a router chooses the engine of a request, which travels on a connection
                 (`connections`); everything else is a call of Ray's
 EngineHandles   some of them, from a thread or process that may block: a replacement, a rank that sends weights
@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cluster.connections import ConnectionLostError, EngineConnections
-from openrlhf.cluster.engine_shell import EngineShell, ProcessId, Seat, kill_processes
+from openrlhf.cluster.engine_shell import DeviceHolder, EngineShell, ProcessId, kill_processes
 from openrlhf.cluster.health import HealthWatch, ReplacementBudget
 from openrlhf.cluster.launch import ReservedPlan, alive_nodes
 from openrlhf.cluster.placement import Placement, Role
@@ -63,7 +63,7 @@ class EngineLostError(EngineError):
 
 
 class EngineSlot:
-    """An engine's place on the cluster, and the process that sits there now."""
+    """An engine's devices on the cluster, and the process that has them now."""
 
     def __init__(
         self, placed: ReservedPlan, places: Sequence[Placement], build: Callable[[], ControlledEngine]
@@ -76,18 +76,19 @@ class EngineSlot:
         self._node = placed.node_id(first)
         self._options = placed.options(first) | {"max_concurrency": MOST_CALLS}
         self._build = build
-        self._seats: list[Any] = [ray.remote(Seat).options(**placed.options(place)).remote() for place in others]
+        holder_class = ray.remote(DeviceHolder)
+        self._holders: list[Any] = [holder_class.options(**placed.options(place)).remote() for place in others]
         self.processes: list[ProcessId] = []
         """Of an engine that has started."""
-        self.sit()
+        self.start_process()
 
-    def sit(self) -> None:
+    def start_process(self) -> None:
         """Start a new process. Nothing is waited for."""
         import ray
 
         actor_class: Any = ray.remote(EngineShell)  # Ray's own types know no methods of actors
         self.actor: Any = actor_class.options(**self._options).remote()
-        devices = [seat.devices.remote() for seat in (self.actor, *self._seats)]
+        devices = [holder.devices.remote() for holder in (self.actor, *self._holders)]
         self.start = self.actor.start.remote(self._build, os.getcwd(), *devices)
         """Answers with its processes."""
         self._stack_probes = StackProbes([self.name], [self.actor.install_stack_probe.remote()])
@@ -109,12 +110,13 @@ class EngineSlot:
         if self._node not in alive_nodes():
             raise EngineLostError(f"{self.name}: its node is gone")
 
-    def clear(self) -> None:
-        """Whatever sits there ends, with the processes that vLLM has started: nobody else ends those of a dead one, and
-        they hold memory of its device."""
+    def end_process(self) -> None:
+        """The engine's process ends, and so do those that vLLM has started: without this, the processes of an engine
+        that has died would stay and hold memory of its device."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        self._stack_probes.close()
         ray.kill(self.actor)
         there = NodeAffinitySchedulingStrategy(self._node, soft=False)
         ending = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
@@ -124,7 +126,8 @@ class EngineSlot:
     def close(self) -> None:
         import ray
 
-        for actor in (self.actor, *self._seats):
+        self._stack_probes.close()
+        for actor in (self.actor, *self._holders):
             ray.kill(actor)
 
 
@@ -276,10 +279,6 @@ class RayEngines:
         return f"{name}: {error.cause}"
 
     # ------------------------------------------------------------------------------------------ control of all
-
-    @property
-    def any_loop(self) -> bool:
-        return True
 
     @property
     def shares_weights(self) -> bool:
@@ -443,16 +442,16 @@ class RayEngines:
                 if not self.budget.spend(engine):
                     times = f"{self.budget.most} times within {self.budget.within / 60:g} minutes"
                     self._fail(EngineError(f"{cause} — it has been replaced {times}, and is not once more"))
-                    slot.clear()
+                    slot.end_process()
                     return
-                slot.clear()
+                slot.end_process()
                 slot.require_node()
                 logger.warning("%s; another one starts in its place", cause)
                 self._awake.wait()
                 with self._lock:
                     if self._closed:
                         return
-                    slot.sit()
+                    slot.start_process()
                 try:
                     slot.wait(deadline=START_DEADLINE)
                     self._supply(engine)

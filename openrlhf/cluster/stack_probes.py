@@ -36,13 +36,17 @@ def install_here() -> ProbeAddress:
 
 
 class StackProbes:
-    """The stack probes of named actors. One of the peers of `utils.waits` while it lives."""
+    """The stack probes of named actors. They are among the peers of `utils.waits` until they are closed."""
 
     def __init__(self, names: Sequence[str], references: Sequence[Any]) -> None:
         """`references`: Ray references to the `ProbeAddress` of each actor."""
         self._names = names
         self._references = references
         waits.peers.add(self)
+
+    def close(self) -> None:
+        """The actors end: nobody needs to know what they do."""
+        waits.peers.discard(self)
 
     def stacks(self) -> dict[str, str]:
         return self._read(stack_probe.stacks, otherwise=lambda error: f"not to be had: {error}")

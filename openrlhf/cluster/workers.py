@@ -224,6 +224,7 @@ class WorkerGroup:
     def close(self) -> None:
         import ray
 
+        self._stack_probes.close()
         for actor in self._actors:
             ray.kill(actor)
 

@@ -27,6 +27,7 @@ from openrlhf.learners.advantages import SampleMaker
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.runs.ranks import rank_service
 from openrlhf.runs.rl_models import RLTraining, advantage_settings, load_models, step_settings
+from openrlhf.utils import waits
 
 CPU = torch.device("cpu")
 
@@ -127,6 +128,7 @@ def test_a_rank_that_stops_in_a_collective_is_named_and_the_stacks_of_all_are_ke
                 group.call("who", deadline=3)
         finally:
             os.kill(pids[1], signal.SIGCONT)
+    assert group._stack_probes not in waits.peers  # nor are ranks of groups before this one in the file
     path = tmp_path / "stacks-1.txt"
     assert str(caught.value).endswith(str(path))
     ranks = path.read_text().split("\n== actor rank ")[1:]

@@ -12,7 +12,7 @@ import ray
 
 from openrlhf.cluster.launch import LONGEST_FOLDER, ClusterError, ray_cluster
 from openrlhf.cluster.stack_probes import StackProbes
-from openrlhf.utils import interrupts
+from openrlhf.utils import interrupts, waits
 from openrlhf.utils.parent_death import RUN_FOLDER
 
 LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
@@ -107,8 +107,17 @@ def test_sigterm_while_ray_starts_goes_to_the_run(starts, monkeypatch):
 
 
 def test_stack_probes_are_not_read_after_the_connection_to_ray_ends():
-    """Ray would start another one for whoever asks it then, or end his process without a word."""
+    """Ray would start another one for a process that asks it then, or end that process without a word."""
     assert not ray.is_initialized()
     late = StackProbes(["rank 0"], ["a reference from before"])
     assert late.stacks() == {}
     assert late.idle_seconds() == float("inf")
+
+
+def test_stack_probes_that_are_closed_are_no_peers_any_more():
+    """The stacks of a run would name the ranks of an earlier one, which are gone."""
+    probes = StackProbes(["rank 0"], ["a reference"])
+    assert probes in waits.peers
+    probes.close()
+    probes.close()
+    assert probes not in waits.peers
