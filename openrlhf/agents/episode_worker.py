@@ -65,10 +65,10 @@ class EpisodeService:
 
 
 class AskingEngine:
-    """The engine as a host sees it: every request is packed here, and asked of the process that has the engine."""
+    """The engine as a host sees it: every request is packed here, and asked of the process that has the engine.
 
-    any_loop = True
-    """It may be asked from any thread and event loop, in the context of the episode."""
+    It may be asked from any thread and event loop, in the context of the episode.
+    """
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len

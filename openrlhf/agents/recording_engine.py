@@ -37,10 +37,9 @@ class EngineCall(NamedTuple):
 class RecordingEngine:
     """Given to users' executors as `llm_engine`. One per episode, so that its calls are the episode's.
 
-    It may be asked from any thread and event loop, a user's own server say: it asks on the episode's behalf.
+    It may be asked wherever its engine may be. That of a host (`AskingEngine`) may be asked from any thread and event
+    loop, such as that of a user's own server; what it is asked there is asked in the context of the episode.
     """
-
-    any_loop = True
 
     def __init__(self, engine: Engine, *, sampling_params: SamplingParams, max_length: int) -> None:
         self._engine = engine
@@ -48,8 +47,6 @@ class RecordingEngine:
         self._max_length = max_length
         self._asked = 0
         self._context = copy_context()
-        self._loop = None if engine.any_loop else _running_loop()
-        """The loop on which the engine must be asked; None: any."""
         self._by_length: dict[int, list[EngineCall]] = defaultdict(list)
         self.calls: list[EngineCall] = []
         """The calls in the order in which they were answered."""
@@ -118,12 +115,8 @@ class RecordingEngine:
         return prompt_ids, params
 
     async def _on_behalf(self, asking: Coroutine[Any, Any, T]) -> T:
-        """Its result, run in the episode's context and where the engine can be asked."""
-        here = asyncio.get_running_loop()
-        context = self._context.copy()
-        if self._loop is None or self._loop is here:
-            return await here.create_task(asking, context=context)
-        return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, asking, self._loop))
+        """Its result, run in the episode's context."""
+        return await asyncio.get_running_loop().create_task(asking, context=self._context.copy())
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -221,12 +214,6 @@ def segments_from_calls(calls: Sequence[EngineCall], *, reward: float | None = N
     if recorders and reward is not None:
         recorders[-1].reward_turn(reward)
     return tuple(recorder.segment() for recorder in recorders)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    with contextlib.suppress(RuntimeError):
-        return asyncio.get_running_loop()
-    return None
 
 
 async def _next(parts: AsyncGenerator[T]) -> T | None:

@@ -41,11 +41,6 @@ class Engine(Protocol):
         """The most tokens, prompt and response together, that one request may reach."""
         ...
 
-    @property
-    def any_loop(self) -> bool:
-        """Whether its coroutines may be awaited on any event loop, in any thread. If not: on one loop at a time."""
-        ...
-
     async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
         """Continue `token_ids`. Cancelling the call gives the request up. Raises EngineError."""
         ...

@@ -136,7 +136,6 @@ class Speaker:
     """
 
     max_model_len = 10_000
-    any_loop = False
 
     def __init__(self, tokenizer: Any, *texts: str, seconds_per_token: float = 0.0) -> None:
         self._tokenizer = tokenizer

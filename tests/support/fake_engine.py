@@ -30,7 +30,6 @@ class TablePolicy(nn.Module):
 class FakeEngine:
     """Samples one digit per turn of the event loop. `events` has the requests, and each call that changed something."""
 
-    any_loop = False
     max_model_len = 64
 
     def __init__(self, policy: TablePolicy, events: list[str], *, shares_weights: bool = False, asleep: bool = False):

@@ -13,7 +13,6 @@ class ScriptedEngine:
     version k. Remembers every call."""
 
     max_model_len = 10_000
-    any_loop = False
 
     def __init__(self, says: Callable[[list[int], SamplingParams], Sequence[int]]) -> None:
         self.says = says

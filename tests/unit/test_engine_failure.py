@@ -30,7 +30,6 @@ class AgentExecutor(AgentExecutorBase):
 class DeadEngine:
     version = 0
     max_model_len = 100
-    any_loop = False
 
     async def generate(self, token_ids, sampling_params):
         raise EngineError("the engine has died")

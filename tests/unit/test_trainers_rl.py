@@ -28,7 +28,6 @@ class EchoEngine:
     """Answers `ab` with its first character and a digit made from the seed; remembers what it was asked."""
 
     max_model_len = 64
-    any_loop = False
 
     def __init__(self) -> None:
         self.version = 0

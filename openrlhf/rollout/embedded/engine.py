@@ -122,10 +122,6 @@ class EmbeddedEngine:
         return self._version
 
     @property
-    def any_loop(self) -> bool:
-        return False
-
-    @property
     def shares_weights(self) -> bool:
         return True
 

@@ -196,10 +196,6 @@ class VllmEngine:
         self._give_up(CALL_SECONDS)
 
     @property
-    def any_loop(self) -> bool:
-        return True
-
-    @property
     def shares_weights(self) -> bool:
         return False
 
