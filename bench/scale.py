@@ -99,7 +99,9 @@ class FakeEngine:
         self.version = 0
         self.max_model_len = max_model_len
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[Any] = ()
+    ) -> Generation:
         count = sampling_params.max_tokens or 1
         first = (sampling_params.seed or 0) % 7
         return Generation(

@@ -1,6 +1,6 @@
 """The records that stages hand to each other, in the order in which a prompt meets them.
 
-    Prompt → SamplingParams → Generation → StepResult → Segment → Trajectory → Group
+    Prompt → ImageInput → SamplingParams → Generation → StepResult → Segment → Trajectory → Group
            → TrainingSample → TrainingBatch → PackedTokens / PackedBatch (one micro-batch)
 
 Records check themselves when they are made, so that a wrong length fails where it arose, not three stages later.
@@ -54,13 +54,63 @@ class Prompt:
     where: str = ""
     """Where it was read, for messages: `record 12 of train.jsonl`."""
     images: tuple[Any, ...] = ()
-    """Pictures that belong to the text."""
+    """The images that belong to the text, as the data has them (`data.images.read_image`), in the order of their
+    placeholders."""
 
     def __post_init__(self) -> None:
         if self.ordinal < 0:
             raise ValueError(f"prompt ordinal must be >= 0, got {self.ordinal}")
         if not self.text:
             raise ValueError(f"prompt {self.ordinal} is empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageInput:
+    """One image as a model reads it. The image processor makes it once (`models.image_processor`); engines and trainers
+    get the same tensors and never resize, cut or expand an image again."""
+
+    tensors: dict[str, Tensor]
+    """The processor's outputs for this image alone, by the names of the model's arguments (`pixel_values`, …)."""
+    token_ids: tuple[int, ...]
+    """The tokens that stand for the image in a prompt."""
+    placeholder: int
+    """The token among them that the model replaces by a feature of the image; others say where rows and images end."""
+    digest: str
+    """Equal for equal tensors and tokens, and for no others: caches trust it."""
+    thumbnail: bytes = b""
+    """A small PNG of the image, for people."""
+
+    @property
+    def num_features(self) -> int:
+        return self.token_ids.count(self.placeholder)
+
+    def __len__(self) -> int:
+        """The number of its tokens."""
+        return len(self.token_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors cross processes as numpy arrays, see `Segment.__reduce__`."""
+        arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
+        return _image_from_arrays, (arrays, self.token_ids, self.placeholder, self.digest, self.thumbnail)
+
+
+def _image_from_arrays(
+    arrays: dict[str, Any], token_ids: tuple[int, ...], placeholder: int, digest: str, thumbnail: bytes
+) -> ImageInput:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return ImageInput(tensors=tensors, token_ids=token_ids, placeholder=placeholder, digest=digest, thumbnail=thumbnail)
+
+
+class PlacedImage(NamedTuple):
+    """An image in a sequence of tokens."""
+
+    start: int
+    """The index of its first token."""
+    image: ImageInput
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.image)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -301,8 +351,8 @@ class Segment:
     """bool [T]: True on the last token of each action. None: not recorded, see `turn_ends_A`."""
     position_ids: Tensor | None = None
     """int64 [R, T] for models with several position rows; None means 0 … T-1."""
-    multimodal: dict[str, Tensor] | None = None
-    """Processor outputs that go with the tokens."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among the tokens, in order."""
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
@@ -322,6 +372,9 @@ class Segment:
             raise ValueError(f"position_ids has shape {tuple(self.position_ids.shape)} for {tokens[0]} tokens")
         if bool(self.action_mask[0]):
             raise ValueError("the first token has nothing before it, so it cannot be an action")
+        for start, image in self.images:
+            if tuple(self.token_ids[start : start + len(image)].tolist()) != image.token_ids:
+                raise ValueError(f"the tokens from {start} on are not those of the image {image.digest}")
 
     @property
     def oldest_version(self) -> int | None:
@@ -336,7 +389,7 @@ class Segment:
         segment instead of 0.06."""
         columns = [getattr(self, name) for name in SEGMENT_COLUMNS]
         arrays = [None if column is None else column.numpy() for column in columns]
-        return _segment_from_arrays, (arrays, self.position_ids, self.multimodal)
+        return _segment_from_arrays, (arrays, self.position_ids, self.images)
 
     @property
     def num_actions(self) -> int:
@@ -359,12 +412,10 @@ SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "
 """One entry per token."""
 
 
-def _segment_from_arrays(
-    arrays: list[Any], position_ids: Tensor | None, multimodal: dict[str, Tensor] | None
-) -> Segment:
+def _segment_from_arrays(arrays: list[Any], position_ids: Tensor | None, images: tuple[PlacedImage, ...]) -> Segment:
     columns: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
     named = dict(zip(SEGMENT_COLUMNS, columns, strict=True))
-    return Segment(**named, position_ids=position_ids, multimodal=multimodal)
+    return Segment(**named, position_ids=position_ids, images=images)
 
 
 class Outcome(StrEnum):
@@ -581,6 +632,53 @@ def _sampled_logprobs(segment: Segment) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedImages:
+    """The images of a packed stream. An image that stands in several sequences is here once.
+
+    Three features of image a, and two of image b, in the sequences "x a y" and "a b":
+
+        token_ids   x a a a y | a a a b b
+        rows_T     -1 0 1 2 -1  0 1 2 3 4
+    """
+
+    inputs: tuple[ImageInput, ...]
+    rows_T: Tensor
+    """int64 [T]: the feature that takes the token's place, counted over all features of `inputs`; -1: none does."""
+
+    @staticmethod
+    def of(sequences: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]) -> PackedImages | None:
+        """The images of sequences of these lengths; None when there are none."""
+        if not any(sequences):
+            return None
+        first_rows: dict[str, int] = {}
+        inputs: list[ImageInput] = []
+        rows_T = torch.full((sum(lengths),), -1)
+        begin = num_rows = 0
+        for placed, length in zip(sequences, lengths, strict=True):
+            for start, image in placed:
+                if image.digest not in first_rows:
+                    first_rows[image.digest] = num_rows
+                    num_rows += image.num_features
+                    inputs.append(image)
+                inside = torch.tensor(image.token_ids) == image.placeholder
+                own_T = rows_T[begin + start : begin + start + len(image)]
+                own_T[inside] = first_rows[image.digest] + torch.arange(image.num_features)
+            begin += length
+        return PackedImages(inputs=tuple(inputs), rows_T=rows_T)
+
+    def at(self, positions: Tensor | slice) -> PackedImages:
+        """Those of a stream that is made of these positions of this one."""
+        return dataclasses.replace(self, rows_T=self.rows_T[positions])
+
+    def to(self, device: torch.device | str) -> PackedImages:
+        inputs = tuple(
+            dataclasses.replace(image, tensors={name: t.to(device) for name, t in image.tensors.items()})
+            for image in self.inputs
+        )
+        return PackedImages(inputs=inputs, rows_T=self.rows_T.to(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
     """Several sequences laid end to end, without padding: the input of a model's forward.
 
@@ -594,7 +692,7 @@ class PackedTokens:
     token_ids: Tensor
     """int64 [T]"""
     position_ids: Tensor
-    """int64 [T], restarting at 0 with every sequence."""
+    """int64 [T], restarting at 0 with every sequence; [R, T] for a model with R rows of positions (M-RoPE)."""
     cu_seqlens: Tensor
     """int32 [N+1]: the position where each sequence begins, and the end."""
     action_positions: Tensor
@@ -603,6 +701,8 @@ class PackedTokens:
     shared_prefixes: tuple[int, ...] = ()
     """[N], or empty when nothing is shared: how many leading tokens a sequence has in common with the one before it.
     A forward may compute them once; see `models.prefixes`."""
+    images: PackedImages | None = None
+    """The images among the tokens; None: there are none."""
 
     def __post_init__(self) -> None:
         T = self.token_ids.shape[0]
@@ -615,11 +715,17 @@ class PackedTokens:
 
     @staticmethod
     def from_sequences(
-        sequences: Sequence[Tensor], action_masks: Sequence[Tensor], *, shared_prefixes: Sequence[int] = ()
+        sequences: Sequence[Tensor],
+        action_masks: Sequence[Tensor],
+        *,
+        shared_prefixes: Sequence[int] = (),
+        images: Sequence[Sequence[PlacedImage]] = (),
+        position_ids: Sequence[Tensor | None] = (),
     ) -> PackedTokens:
         """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted.
 
-        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here.
+        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here. `images` and
+        `position_ids`: those of each sequence; no positions mean 0 … L-1.
         """
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) == 0:
@@ -633,11 +739,12 @@ class PackedTokens:
         ends = torch.tensor([0, *lengths]).cumsum(0)
         return PackedTokens(
             token_ids=torch.cat(list(sequences)).to(torch.int64),
-            position_ids=torch.cat([torch.arange(n) for n in lengths]).to(device),
+            position_ids=_packed_positions(position_ids or [None] * len(lengths), lengths).to(device),
             cu_seqlens=ends.to(torch.int32).to(device),
             action_positions=torch.cat(list(action_masks)).nonzero().flatten(),
             max_seqlen=max(lengths),
             shared_prefixes=tuple(shared_prefixes) if any(shared_prefixes) else (),
+            images=PackedImages.of(images, lengths),
         )
 
     @staticmethod
@@ -647,6 +754,8 @@ class PackedTokens:
             [s.token_ids for s in segments],
             [s.action_mask for s in segments],
             shared_prefixes=(0, *(_shared_prompt(a, b) for a, b in pairwise(segments))),
+            images=[s.images for s in segments],
+            position_ids=[s.position_ids for s in segments],
         )
 
     @property
@@ -676,6 +785,7 @@ class PackedTokens:
                 cu_seqlens=self.cu_seqlens.new_tensor([0, end - start]),
                 action_positions=self.action_positions[inside] - start,
                 max_seqlen=end - start,
+                images=None if self.images is None else self.images.at(slice(start, end)),
             )
 
     def to(self, device: torch.device | str) -> PackedTokens:
@@ -685,7 +795,15 @@ class PackedTokens:
             position_ids=self.position_ids.to(device),
             cu_seqlens=self.cu_seqlens.to(device),
             action_positions=self.action_positions.to(device),
+            images=None if self.images is None else self.images.to(device),
         )
+
+
+def _packed_positions(positions: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
+    """[T], or [R, T] where a sequence has R rows: others have the same position in each."""
+    rows = max((p.shape[0] for p in positions if p is not None and p.dim() == 2), default=None)
+    columns = [torch.arange(n) if p is None else p for p, n in zip(positions, lengths, strict=True)]
+    return torch.cat(columns if rows is None else [c.expand(rows, -1) for c in columns], dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -719,8 +837,14 @@ class PackedBatch:
 
 
 def _shared_prompt(first: Segment, second: Segment) -> int:
-    """The number of tokens before the first action, if they are the same in both segments; otherwise 0."""
+    """The number of tokens before the first action, if they and their images are the same in both segments; otherwise
+    0. Two images of the same size have the same tokens."""
     prompt = int(second.action_mask.int().argmax())
-    if int(first.action_mask.int().argmax()) != prompt:
+    if int(first.action_mask.int().argmax()) != prompt or _digests(first, prompt) != _digests(second, prompt):
         return 0
     return prompt if torch.equal(first.token_ids[:prompt], second.token_ids[:prompt]) else 0
+
+
+def _digests(segment: Segment, end: int) -> list[tuple[int, str]]:
+    """The images before `end`, and where they are."""
+    return [(placed.start, placed.image.digest) for placed in segment.images if placed.start < end]

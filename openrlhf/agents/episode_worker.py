@@ -10,7 +10,7 @@ from openrlhf.agents.base import Episode
 from openrlhf.agents.host_worker import ask, ask_stream
 from openrlhf.agents.user_agent import load_agent
 from openrlhf.rollout.requests import PackedRequest, read_generation
-from openrlhf.types import Generation, SamplingParams
+from openrlhf.types import Generation, PlacedImage, SamplingParams
 
 
 class EpisodeSettings(NamedTuple):
@@ -75,13 +75,17 @@ class AskingEngine:
         self.version = 0
         """The latest that an answer has shown."""
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        generation = read_generation(await ask("generate", PackedRequest.of(token_ids, sampling_params)))
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
+        generation = read_generation(await ask("generate", PackedRequest.of(token_ids, sampling_params, images)))
         self._note(generation)
         return generation
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        request = PackedRequest.of(token_ids, sampling_params)
+    async def stream(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> AsyncGenerator[Generation]:
+        request = PackedRequest.of(token_ids, sampling_params, images)
         async with contextlib.aclosing(ask_stream("stream", request)) as parts:
             async for packed in parts:
                 part = read_generation(packed)

@@ -15,6 +15,7 @@ from openrlhf.cluster.stack_probes import ProbeAddress, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rollout.base import EngineError, NoWeightsError
 from openrlhf.rollout.requests import EngineRequests, PackedRequest
+from openrlhf.types import PlacedImage
 from openrlhf.weight_sync.blocks import WeightBlock
 
 
@@ -98,9 +99,9 @@ class EngineShell(DeviceHolder):
         with _explained():
             await self._engine.load_weights(blocks)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         with _explained():
-            return await self._engine.logprobs(token_ids)
+            return await self._engine.logprobs(token_ids, images)
 
     async def check_health(self) -> None:
         with _explained():

@@ -36,7 +36,7 @@ from openrlhf.observability.usage import Usage
 from openrlhf.rollout.base import ControlledEngine, EngineError, LostRequestError, NoWeightsError
 from openrlhf.rollout.requests import PackedRequest, RequestHandler, read_generation
 from openrlhf.rollout.router import Router
-from openrlhf.types import Generation, SamplingParams
+from openrlhf.types import Generation, PlacedImage, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.weight_sync.blocks import WeightBlock
 
@@ -200,11 +200,17 @@ class RayEngines:
 
     # --------------------------------------------------------------------------------------------- requests
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        return read_generation(await self.answer(PackedRequest.of(token_ids, sampling_params)))
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
+        return read_generation(await self.answer(PackedRequest.of(token_ids, sampling_params, images)))
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
-        async with contextlib.aclosing(self.answer_parts(PackedRequest.of(token_ids, sampling_params))) as parts:
+    async def stream(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> AsyncGenerator[Generation]:
+        async with contextlib.aclosing(
+            self.answer_parts(PackedRequest.of(token_ids, sampling_params, images))
+        ) as parts:
             async for part in parts:
                 yield read_generation(part)
 
@@ -312,12 +318,12 @@ class RayEngines:
         stored = ray.put(list(blocks))
         await self._ask_all(lambda actor: actor.load_weights.remote(stored), "to load weights")
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Those of one of the engines; `all_logprobs` are those of each."""
-        return (await self.all_logprobs(token_ids))[0]
+        return (await self.all_logprobs(token_ids, images))[0]
 
-    async def all_logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
-        return await self._ask_all(lambda actor: actor.logprobs.remote(list(token_ids)), "for log-probs")
+    async def all_logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[list[float]]:
+        return await self._ask_all(lambda actor: actor.logprobs.remote(list(token_ids), images), "for log-probs")
 
     async def check_health(self) -> None:
         """Engines that give no sign of life are given up, and replaced."""

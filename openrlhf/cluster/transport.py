@@ -26,7 +26,7 @@ class _Header(NamedTuple):
     actions: int
     has_logprobs: bool
     beside: tuple[Any, Any]
-    """Position ids and multimodal inputs."""
+    """Position ids and images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PackedSamples:
                     tokens=len(sample),
                     actions=len(sample.rewards_A),
                     has_logprobs=sample.segment.rollout_logprobs is not None,
-                    beside=(sample.segment.position_ids, sample.segment.multimodal),
+                    beside=(sample.segment.position_ids, sample.segment.images),
                 )
                 for place, sample in placed
             ],
@@ -73,10 +73,10 @@ class PackedSamples:
             own: dict[str, Any] = {name: column[token : token + header.tokens] for name, column in columns.items()}
             if not header.has_logprobs:
                 own["rollout_logprobs"] = None
-            position_ids, multimodal = header.beside
+            position_ids, images = header.beside
             sample = TrainingSample(
                 key=header.key,
-                segment=Segment(**own, position_ids=position_ids, multimodal=multimodal),
+                segment=Segment(**own, position_ids=position_ids, images=images),
                 rewards_A=rewards_A[action : action + header.actions],
                 compared_A=None if compared_A is None else compared_A[action : action + header.actions],
             )

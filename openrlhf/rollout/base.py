@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from openrlhf.types import Generation, SamplingParams
+from openrlhf.types import Generation, PlacedImage, SamplingParams
 
 if TYPE_CHECKING:
     from openrlhf.weight_sync.blocks import WeightBlock
@@ -41,11 +41,16 @@ class Engine(Protocol):
         """The most tokens, prompt and response together, that one request may reach."""
         ...
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
-        """Continue `token_ids`. Cancelling the call gives the request up. Raises EngineError."""
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
+        """Continue `token_ids`, which have the tokens of these `images` already (`ImageInput.token_ids`). Tokens that
+        stand for images are never sampled. Cancelling the call gives the request up. Raises EngineError."""
         ...
 
-    def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+    def stream(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> AsyncGenerator[Generation]:
         """`generate` in parts, each with what is new; the last one says why it ended. Closing it gives it up.
 
         Raises LostRequestError too.
@@ -98,7 +103,7 @@ class EngineControl(Protocol):
         """Take over some of the policy's weights, while paused. Raises ValueError for a block that arrived damaged."""
         ...
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """log π of each token but the first given those before it, at temperature 1. The engine must not be paused."""
         ...
 

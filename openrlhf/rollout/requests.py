@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from openrlhf.rollout.base import Engine
 from openrlhf.rollout.router import beginning_of
-from openrlhf.types import Generation, SamplingParams
+from openrlhf.types import Generation, PlacedImage, SamplingParams
 
 
 class PackedRequest(NamedTuple):
@@ -18,16 +18,18 @@ class PackedRequest(NamedTuple):
     beginning: int
     """What the router is told of it (`router.beginning_of`)."""
     payload: bytes
-    """A pickle of the token ids and the sampling parameters."""
+    """A pickle of the token ids, the sampling parameters and the images."""
 
     @staticmethod
-    def of(token_ids: Sequence[int], sampling_params: SamplingParams) -> PackedRequest:
-        payload = pickle.dumps((token_ids, sampling_params), protocol=pickle.HIGHEST_PROTOCOL)
+    def of(
+        token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> PackedRequest:
+        payload = pickle.dumps((token_ids, sampling_params, images), protocol=pickle.HIGHEST_PROTOCOL)
         return PackedRequest(beginning_of(token_ids), payload)
 
-    def read(self) -> tuple[Sequence[int], SamplingParams]:
-        token_ids, sampling_params = pickle.loads(self.payload)
-        return token_ids, sampling_params
+    def read(self) -> tuple[Sequence[int], SamplingParams, Sequence[PlacedImage]]:
+        token_ids, sampling_params, images = pickle.loads(self.payload)
+        return token_ids, sampling_params, images
 
 
 def read_generation(answer: bytes) -> Generation:

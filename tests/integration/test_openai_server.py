@@ -335,7 +335,7 @@ class TestErrors:
     @pytest.mark.parametrize("stream", [False, True])
     def test_an_engine_that_fails_is_not_the_programs_fault(self, stream):
         class Broken(Speaker):
-            async def stream(self, token_ids, sampling_params):
+            async def stream(self, token_ids, sampling_params, images=()):
                 raise RuntimeError("out of memory")
                 yield
 
@@ -421,7 +421,7 @@ class TestSessions:
         """16 episodes of 4 concurrent requests on one server: each is answered for its own words, and has 4 segments."""
 
         class Echo(Speaker):
-            async def stream(self, token_ids, sampling_params):
+            async def stream(self, token_ids, sampling_params, images=()):
                 text = TOKENIZER.decode(token_ids).split("user\n")[1].split("<|im_end|>")[0]
                 async for part in Speaker(TOKENIZER, text).stream(token_ids, sampling_params):
                     yield part

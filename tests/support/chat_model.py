@@ -146,12 +146,16 @@ class Speaker:
         self.given_up = 0
         self.version = 0
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[Any] = ()
+    ) -> Generation:
         from openrlhf.agents.recording_engine import joined
 
         return joined([part async for part in self.stream(token_ids, sampling_params)])
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+    async def stream(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[Any] = ()
+    ) -> AsyncGenerator[Generation]:
         call = len(self.asked)
         self.asked.append((list(token_ids), sampling_params.copy()))
         text = self._texts[min(call, len(self._texts) - 1)]

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,9 @@ class FakeEngine:
         self.stops: dict[str, tuple[int, asyncio.Event]] = {}
         """By a prompt's name: at which place its requests stop, and what lets them go on."""
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[Any] = ()
+    ) -> Generation:
         parts = [part async for part in self.stream(token_ids, sampling_params)]
         return Generation(
             token_ids=[token for part in parts for token in part.token_ids],
@@ -53,7 +56,9 @@ class FakeEngine:
             finish_reason=parts[-1].finish_reason,
         )
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+    async def stream(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[Any] = ()
+    ) -> AsyncGenerator[Generation]:
         check_prompt(token_ids, max_model_len=self.max_model_len, vocab_size=128)
         problem, _, name = "".join(map(chr, token_ids)).partition(">")
         self.events.append(f"generate {name}")
@@ -106,7 +111,7 @@ class FakeEngine:
         self.has_weights = True
         self.events.append("load_weights")
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[Any] = ()) -> list[float]:
         """Of a problem's answer; its prompt is certain."""
         problem, _, answer = "".join(map(chr, token_ids)).partition(">")
         of_places = self.policy.logprobs(problem)

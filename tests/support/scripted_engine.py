@@ -20,7 +20,9 @@ class ScriptedEngine:
         self.answered: list[Generation] = []
         self.version = 0
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[Any] = ()
+    ) -> Generation:
         assert sampling_params.max_tokens >= 1
         call = len(self.asked)
         self.asked.append((list(token_ids), sampling_params.copy()))

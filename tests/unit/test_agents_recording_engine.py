@@ -176,7 +176,7 @@ def test_generate_takes_names_and_keeps_what_it_was_given():
 
 def test_an_error_of_the_engine_is_remembered():
     class Gone(ScriptedEngine):
-        async def generate(self, token_ids, sampling_params):
+        async def generate(self, token_ids, sampling_params, images=()):
             raise ConnectionError("gone")
 
     engine = RecordingEngine(Gone(lambda *_: []), sampling_params=SamplingParams(), max_length=10)

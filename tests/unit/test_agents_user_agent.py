@@ -486,7 +486,7 @@ def test_user_agent_passes_all_sampling_parameters_on():
 
 def test_an_error_of_the_engine_is_not_blamed_on_the_user(agent):
     class Broken(ScriptedEngine):
-        async def generate(self, token_ids, sampling_params):
+        async def generate(self, token_ids, sampling_params, images=()):
             raise ConnectionError("the engine is gone")
 
     for player in (agent(executor(ASK)), agent(INSTANCE, WIRED + WIRED_OWN), agent(INSTANCE, EXECUTOR)):

@@ -21,7 +21,7 @@ class Engine:
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def generate(self, token_ids, sampling_params):
+    async def generate(self, token_ids, sampling_params, images=()):
         self.events.append(f"begins {len(token_ids)}")
         if sampling_params.temperature == 0.25:
             raise ValueError("not at this temperature")
@@ -37,7 +37,7 @@ class Engine:
             raise
         return generation(list(reversed(token_ids)), FinishReason.STOP)
 
-    async def stream(self, token_ids, sampling_params):
+    async def stream(self, token_ids, sampling_params, images=()):
         try:
             for token in token_ids:
                 yield generation([token], None)

@@ -10,13 +10,15 @@ from small_rl import make_groups
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.cluster.transport import Column, PackedSamples, packed_parts, unpacked
 from openrlhf.learners.advantages import AdvantageSettings, training_samples
-from openrlhf.types import TrainingBatch
+from openrlhf.types import ImageInput, PlacedImage, TrainingBatch
 
 
 def test_samples_survive_packing():
     """Every field of every sample, with and without rollout log-probs, extra inputs included."""
     samples = training_samples(make_groups(), AdvantageSettings(estimator=get_estimator("group_norm"))).samples
-    bare = dataclasses.replace(samples[1].segment, rollout_logprobs=None, multimodal={"pixels": torch.ones(2, 2)})
+    first = int(samples[1].segment.token_ids[0])
+    image = ImageInput(tensors={"pixels": torch.ones(2, 2)}, token_ids=(first,), placeholder=first, digest="a")
+    bare = dataclasses.replace(samples[1].segment, rollout_logprobs=None, images=(PlacedImage(0, image),))
     samples[1] = dataclasses.replace(samples[1], segment=bare)
     arrived = unpacked([pickle.loads(pickle.dumps(PackedSamples.of(list(enumerate(samples)))))])
     assert len(arrived) == len(samples) == 6
@@ -28,7 +30,9 @@ def test_samples_survive_packing():
             one, other = getattr(there.segment, name), getattr(here.segment, name)
             assert (one is None) == (other is None)
             assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
-    assert torch.equal(arrived[1].segment.multimodal["pixels"], torch.ones(2, 2))
+    (placed,) = arrived[1].segment.images
+    assert (placed.start, placed.image.digest, placed.image.token_ids) == (0, "a", (first,))
+    assert torch.equal(placed.image.tensors["pixels"], torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])

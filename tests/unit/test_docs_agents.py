@@ -24,7 +24,7 @@ class SpeakingEngine(ScriptedEngine):
     def __init__(self, *texts: str) -> None:
         super().__init__(lambda prompt, params: [ord(c) for c in texts[min(len(self.asked), len(texts)) - 1]])
 
-    async def generate(self, token_ids, sampling_params):
+    async def generate(self, token_ids, sampling_params, images=()):
         answer = await super().generate(token_ids, sampling_params)
         return dataclasses.replace(answer, text="".join(map(chr, answer.token_ids)))
 

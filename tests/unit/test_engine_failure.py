@@ -31,10 +31,10 @@ class DeadEngine:
     version = 0
     max_model_len = 100
 
-    async def generate(self, token_ids, sampling_params):
+    async def generate(self, token_ids, sampling_params, images=()):
         raise EngineError("the engine has died")
 
-    async def stream(self, token_ids, sampling_params):
+    async def stream(self, token_ids, sampling_params, images=()):
         raise EngineError("the engine has died")
         yield
 
@@ -128,7 +128,7 @@ class AgentExecutor(AgentExecutorBase):
 class LostEngine(DeadEngine):
     """One of several, which dies in the middle of an answer."""
 
-    async def stream(self, token_ids, sampling_params):
+    async def stream(self, token_ids, sampling_params, images=()):
         yield Generation(token_ids=[4], logprobs=None, versions=[0], finish_reason=None, stop_reason=None, text="d")
         raise LostRequestError("vLLM engine 1 on 10.0.0.9 is gone")
 

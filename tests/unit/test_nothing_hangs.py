@@ -57,7 +57,7 @@ class AsksTheEngine:
 class SilentEngine:
     version = 0
 
-    async def generate(self, token_ids, sampling_params):
+    async def generate(self, token_ids, sampling_params, images=()):
         await asyncio.Event().wait()
 
 

@@ -33,7 +33,7 @@ class EchoEngine:
         self.version = 0
         self.asked: list[SamplingParams] = []
 
-    async def generate(self, token_ids, sampling_params) -> Generation:
+    async def generate(self, token_ids, sampling_params, images=()) -> Generation:
         self.asked.append(sampling_params)
         await asyncio.sleep(0)
         ids = [token_ids[0], ord("0") + sampling_params.seed % 10][: sampling_params.max_tokens]

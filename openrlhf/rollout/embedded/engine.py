@@ -30,7 +30,7 @@ from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
 from openrlhf.rollout.embedded.fallback import CachedDecoder
 from openrlhf.rollout.embedded.sampler import sample
 from openrlhf.rollout.generated_text import StopStrings, eos_token_ids, finished_text
-from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.utils.randomness import derive_seed
 from openrlhf.weight_sync.blocks import WeightBlock
@@ -161,7 +161,9 @@ class EmbeddedEngine:
                     raise ValueError(f"{type(self.model).__name__} has no weight {name}")
                 own[name].copy_(tensor)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
+        if images:
+            raise ValueError("this engine reads no images")
         check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         with _evaluating(self.model):
             return policy_logprobs(Policy(self.model, packed=self.packed).eval(), token_ids)
@@ -184,21 +186,25 @@ class EmbeddedEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
         """Continue `token_ids` until end-of-sequence, a stop string, `max_tokens` or the context limit.
 
         With `sampling_params.seed` set, token i depends on (seed, i) and its history alone. `logprobs` are those
         of `sampler.sample`. Cancelling the call frees its place at once. An error of the model fails every call
         under way.
         """
-        request = self._submit(token_ids, sampling_params)
+        request = self._submit(token_ids, sampling_params, images)
         try:
             return await request.future
         except asyncio.CancelledError:
             self._drop(request)
             raise
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+    async def stream(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> AsyncGenerator[Generation]:
         """`generate` in parts: what is new, as soon as it is sampled; put together they are what `generate` returns.
 
         A part is there before the next token is sampled; a consumer that takes its time gets several tokens in one.
@@ -208,7 +214,7 @@ class EmbeddedEngine:
             async with contextlib.aclosing(engine.stream(token_ids, params)) as parts:
                 async for part in parts: ...
         """
-        request = self._submit(token_ids, sampling_params)
+        request = self._submit(token_ids, sampling_params, images)
         progress = request.progress = asyncio.Event()
         request.future.add_done_callback(lambda _: progress.set())
         self._streams.append(request)
@@ -239,8 +245,12 @@ class EmbeddedEngine:
             raise RuntimeError(f"{self.num_running} requests are running: wait for them or abort() before release()")
         self._decoder.clear()
 
-    def _submit(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Request:
+    def _submit(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage]
+    ) -> Request:
         """Queue a request. Raises ValueError where it cannot be sampled."""
+        if images:
+            raise ValueError("this engine reads no images")
         token_ids, params = tuple(token_ids), sampling_params.copy()
         room = check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:

@@ -46,7 +46,7 @@ from openrlhf.rollout.vllm.settings import (
     worker_environment,
 )
 from openrlhf.rollout.vllm.texts import PartTexts
-from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopThread
 from openrlhf.weight_sync.blocks import WeightBlock
@@ -161,18 +161,22 @@ class VllmEngine:
     def num_running(self) -> int:
         return len(self._running)
 
-    async def generate(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
         """Continue `token_ids` until end-of-sequence, a stop string, `max_tokens` or the context limit.
 
         `logprobs` are those of the distribution sampled from. Cancelling the call gives the request up. An engine that
         died, or samples nothing any more, fails every call with a VllmError.
         """
-        request = self._make_request(token_ids, sampling_params.copy())
+        request = self._make_request(token_ids, sampling_params.copy(), images)
         return await self._moving(asyncio.wrap_future(self._thread.submit(self._generate(request))))
 
-    async def stream(self, token_ids: Sequence[int], sampling_params: SamplingParams) -> AsyncGenerator[Generation]:
+    async def stream(
+        self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> AsyncGenerator[Generation]:
         """`generate` in parts: what is new, as soon as it is sampled. Closing the iterator gives the request up."""
-        request = self._make_request(token_ids, sampling_params.copy())
+        request = self._make_request(token_ids, sampling_params.copy(), images)
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[Generation | None]()
 
         async def pass_on() -> None:
@@ -242,9 +246,9 @@ class VllmEngine:
         await self.ask(self.llm.collective_rpc("take_blocks", args=(messages,)), "to take weights")
         self._weightless = False
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=None, detokenize=False)
-        request = self._make_request(token_ids, params)
+        request = self._make_request(token_ids, params, images)
         request.arguments["prompt_logprobs"] = 0
         output = await self.ask(self._last_output(request), "for the log-probs of a prompt")
         found = output.prompt_logprobs[1:]
@@ -325,7 +329,11 @@ class VllmEngine:
         """Tokens of the requests under way."""
         return sum(compat.num_output_tokens(self.llm).values())
 
-    def _make_request(self, token_ids: Sequence[int], params: SamplingParams) -> _Request:
+    def _make_request(
+        self, token_ids: Sequence[int], params: SamplingParams, images: Sequence[PlacedImage]
+    ) -> _Request:
+        if images:
+            raise ValueError("this engine reads no images")
         prompt = [int(token) for token in token_ids]
         room = check_prompt(prompt, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         wants_text = params.detokenize and not params.stop and self.tokenizer is not None
