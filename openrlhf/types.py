@@ -79,6 +79,8 @@ class ImageInput:
     """Equal for equal tensors and tokens, and for no others: caches trust it."""
     thumbnail: bytes = b""
     """A small PNG of the image, for people."""
+    size: tuple[int, int] | None = None
+    """Width and height in pixels as the image was given, for people; None: not known."""
 
     @property
     def num_features(self) -> int:
@@ -91,14 +93,15 @@ class ImageInput:
     def __reduce__(self) -> tuple[Any, ...]:
         """Tensors cross processes as numpy arrays, see `Segment.__reduce__`."""
         arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
-        return _image_from_arrays, (arrays, self.token_ids, self.placeholder, self.digest, self.thumbnail)
+        rest = {name: getattr(self, name) for name in _PLAIN_IMAGE_FIELDS}
+        return _image_from_arrays, (arrays, rest)
 
 
-def _image_from_arrays(
-    arrays: dict[str, Any], token_ids: tuple[int, ...], placeholder: int, digest: str, thumbnail: bytes
-) -> ImageInput:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return ImageInput(tensors=tensors, token_ids=token_ids, placeholder=placeholder, digest=digest, thumbnail=thumbnail)
+_PLAIN_IMAGE_FIELDS = ("token_ids", "placeholder", "digest", "thumbnail", "size")
+
+
+def _image_from_arrays(arrays: dict[str, Any], rest: dict[str, Any]) -> ImageInput:
+    return ImageInput(tensors={name: torch.from_numpy(array) for name, array in arrays.items()}, **rest)
 
 
 class PlacedImage(NamedTuple):

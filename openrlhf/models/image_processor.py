@@ -85,6 +85,7 @@ class ImageProcessor:
             placeholder=self.placeholder,
             digest=digest_of(tensors, token_ids),
             thumbnail=_thumbnail(image),
+            size=image.size,
         )
 
     def expand(self, text: str, images: Sequence[ImageInput]) -> ExpandedText:

@@ -17,7 +17,8 @@ def test_samples_survive_packing():
     """Every field of every sample, with and without rollout log-probs, extra inputs included."""
     samples = training_samples(make_groups(), AdvantageSettings(estimator=get_estimator("group_norm"))).samples
     first = int(samples[1].segment.token_ids[0])
-    image = ImageInput(tensors={"pixels": torch.ones(2, 2)}, token_ids=(first,), placeholder=first, digest="a")
+    pixels = {"pixels": torch.ones(2, 2)}
+    image = ImageInput(tensors=pixels, token_ids=(first,), placeholder=first, digest="a", thumbnail=b"png", size=(3, 2))
     bare = dataclasses.replace(samples[1].segment, rollout_logprobs=None, images=(PlacedImage(0, image),))
     samples[1] = dataclasses.replace(samples[1], segment=bare)
     arrived = unpacked([pickle.loads(pickle.dumps(PackedSamples.of(list(enumerate(samples)))))])
@@ -32,6 +33,7 @@ def test_samples_survive_packing():
             assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
     (placed,) = arrived[1].segment.images
     assert (placed.start, placed.image.digest, placed.image.token_ids) == (0, "a", (first,))
+    assert (placed.image.thumbnail, placed.image.size) == (b"png", (3, 2))
     assert torch.equal(placed.image.tensors["pixels"], torch.ones(2, 2))
 
 
