@@ -6,6 +6,11 @@ the driver about 0.9 ms of CPU, and a frame on a connection a tenth of that (`be
     driver → engine   GENERATE or STREAM with a packed request, then CANCEL if its answer is not wanted any more
     engine → driver   PART …, then ANSWER or REFUSAL; a refusal is a pickled exception
 
+A request names its images. Before anything else of its answer:
+
+    engine → driver   LACKING with the digest of an image that the engine's process does not have (any more)
+    driver → engine   IMAGE with it
+
 A frame is a header (length of the payload, number of the request, kind) and a payload. A payload is a pickle, so it may
 only come from a process of the same run: before the first frame both ends prove that they know a key. The engine's
 process makes the key, and Ray brings it to the driver.
@@ -21,18 +26,19 @@ import pickle
 import secrets
 import socket
 import struct
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 from openrlhf.rollout.base import EngineError
-from openrlhf.rollout.requests import PackedRequest, RequestHandler
+from openrlhf.rollout.requests import ImageStore, PackedRequest, RequestHandler
+from openrlhf.types import ImageInput
 
 CONNECT_SECONDS = 60.0
 """Deadline of connecting to a process that has said where."""
 SILENT_SECONDS = 30
 """A connection is lost after so long without any sign of the other machine: one without power does not say so."""
 
-GENERATE, STREAM, CANCEL, PART, ANSWER, REFUSAL, LOST = range(7)
+GENERATE, STREAM, CANCEL, PART, ANSWER, REFUSAL, LACKING, IMAGE, LOST = range(9)
 """Kinds of frames. LOST is never sent: requests under way hear it when the connection ends."""
 
 _HEADER = struct.Struct("<IQB")
@@ -146,9 +152,11 @@ class EngineConnection(_End):
         self._numbers = itertools.count()
         self._hearers: dict[int, Callable[[int, bytes], None]] = {}
         """What each request under way does with a frame."""
+        self._images: dict[int, Mapping[str, ImageInput]] = {}
+        """The images of each request under way that has some."""
 
-    async def answer(self, payload: bytes) -> bytes:
-        """The answer to a packed request. Cancelling the call gives the request up.
+    async def answer(self, payload: bytes, images: Mapping[str, ImageInput] | None = None) -> bytes:
+        """The answer to a packed request, whose images these are. Cancelling the call gives the request up.
 
         Raises ConnectionLostError, and whatever the engine raised.
         """
@@ -158,22 +166,22 @@ class EngineConnection(_End):
             if not heard.done():
                 heard.set_result((kind, payload))
 
-        number = self._begin(GENERATE, payload, hear)
+        number = self._begin(GENERATE, payload, hear, images)
         try:
             kind, answer = await heard
         except asyncio.CancelledError:
             self.send(number, CANCEL)
             raise
         finally:
-            del self._hearers[number]
+            self._end(number)
         if kind != ANSWER:
             raise _failure(kind, answer)
         return answer
 
-    async def parts(self, payload: bytes) -> AsyncGenerator[bytes]:
+    async def parts(self, payload: bytes, images: Mapping[str, ImageInput] | None = None) -> AsyncGenerator[bytes]:
         """The parts of an answer. Closing the generator gives the request up. Raises as `answer` does."""
         heard: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
-        number = self._begin(STREAM, payload, lambda kind, payload: heard.put_nowait((kind, payload)))
+        number = self._begin(STREAM, payload, lambda kind, payload: heard.put_nowait((kind, payload)), images)
         kind = PART
         try:
             while True:
@@ -184,20 +192,37 @@ class EngineConnection(_End):
                     raise _failure(kind, part)
                 yield part
         finally:
-            del self._hearers[number]
+            self._end(number)
             if kind == PART:
                 self.send(number, CANCEL)
 
-    def _begin(self, kind: int, payload: bytes, hear: Callable[[int, bytes], None]) -> int:
+    def _begin(
+        self,
+        kind: int,
+        payload: bytes,
+        hear: Callable[[int, bytes], None],
+        images: Mapping[str, ImageInput] | None,
+    ) -> int:
         if self.lost:
             raise ConnectionLostError("its connection has ended")
         number = next(self._numbers)
         self._hearers[number] = hear
+        if images:
+            self._images[number] = images
         self.send(number, kind, payload)
         return number
 
+    def _end(self, number: int) -> None:
+        del self._hearers[number]
+        self._images.pop(number, None)
+
     def received(self, number: int, kind: int, payload: bytes) -> None:
-        if (hear := self._hearers.get(number)) is not None:
+        if (hear := self._hearers.get(number)) is None:
+            return
+        if kind == LACKING:
+            image = self._images[number][payload.decode()]
+            self.send(number, IMAGE, pickle.dumps(image, protocol=pickle.HIGHEST_PROTOCOL))
+        else:
             hear(kind, payload)
 
     def trusted(self) -> None:
@@ -276,10 +301,12 @@ async def _connect(actor: Any) -> EngineConnection:
 # ---------------------------------------------------------------------------------------------- the engine's end
 
 
-async def serve_requests(handler: RequestHandler, *, host: str) -> Address:
-    """From now on requests are answered at the address, on the running event loop, until the process ends."""
+async def serve_requests(handler: RequestHandler, *, host: str, images: ImageStore | None = None) -> Address:
+    """From now on requests are answered at the address, on the running event loop, until the process ends. Images are
+    kept in `images`."""
     key = secrets.token_bytes(_PROOF_BYTES)
-    server = await asyncio.get_running_loop().create_server(lambda: _EngineEnd(key, handler), host, 0)
+    images = images or ImageStore()
+    server = await asyncio.get_running_loop().create_server(lambda: _EngineEnd(key, handler, images), host, 0)
     return Address(host, server.sockets[0].getsockname()[1], key)
 
 
@@ -288,15 +315,25 @@ class _EngineEnd(_End):
 
     role, other_role = b"engine", b"driver"
 
-    def __init__(self, key: bytes, handler: RequestHandler) -> None:
+    def __init__(self, key: bytes, handler: RequestHandler, images: ImageStore) -> None:
         super().__init__(key)
         self._handler = handler
+        self._images = images
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._coming: dict[str, asyncio.Future[ImageInput | None]] = {}
+        """The images that a request has asked for. None: the request was given up, and its driver may have forgotten
+        them."""
 
     def received(self, number: int, kind: int, payload: bytes) -> None:
         if kind == CANCEL:
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
+            return
+        if kind == IMAGE:
+            image: ImageInput = pickle.loads(payload)
+            self._images.keep(image)
+            if (coming := self._coming.pop(image.digest, None)) is not None:
+                coming.set_result(image)
             return
         # The beginning of a request is of no use here: this process is the choice of the router.
         task = asyncio.create_task(self._answer(number, PackedRequest(0, payload), stream=kind == STREAM))
@@ -309,19 +346,47 @@ class _EngineEnd(_End):
 
     async def _answer(self, number: int, request: PackedRequest, *, stream: bool) -> None:
         try:
+            images = await self._images_of(number, request)
             if stream:
-                async with contextlib.aclosing(self._handler.answer_parts(request)) as parts:
+                async with contextlib.aclosing(self._handler.answer_parts(request, images)) as parts:
                     async for part in parts:
                         self.send(number, PART, part)
                 self.send(number, ANSWER)
             else:
-                self.send(number, ANSWER, await self._handler.answer(request))
+                self.send(number, ANSWER, await self._handler.answer(request, images))
         except Exception as error:
             self.send(number, REFUSAL, _pickled(error))
         except asyncio.CancelledError:
             if number in self._running:  # the engine gave it up, and not the driver
                 self.send(number, REFUSAL, _pickled(EngineError("the engine gave a request up")))
             raise
+
+    async def _images_of(self, number: int, request: PackedRequest) -> dict[str, ImageInput]:
+        """The request holds its images itself from here on, whatever the store forgets meanwhile."""
+        digests = request.digests
+        images = self._images.find(digests)
+        lacking = [digest for digest in dict.fromkeys(digests) if digest not in images]
+        came = await asyncio.gather(*(self._image(number, digest) for digest in lacking))
+        return images | {image.digest: image for image in came}
+
+    async def _image(self, number: int, digest: str) -> ImageInput:
+        """From the driver. Requests that lack the same image, a prompt's samples for instance, ask for it once."""
+        while True:
+            coming = self._coming.get(digest)
+            if coming is not None:
+                if (image := await asyncio.shield(coming)) is not None:
+                    return image
+                continue
+            coming = self._coming[digest] = asyncio.get_running_loop().create_future()
+            self.send(number, LACKING, digest.encode())
+            try:
+                image = await asyncio.shield(coming)
+                assert image is not None, "only this request gives it up"
+                return image
+            finally:
+                if not coming.done():
+                    del self._coming[digest]
+                    coming.set_result(None)
 
 
 def _pickled(error: Exception) -> bytes:

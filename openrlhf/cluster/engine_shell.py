@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrlhf.cluster.connections import Address, serve_requests
@@ -15,7 +15,7 @@ from openrlhf.cluster.stack_probes import ProbeAddress, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rollout.base import EngineError, NoWeightsError
 from openrlhf.rollout.requests import EngineRequests, PackedRequest
-from openrlhf.types import PlacedImage
+from openrlhf.types import ImageInput, PlacedImage
 from openrlhf.weight_sync.blocks import WeightBlock
 
 
@@ -115,13 +115,15 @@ class EngineShell(DeviceHolder):
 class _ExplainedRequests(EngineRequests):
     """An engine's failure comes with what its log says of it."""
 
-    async def answer(self, request: PackedRequest) -> bytes:
+    async def answer(self, request: PackedRequest, images: Mapping[str, ImageInput] | None = None) -> bytes:
         with _explained():
-            return await super().answer(request)
+            return await super().answer(request, images)
 
-    async def answer_parts(self, request: PackedRequest) -> AsyncGenerator[bytes]:
+    async def answer_parts(
+        self, request: PackedRequest, images: Mapping[str, ImageInput] | None = None
+    ) -> AsyncGenerator[bytes]:
         with _explained():
-            async with contextlib.aclosing(super().answer_parts(request)) as parts:
+            async with contextlib.aclosing(super().answer_parts(request, images)) as parts:
                 async for part in parts:
                     yield part
 

@@ -34,9 +34,9 @@ from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.cluster.workers import Calls, WorkerError, gone
 from openrlhf.observability.usage import Usage
 from openrlhf.rollout.base import ControlledEngine, EngineError, LostRequestError, NoWeightsError
-from openrlhf.rollout.requests import PackedRequest, RequestHandler, read_generation
+from openrlhf.rollout.requests import PackedRequest, RequestHandler, by_digest, read_generation
 from openrlhf.rollout.router import Router
-from openrlhf.types import Generation, PlacedImage, SamplingParams
+from openrlhf.types import Generation, ImageInput, PlacedImage, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.weight_sync.blocks import WeightBlock
 
@@ -203,30 +203,33 @@ class RayEngines:
     async def generate(
         self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
     ) -> Generation:
-        return read_generation(await self.answer(PackedRequest.of(token_ids, sampling_params, images)))
+        request = PackedRequest.of(token_ids, sampling_params, images)
+        return read_generation(await self.answer(request, by_digest(images)))
 
     async def stream(
         self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
     ) -> AsyncGenerator[Generation]:
-        async with contextlib.aclosing(
-            self.answer_parts(PackedRequest.of(token_ids, sampling_params, images))
-        ) as parts:
+        request = PackedRequest.of(token_ids, sampling_params, images)
+        async with contextlib.aclosing(self.answer_parts(request, by_digest(images))) as parts:
             async for part in parts:
                 yield read_generation(part)
 
-    async def answer(self, request: PackedRequest) -> bytes:
-        """What an engine answers. Neither the request nor its answer is read on the way."""
+    async def answer(self, request: PackedRequest, images: Mapping[str, ImageInput] | None = None) -> bytes:
+        """What an engine answers. Neither the request nor its answer is read on the way; of its images, those travel
+        that the engine's process does not have."""
         while True:
             await self._someone_samples()
             with self._router.chosen(request.beginning) as engine:
                 actor = self._slots[engine].actor
                 try:
                     connection = await self._connections.to(engine, actor)
-                    return await connection.answer(request.payload)
+                    return await connection.answer(request.payload, images)
                 except _lost_errors() as error:
                     self._lose(engine, actor, await self._why_lost(engine, actor, error))
 
-    async def answer_parts(self, request: PackedRequest) -> AsyncGenerator[bytes]:
+    async def answer_parts(
+        self, request: PackedRequest, images: Mapping[str, ImageInput] | None = None
+    ) -> AsyncGenerator[bytes]:
         """What an engine answers, part by part. Raises LostRequestError when it is lost in the middle."""
         while True:
             await self._someone_samples()
@@ -234,7 +237,7 @@ class RayEngines:
                 actor, begun = self._slots[engine].actor, False
                 try:
                     connection = await self._connections.to(engine, actor)
-                    async with contextlib.aclosing(connection.parts(request.payload)) as parts:
+                    async with contextlib.aclosing(connection.parts(request.payload, images)) as parts:
                         async for part in parts:
                             begun = True
                             yield part

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+
+from openrlhf.types import PlacedImage
 
 HEAD = 64
 """Tokens by which prompts are told apart."""
@@ -14,9 +17,11 @@ REMEMBERED = 65536
 """How many beginnings of prompts are remembered, the latest."""
 
 
-def beginning_of(token_ids: Sequence[int]) -> int:
-    """A number for the first tokens of a request; the same in every process, as Python's hashes of integers are."""
-    return hash(tuple(token_ids[:HEAD]))
+def beginning_of(token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> int:
+    """A number for the first tokens of a request and the images among them, whose tokens are alike; the same in every
+    process, as Python's hashes of integers are."""
+    seen = (zlib.crc32(placed.image.digest.encode()) for placed in images if placed.start < HEAD)
+    return hash((*token_ids[:HEAD], *seen))
 
 
 class Router:

@@ -2,13 +2,22 @@
 
 import asyncio
 import contextlib
+import pickle
 
 import pytest
+import torch
 
-from openrlhf.cluster.connections import Address, ConnectionLostError, EngineConnections, serve_requests
+from openrlhf.cluster.connections import IMAGE, Address, ConnectionLostError, EngineConnections, serve_requests
 from openrlhf.rollout.base import EngineError
-from openrlhf.rollout.requests import EngineRequests, PackedRequest, read_generation
-from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.rollout.requests import (
+    EngineRequests,
+    ImageStore,
+    PackedRequest,
+    by_digest,
+    num_bytes,
+    read_generation,
+)
+from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, SamplingParams
 
 
 class Engine:
@@ -233,3 +242,152 @@ def test_an_engine_that_cannot_be_reached_is_named_with_its_address():
             await EngineConnections().to(0, Actor(address._replace(port=1)))
 
     asyncio.run(main())
+
+
+# Images -------------------------------------------------------------------------------------------------------------
+
+
+def picture(number: int, *, floats: int = 4) -> ImageInput:
+    """An image of three tokens; no two numbers have the same."""
+    tensors = {"pixel_values": torch.full((1, floats), float(number))}
+    return ImageInput(tensors=tensors, token_ids=(7, 7, 7), placeholder=7, digest=f"{number:032x}")
+
+
+class ReadingEngine(Engine):
+    """Notes the pixels that it was asked with."""
+
+    def __init__(self):
+        super().__init__()
+        self.pixels = []
+
+    async def generate(self, token_ids, sampling_params, images=()):
+        self.pixels.append([(start, image.tensors["pixel_values"][0, 0].item()) for start, image in images])
+        return await super().generate(token_ids, sampling_params)
+
+    async def stream(self, token_ids, sampling_params, images=()):
+        self.pixels.append([(start, image.tensors["pixel_values"][0, 0].item()) for start, image in images])
+        async for part in super().stream(token_ids, sampling_params):
+            yield part
+
+
+@contextlib.asynccontextmanager
+async def counted(engine: Engine, *, most_bytes: int = 1 << 20):
+    """A connection, and the images that were sent on it."""
+    connections = EngineConnections()
+    store = ImageStore(most_bytes)
+    actor = Actor(await serve_requests(EngineRequests(engine), host="127.0.0.1", images=store))
+    connection = await connections.to(0, actor)
+    sent, send = [], connection.send
+
+    def counting(number, kind, payload=b""):
+        if kind == IMAGE:
+            sent.append(int(pickle.loads(payload).digest, 16))
+        send(number, kind, payload)
+
+    connection.send = counting
+    try:
+        yield connection, sent
+    finally:
+        connections.close()
+        await asyncio.sleep(0)
+
+
+def asks_with(connection, *images: tuple[int, ImageInput], stream: bool = False, **params):
+    """The answer of a request with images at these places."""
+    placed = [PlacedImage(start, image) for start, image in images]
+    payload = PackedRequest.of([7] * 40, SamplingParams(**params), placed).payload
+    ask = connection.parts if stream else connection.answer
+    return ask(payload, by_digest(placed))
+
+
+def test_an_image_travels_once_and_later_turns_send_only_new_ones():
+    async def main():
+        engine = ReadingEngine()
+        async with counted(engine) as (connection, sent):
+            first, second, third = (picture(n) for n in (1, 2, 3))
+            await asks_with(connection, (0, first))
+            assert sent == [1]
+            await asks_with(connection, (0, first), (9, second))
+            assert sent == [1, 2]
+            parts = asks_with(connection, (0, first), (9, second), (20, second), (30, third), stream=True)
+            assert len([part async for part in parts]) == 41
+            await asks_with(connection)
+            assert sent == [1, 2, 3]
+        return engine.pixels
+
+    assert asyncio.run(main()) == [[(0, 1)], [(0, 1), (9, 2)], [(0, 1), (9, 2), (20, 2), (30, 3)], []]
+
+
+def test_requests_that_lack_the_same_image_at_the_same_time_ask_for_it_once():
+    async def main():
+        engine = ReadingEngine()
+        async with counted(engine) as (connection, sent):
+            await asyncio.gather(*(asks_with(connection, (0, picture(1)), (4, picture(2))) for _ in range(8)))
+            return engine.pixels, sorted(sent)
+
+    assert asyncio.run(main()) == ([[(0, 1), (4, 2)]] * 8, [1, 2])
+
+
+def test_an_image_whose_request_is_given_up_comes_with_another_request():
+    """The driver forgets the images of a request that is given up, and does not answer for it any more."""
+
+    async def main():
+        engine = ReadingEngine()
+        async with counted(engine) as (connection, sent):
+            held, received = [], connection.received
+            connection.received = lambda *frame: held.append(frame)
+            given_up = asyncio.create_task(asks_with(connection, (0, picture(1))))
+            other = asyncio.create_task(asks_with(connection, (0, picture(1))))
+            await eventually(lambda: held)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            connection.received = received
+            for frame in held:
+                received(*frame)
+            async with asyncio.timeout(30):
+                await other
+            return engine.pixels, sent
+
+    assert asyncio.run(main()) == ([[(0, 1)]], [1])
+
+
+def test_what_the_engines_process_has_forgotten_is_sent_again():
+    """It keeps two of these images; a request with three has them all while it needs them."""
+
+    async def main():
+        engine = ReadingEngine()
+        images = [picture(n, floats=1000) for n in (1, 2, 3)]
+        async with counted(engine, most_bytes=2 * num_bytes(images[0])) as (connection, sent):
+            await asks_with(connection, *zip((0, 4, 8), images, strict=True))
+            await asks_with(connection, (0, images[2]))
+            assert sent == [1, 2, 3]
+            await asks_with(connection, (0, images[0]))
+            return engine.pixels, sent
+
+    pixels, sent = asyncio.run(main())
+    assert pixels == [[(0, 1), (4, 2), (8, 3)], [(0, 3)], [(0, 1)]]
+    assert sent == [1, 2, 3, 1]
+
+
+def test_a_process_that_replaces_another_gets_the_images_it_is_asked_with():
+    async def main():
+        pixels = []
+        for _ in range(2):
+            engine = ReadingEngine()
+            async with counted(engine) as (connection, sent):
+                await asks_with(connection, (5, picture(1)))
+                pixels.append((engine.pixels, sent))
+        return pixels
+
+    assert asyncio.run(main()) == [([[(5, 1)]], [1])] * 2
+
+
+def test_images_larger_than_all_that_is_kept_are_read_all_the_same():
+    async def main():
+        engine = ReadingEngine()
+        async with counted(engine, most_bytes=10) as (connection, sent):
+            for _ in range(2):
+                await asks_with(connection, (0, picture(1)))
+            return engine.pixels, sent
+
+    assert asyncio.run(main()) == ([[(0, 1)]] * 2, [1, 1])

@@ -1,6 +1,7 @@
 """Which of several engines gets a request."""
 
 from openrlhf.rollout.router import SLACK, Router, beginning_of
+from openrlhf.types import ImageInput, PlacedImage
 
 
 def test_router_chooses_the_engine_with_the_fewest_requests():
@@ -49,3 +50,16 @@ def test_router_chooses_an_engine_also_when_all_are_lost():
     assert not router.open
     with router.chosen(1) as engine:
         assert engine == 0
+
+
+def test_prompts_that_differ_in_their_images_alone_are_told_apart_and_later_turns_stay():
+    """Images of the same size have the same tokens, so a data set of one question has one beginning without them."""
+    tokens = [1, *[7] * 80, 2]
+
+    def image(digest: str) -> ImageInput:
+        return ImageInput(tensors={}, token_ids=(7,) * 80, placeholder=7, digest=digest)
+
+    first, other = [PlacedImage(1, image("aa"))], [PlacedImage(1, image("bb"))]
+    assert beginning_of(tokens, first) != beginning_of(tokens, other)
+    later = [*first, PlacedImage(90, image("cc"))]
+    assert beginning_of([*tokens, *[7] * 99], later) == beginning_of(tokens, first)
