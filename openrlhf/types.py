@@ -352,8 +352,6 @@ class Segment:
     """float32 [T]: each turn's reward on the last token of its action, 0 elsewhere."""
     turn_ends: Tensor | None = None
     """bool [T]: True on the last token of each action. None: not recorded, see `turn_ends_A`."""
-    position_ids: Tensor | None = None
-    """int64 [R, T] for models with several position rows; None means 0 … T-1."""
     images: tuple[PlacedImage, ...] = ()
     """The images among the tokens, in order."""
 
@@ -371,8 +369,6 @@ class Segment:
         for name, column in columns.items():
             if column is not None and column.shape != tokens:
                 raise ValueError(f"{name} has shape {tuple(column.shape)}, token_ids {tuple(tokens)}")
-        if self.position_ids is not None and self.position_ids.shape[-1:] != tokens:
-            raise ValueError(f"position_ids has shape {tuple(self.position_ids.shape)} for {tokens[0]} tokens")
         if bool(self.action_mask[0]):
             raise ValueError("the first token has nothing before it, so it cannot be an action")
         for start, image in self.images:
@@ -392,7 +388,7 @@ class Segment:
         segment instead of 0.06."""
         columns = [getattr(self, name) for name in SEGMENT_COLUMNS]
         arrays = [None if column is None else column.numpy() for column in columns]
-        return _segment_from_arrays, (arrays, self.position_ids, self.images)
+        return _segment_from_arrays, (arrays, self.images)
 
     @property
     def num_actions(self) -> int:
@@ -415,10 +411,10 @@ SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "
 """One entry per token."""
 
 
-def _segment_from_arrays(arrays: list[Any], position_ids: Tensor | None, images: tuple[PlacedImage, ...]) -> Segment:
+def _segment_from_arrays(arrays: list[Any], images: tuple[PlacedImage, ...]) -> Segment:
     columns: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
     named = dict(zip(SEGMENT_COLUMNS, columns, strict=True))
-    return Segment(**named, position_ids=position_ids, images=images)
+    return Segment(**named, images=images)
 
 
 class Outcome(StrEnum):
@@ -647,6 +643,8 @@ class PackedImages:
     inputs: tuple[ImageInput, ...]
     rows_T: Tensor
     """int64 [T]: the feature that takes the token's place, counted over all features of `inputs`; -1: none does."""
+    sequences: tuple[tuple[PlacedImage, ...], ...] = ()
+    """[N]: the images of each sequence of the stream, and where they are in it. Empty after a change of order."""
 
     @staticmethod
     def of(sequences: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]) -> PackedImages | None:
@@ -667,18 +665,18 @@ class PackedImages:
                 own_T = rows_T[begin + start : begin + start + len(image)]
                 own_T[inside] = first_rows[image.digest] + torch.arange(image.num_features)
             begin += length
-        return PackedImages(inputs=tuple(inputs), rows_T=rows_T)
+        return PackedImages(inputs=tuple(inputs), rows_T=rows_T, sequences=tuple(map(tuple, sequences)))
 
     def at(self, positions: Tensor | slice) -> PackedImages:
         """Those of a stream that is made of these positions of this one."""
-        return dataclasses.replace(self, rows_T=self.rows_T[positions])
+        return PackedImages(inputs=self.inputs, rows_T=self.rows_T[positions])
 
     def to(self, device: torch.device | str) -> PackedImages:
         inputs = tuple(
             dataclasses.replace(image, tensors={name: t.to(device) for name, t in image.tensors.items()})
             for image in self.inputs
         )
-        return PackedImages(inputs=inputs, rows_T=self.rows_T.to(device))
+        return PackedImages(inputs=inputs, rows_T=self.rows_T.to(device), sequences=self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -695,7 +693,8 @@ class PackedTokens:
     token_ids: Tensor
     """int64 [T]"""
     position_ids: Tensor
-    """int64 [T], restarting at 0 with every sequence; [R, T] for a model with R rows of positions (M-RoPE)."""
+    """int64 [T], restarting at 0 with every sequence. A model with R rows of positions makes [R, T] of them where there
+    are images (`models.vision`)."""
     cu_seqlens: Tensor
     """int32 [N+1]: the position where each sequence begins, and the end."""
     action_positions: Tensor
@@ -723,12 +722,11 @@ class PackedTokens:
         *,
         shared_prefixes: Sequence[int] = (),
         images: Sequence[Sequence[PlacedImage]] = (),
-        position_ids: Sequence[Tensor | None] = (),
     ) -> PackedTokens:
         """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted.
 
-        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here. `images` and
-        `position_ids`: those of each sequence; no positions mean 0 … L-1.
+        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here. `images`: those
+        of each sequence.
         """
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) == 0:
@@ -742,7 +740,7 @@ class PackedTokens:
         ends = torch.tensor([0, *lengths]).cumsum(0)
         return PackedTokens(
             token_ids=torch.cat(list(sequences)).to(torch.int64),
-            position_ids=_packed_positions(position_ids or [None] * len(lengths), lengths).to(device),
+            position_ids=torch.cat([torch.arange(n) for n in lengths]).to(device),
             cu_seqlens=ends.to(torch.int32).to(device),
             action_positions=torch.cat(list(action_masks)).nonzero().flatten(),
             max_seqlen=max(lengths),
@@ -758,7 +756,6 @@ class PackedTokens:
             [s.action_mask for s in segments],
             shared_prefixes=(0, *(_shared_prompt(a, b) for a, b in pairwise(segments))),
             images=[s.images for s in segments],
-            position_ids=[s.position_ids for s in segments],
         )
 
     @property
@@ -800,13 +797,6 @@ class PackedTokens:
             action_positions=self.action_positions.to(device),
             images=None if self.images is None else self.images.to(device),
         )
-
-
-def _packed_positions(positions: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
-    """[T], or [R, T] where a sequence has R rows: others have the same position in each."""
-    rows = max((p.shape[0] for p in positions if p is not None and p.dim() == 2), default=None)
-    columns = [torch.arange(n) if p is None else p for p, n in zip(positions, lengths, strict=True)]
-    return torch.cat(columns if rows is None else [c.expand(rows, -1) for c in columns], dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,8 @@ def _users_config(running: Any, changes: Mapping[str, float], *, dtype: torch.dt
         if part is not None:
             part.dtype = dtype
     for name, value in changes.items():
-        setattr(config.get_text_config(), name, value)
+        place, _, own = name.rpartition(".")  # "vision_config.attention_dropout"; those of the decoder have no place
+        setattr(getattr(config, place) if place else config.get_text_config(), own, value)
     config._attn_implementation = None
     return config
 

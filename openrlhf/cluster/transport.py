@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import SEGMENT_COLUMNS, SampleKey, Segment, TrainingBatch, TrainingSample
+from openrlhf.types import SEGMENT_COLUMNS, PlacedImage, SampleKey, Segment, TrainingBatch, TrainingSample
 
 TRAINED_COLUMNS = tuple(name for name in SEGMENT_COLUMNS if name != "turn_ends")
 """The columns that ranks need. Credit per turn is given before samples are sent, so `turn_ends` is not among them."""
@@ -25,8 +25,7 @@ class _Header(NamedTuple):
     tokens: int
     actions: int
     has_logprobs: bool
-    beside: tuple[Any, Any]
-    """Position ids and images."""
+    images: tuple[PlacedImage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class PackedSamples:
                     tokens=len(sample),
                     actions=len(sample.rewards_A),
                     has_logprobs=sample.segment.rollout_logprobs is not None,
-                    beside=(sample.segment.position_ids, sample.segment.images),
+                    images=sample.segment.images,
                 )
                 for place, sample in placed
             ],
@@ -73,10 +72,9 @@ class PackedSamples:
             own: dict[str, Any] = {name: column[token : token + header.tokens] for name, column in columns.items()}
             if not header.has_logprobs:
                 own["rollout_logprobs"] = None
-            position_ids, images = header.beside
             sample = TrainingSample(
                 key=header.key,
-                segment=Segment(**own, position_ids=position_ids, images=images),
+                segment=Segment(**own, images=header.images),
                 rewards_A=rewards_A[action : action + header.actions],
                 compared_A=None if compared_A is None else compared_A[action : action + header.actions],
             )

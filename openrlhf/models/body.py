@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from openrlhf.config.fields import ConfigError
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.packed import PackedAttention, length_order
 from openrlhf.models.prefixes import share_prefixes
-from openrlhf.types import PackedTokens
+from openrlhf.models.vision import (
+    ImageFeatures,
+    encode,
+    language_model,
+    merged_embeddings,
+    packed_positions,
+    reads_images,
+)
+from openrlhf.types import ImageInput, PackedImages, PackedTokens
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +63,9 @@ def decoder_body(model: Any) -> nn.Module:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     body = model.base_model
-    return body if body is not model else model.get_decoder()  # a few classes name their body wrongly
+    if body is not model or reads_images(body):
+        return body
+    return model.get_decoder()  # a few classes name their body wrongly
 
 
 def hidden_states(
@@ -72,9 +83,12 @@ def hidden_states(
     Otherwise it runs natively on one sequence after the other, for models that a plan cannot express (see
     `models.support`). `router_log` is filled, if there is one.
     """
+    features = None if tokens.images is None else encode(body, tokens.images.inputs)
+    if (rows_RT := packed_positions(body, tokens)) is not None:
+        tokens = dataclasses.replace(tokens, position_ids=rows_RT)
     if not packed:
         hidden_TD = torch.cat(
-            [_run(body, sequence, router_log, **_unusual_positions(sequence)) for sequence in tokens.split()]
+            [_run(body, sequence, features, router_log, **_unusual_positions(sequence)) for sequence in tokens.split()]
         )
         return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
     layout = _layout(tokens) if plan is None else _Layout(tokens, None, plan)
@@ -82,6 +96,7 @@ def hidden_states(
     hidden_TD = _run(
         body,
         layout.tokens,
+        features,
         computed,
         attention_plan=layout.plan,
         position_ids=layout.tokens.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
@@ -92,6 +107,20 @@ def hidden_states(
     if layout.back_T is not None:
         positions = layout.back_T if positions is None else layout.back_T[positions]
     return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
+
+
+def with_any_image(tokens: PackedTokens, blank: ImageInput | None) -> PackedTokens:
+    """The stream, which encodes `blank` if it has no image and there are other ranks.
+
+    The ranks of a run gather weights, and add up gradients, at the same points of their forward and backward. One that
+    left the vision tower out would wait for the others, and they for it.
+    """
+    several = distributed.is_initialized() and distributed.get_world_size() > 1
+    if blank is None or tokens.images is not None or not several:
+        return tokens
+    rows_T = torch.full_like(tokens.token_ids, -1)
+    images = PackedImages(inputs=(blank,), rows_T=rows_T).to(tokens.token_ids.device)
+    return dataclasses.replace(tokens, images=images)
 
 
 class _Layout(NamedTuple):
@@ -112,10 +141,22 @@ def _layout(tokens: PackedTokens) -> _Layout:
     return _Layout(stream, back_T, PackedAttention(stream.cu_seqlens, stream.max_seqlen))
 
 
-def _run(body: nn.Module, tokens: PackedTokens, router_log: RouterLog | None = None, **kwargs: Any) -> Tensor:
+def _run(
+    body: nn.Module,
+    tokens: PackedTokens,
+    features: ImageFeatures | None,
+    router_log: RouterLog | None = None,
+    **kwargs: Any,
+) -> Tensor:
     if router_log is not None:
         kwargs["output_router_logits"] = True
-    output = body(input_ids=tokens.token_ids.unsqueeze(0), use_cache=False, **kwargs)
+    if features is None or tokens.images is None:
+        output = body(input_ids=tokens.token_ids.unsqueeze(0), use_cache=False, **kwargs)
+    else:
+        embeddings, more = merged_embeddings(body, tokens.token_ids, tokens.images.rows_T, features)
+        decoder = language_model(body)
+        assert decoder is not None, "only an image-text model is given images"
+        output = decoder(inputs_embeds=embeddings, use_cache=False, **more, **kwargs)
     if router_log is not None:
         router_log.logits += output.router_logits
     return output[0].squeeze(0)
@@ -172,7 +213,8 @@ def compile_layers(model: Any) -> None:
 
     All layers share one compiled code, so none may have a forward of its own: norms are fused by the compiler.
     """
-    layers = getattr(decoder_body(model), "layers", None)
+    body = decoder_body(model)
+    layers = getattr(language_model(body) or body, "layers", None)
     if layers is None:
         raise NoLayersError(f"--ds.deepcompile: {type(model).__name__} has no list of layers to compile; leave it out")
     for layer in layers:

@@ -55,7 +55,7 @@ class ImageProcessor:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=trust_remote_code)
-        if getattr(config, "vision_config", None) is None:
+        if not has_vision(config):
             return None
         placeholder = placeholder_of(config)
         try:
@@ -118,6 +118,11 @@ class ImageProcessor:
         return self.prepare(Image.new("RGB", (32, 32)))
 
 
+def has_vision(config: Any) -> bool:
+    """Whether a model's configuration has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
 def placeholder_of(config: Any) -> int:
     """The token whose places the features of images take. Raises ImageProcessorError."""
     for name in ("image_token_id", "image_token_index"):
@@ -128,7 +133,7 @@ def placeholder_of(config: Any) -> int:
 
 def unsampled_tokens(config: Any) -> tuple[int, ...]:
     """The tokens that stand for images, videos or sound, which a policy must never sample; none for a model of text."""
-    if getattr(config, "vision_config", None) is None:
+    if not has_vision(config):
         return ()
     names = [f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")]
     found = {value for name in names if isinstance(value := getattr(config, name, None), int)}

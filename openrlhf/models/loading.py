@@ -18,10 +18,12 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.backend import BackendSection, InferenceBackendSection, LigerSection, LoraSection, ValueHeadSection
@@ -29,9 +31,12 @@ from openrlhf.config.models import TrainedModelSection, TrustSection
 from openrlhf.models.adapters import AdapterError, add_adapter
 from openrlhf.models.body import NoLayersError, compile_layers, fuse_norms
 from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
+from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError, has_vision
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel
+from openrlhf.models.vision import reads_images
+from openrlhf.types import ImageInput
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +86,8 @@ class LoadSettings:
     """Seed of what starts from random weights: an adapter, a scalar head."""
     flag: str = "--actor.model_name_or_path"
     """The flag that error messages name."""
+    images: bool = False
+    """The model will be given images."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,15 +118,19 @@ class LoadSettings:
 
 
 def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
-    """The causal language model at `path`, in training mode, its dropout off.
+    """The causal language model or image-text model at `path`, in training mode, its dropout off.
 
     Gradient checkpointing acts in training mode only. In 4 bits (NF4) are the matrices of linear layers, the head
     apart.
     """
     what = f"{settings.flag} {path}"
     config = load_config(path, trust_remote_code=settings.model.trust_remote_code, flag=settings.flag)
-    changed = _switch_dropout_off(config.get_text_config())
-    model = _to_device(_load_model(AutoModelForCausalLM, path, config, settings), settings)
+    image = _any_image(path, config, settings) if settings.images else None
+    changed = _switch_dropout_off(config)
+    # Of the families that have both, a run of text takes the class that it always took.
+    texts = image is None and (not has_vision(config) or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+    loader = AutoModelForCausalLM if texts else AutoModelForImageTextToText
+    model = _to_device(_load_model(loader, path, config, settings), settings)
     if settings.uses_liger:
         _use_liger_kernels(model)
     if not settings.compiled:
@@ -127,7 +138,7 @@ def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
     # Transformers has chosen a native implementation that the model supports; it serves where packing does not.
     try:
         with _trying(settings.ds.experts_implementation):
-            support = examine(model, native_attention=model.config._attn_implementation)
+            support = examine(model, native_attention=model.config._attn_implementation, image=image)
     except UnsupportedModelError as error:
         raise ModelLoadError(f"{what}: {error}") from error
     _prepare_training(model, settings, what=what)
@@ -137,6 +148,7 @@ def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
         transform=support.transform,
         config_changes=changed,
         stored_dtype=stored_dtype(path),
+        blank=image,
     )
     return policy.train()
 
@@ -158,7 +170,8 @@ def load_value_model(
     head_prefix = getattr(config, "value_head_prefix", None) or named.value_head_prefix
     # Before the weights of the body, which take minutes: what is wrong with the head is found at once.
     weight = None if fresh_head else _stored_head(path, config, head_prefix, required=fresh_head is False, flag=flag)
-    changed = _switch_dropout_off(config.get_text_config())
+    image = _any_image(path, config, settings) if settings.images else None
+    changed = _switch_dropout_off(config)
     with _no_load_report():
         body, found = _load_model(AutoModel, path, config, settings, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
@@ -177,7 +190,7 @@ def load_value_model(
     if not settings.compiled:
         fuse_norms(body)
     with _trying(settings.ds.experts_implementation):
-        reason = examine_body(body, native_attention=body.config._attn_implementation)
+        reason = _examine_value_body(body, image, what=what)
     _prepare_training(body, settings, what=what)
     model = ValueModel(
         body,
@@ -187,8 +200,42 @@ def load_value_model(
         normalisation=normalisation,
         config_changes=changed,
         stored_dtype=stored_dtype(path),
+        blank=image,
     )
     return model.train()
+
+
+def _examine_value_body(body: Any, image: ImageInput | None, *, what: str) -> str:
+    try:
+        return examine_body(body, native_attention=body.config._attn_implementation, image=image)
+    except UnsupportedModelError as error:
+        raise ModelLoadError(f"{what}: {error}") from error
+
+
+def _any_image(path: str | os.PathLike[str], config: Any, settings: LoadSettings) -> ImageInput:
+    """A small image as the model reads it. Raises ModelLoadError for a model that can be given none: before its weights
+    are loaded."""
+    what, trusts = f"{settings.flag} {path}", settings.model.trust_remote_code
+    if not has_vision(config):
+        raise ModelLoadError(
+            f"{what}: {config.model_type} reads no images. Name an image-text model, or leave "
+            "--data.max_images_per_prompt out."
+        )
+    tokenizer = load_tokenizer(path, trust_remote_code=trusts, flag=settings.flag)
+    try:
+        processor = ImageProcessor.load(path, tokenizer, trust_remote_code=trusts)
+        assert processor is not None, "its configuration has a vision tower"
+        image = processor.blank()
+    except ImageProcessorError as error:
+        raise ModelLoadError(f"{what}: {error}") from error
+    with torch.device("meta"):
+        skeleton = AutoModel.from_config(config, trust_remote_code=trusts)
+    if not reads_images(skeleton):
+        raise ModelLoadError(
+            f"{what}: images for {config.model_type} are not built: its {type(skeleton).__name__} does not show how "
+            "features and text come together. Choose another model, such as Qwen3-VL."
+        )
+    return image
 
 
 def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False, flag: str) -> Any:
@@ -426,10 +473,14 @@ def _switch_dropout_off(config: Any) -> dict[str, float]:
     Old and new log-probs must come from the same function of the weights.
     """
     changed = {}
-    for name, value in list(vars(config).items()):
-        # attention_dropout, resid_pdrop, layerdrop, …: families agree on no name.
-        random = "drop" in name or name == "router_jitter_noise"
-        if random and isinstance(value, float) and value > 0:
-            changed[name] = value
-            setattr(config, name, 0.0)
+    parts = [("", config.get_text_config())]
+    if has_vision(config):
+        parts.append(("vision_config.", config.vision_config))
+    for place, part in parts:
+        for name, value in list(vars(part).items()):
+            # attention_dropout, resid_pdrop, layerdrop, …: families agree on no name.
+            random = "drop" in name or name == "router_jitter_noise"
+            if random and isinstance(value, float) and value > 0:
+                changed[f"{place}{name}"] = value
+                setattr(part, name, 0.0)
     return changed

@@ -3,6 +3,7 @@
 For token a with hidden state h_a, and W the head's weight, s its scale, c its soft-cap, τ the temperature:
 
     z_av = softcap(s · h_a·W_v + s · bias_v) / τ            softcap(x) = c·tanh(x / c), or x without a cap
+    (−∞ for a token v that is never sampled)
     logprob_a = z_a,target − log Σ_v exp z_av
     entropy_a = log Σ_v exp z_av − Σ_v p_av z_av            p = softmax(z)
 
@@ -34,13 +35,17 @@ _KEPT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """The changes that a model makes to `hidden @ weight.T + bias` before the softmax: scale, then soft-cap."""
+    """What happens to `hidden @ weight.T + bias` before the softmax: scale, then soft-cap, then some tokens are out."""
 
     scale: float = 1.0
     softcap: float | None = None
+    banned: tuple[int, ...] = ()
+    """Tokens that are never sampled, and so have no share in the softmax: those that stand for images."""
 
 
 IDENTITY = LogitTransform()
+_LOWEST = -1e30
+"""The logit of a banned token: its exponential is 0. An infinite one would make 0 · ∞ in entropies."""
 
 
 class Logprobs(NamedTuple):
@@ -78,6 +83,7 @@ def chunked_logprobs(
         rows_cols=tile or _choose_tile(hidden_AD, weight_VD),
         scale=transform.scale,
         softcap=transform.softcap,
+        banned=transform.banned,
         temperature=temperature or 1.0,
         with_entropy=with_entropy,
         keep=torch.is_grad_enabled()
@@ -96,6 +102,7 @@ class _TilePlan:
     rows_cols: tuple[int, int]
     scale: float
     softcap: float | None
+    banned: tuple[int, ...]
     temperature: float
     with_entropy: bool
     keep: bool
@@ -153,7 +160,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for rows in _ranges(A, plan.rows_cols[0]):
                 if plan.fused:
                     reduce_tile(
-                        _product(hidden_AD[rows], weight_VD[cols].t()),
+                        _ban(_product(hidden_AD[rows], weight_VD[cols].t()), cols, plan.banned),
                         targets_A[rows],
                         peak_A=peak_A[rows],
                         total_A=total_A[rows],
@@ -165,6 +172,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     )
                     continue
                 z = buffers.logits(hidden_AD[rows], weight_VD[cols], None if bias_V is None else bias_V[cols])
+                _ban(z, cols, plan.banned)
                 inside, column = _targets_in(targets_A[rows], cols)
                 chosen_A[rows] = torch.where(inside, z.gather(1, column[:, None]).squeeze(1), chosen_A[rows])
                 peak = torch.maximum(peak_A[rows], z.amax(1))
@@ -225,7 +233,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 hidden = hidden_AD[rows]
                 slope = None
                 if plan.fused:
-                    z = _product(hidden, weight_tile.t())
+                    z = _ban(_product(hidden, weight_tile.t()), cols, plan.banned)
                     dz = tile_gradient(
                         z,
                         targets_A[rows],
@@ -246,6 +254,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     if plan.softcap is not None:  # d softcap(x) / dx = 1 − (softcap(x) / c)²
                         slope = (z * (plan.temperature / plan.softcap)).square_().neg_().add_(1.0)
                         slope.mul_(plan.scale / plan.temperature)
+                    _ban(z, cols, plan.banned)
                     z.sub_(lse_A[rows][:, None])
                     if k_A is None:
                         dz = z.exp_().mul_(-g_A[rows][:, None])
@@ -328,6 +337,14 @@ def _shaped(buffer: Tensor, rows: int, cols: int) -> Tensor:
 
 def _ranges(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _ban(z: Tensor, cols: slice, banned: tuple[int, ...]) -> Tensor:
+    """The tile, with its banned columns at the bottom."""
+    for token in banned:
+        if cols.start <= token < cols.stop:
+            z[:, token - cols.start] = _LOWEST
+    return z
 
 
 def _targets_in(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:

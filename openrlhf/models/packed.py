@@ -171,6 +171,7 @@ def length_order(tokens: PackedTokens) -> LengthOrder | None:
             tokens,
             token_ids=tokens.token_ids[order_T],
             position_ids=tokens.position_ids[..., order_T],
+            images=None if tokens.images is None else tokens.images.at(order_T),
             cu_seqlens=ends.to(torch.int32).to(device),
             action_positions=back_T[tokens.action_positions].sort().values,
         ),

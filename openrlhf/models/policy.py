@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrlhf.models.body import RouterLog, decoder_body, hidden_states
+from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
-from openrlhf.types import PackedTokens
+from openrlhf.types import ImageInput, PackedTokens
 
 
 class PolicyOutput(NamedTuple):
@@ -35,11 +35,13 @@ class Policy(nn.Module):
         transform: LogitTransform = IDENTITY,
         config_changes: dict[str, float] | None = None,
         stored_dtype: torch.dtype | None = None,
+        blank: ImageInput | None = None,
     ) -> None:
         """`packed`: the model's attention implementation is `ATTENTION`; otherwise sequences run one by one.
 
         `config_changes`: configuration values that loading replaced, as they were; an export writes them back.
-        `stored_dtype`: what an export writes weights in; None: in the dtype they have.
+        `stored_dtype`: what an export writes weights in; None: in the dtype they have. `blank`: an image that a rank
+        encodes whose samples have none, in a run with images.
         """
         super().__init__()
         self.model = model
@@ -47,6 +49,7 @@ class Policy(nn.Module):
         self.transform = transform
         self.config_changes = config_changes or {}
         self.stored_dtype = stored_dtype
+        self.blank = blank
 
     def forward(
         self,
@@ -63,7 +66,7 @@ class Policy(nn.Module):
         """
         hidden_AD = hidden_states(
             decoder_body(self.model),
-            tokens,
+            with_any_image(tokens, self.blank),
             positions=tokens.action_positions - 1,  # the state before a token predicts it
             packed=self.packed,
             router_log=router_log,

@@ -8,6 +8,7 @@ random sequences give the same hidden states packed as they do one by one with t
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from openrlhf.backends.base import is_sharded
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.body import decoder_body, hidden_states
+from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.models.logprobs import LogitTransform
 from openrlhf.models.packed import PackedAttention
 from openrlhf.models.policy import output_head
-from openrlhf.types import PackedTokens
+from openrlhf.types import ImageInput, PackedTokens, PlacedImage
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,22 @@ _PROBE_LENGTHS = (7, 11)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error of a typical token's hidden state. Attending to the wrong tokens shows as far more."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_SEEN_PACKED = {"gemma", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+_SEEN_PACKED = {
+    "gemma",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen2_5_vl_text",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl_text",
+}
 """Model types that tests hold to the probe, for weights that are sharded as they load and cannot be probed."""
+_SEEN_WITH_IMAGES = {"llava", "qwen2_5_vl", "qwen3_vl"}
+"""The same, of models with images."""
 
 
 class UnsupportedModelError(ValueError):
@@ -48,24 +64,25 @@ class Support:
     transform: LogitTransform
 
 
-def examine(model: Any, *, native_attention: str) -> Support:
+def examine(model: Any, *, native_attention: str, image: ImageInput | None = None) -> Support:
     """Decide how to run a causal language model, and leave its attention implementation set accordingly.
 
     Warns once when the model has to run one sequence at a time; raises `UnsupportedModelError` when even that would not
-    give its log-probs.
+    give its log-probs. `image`: any image, for a model that will be given some.
     """
-    transform = logit_transform(model.config.get_text_config())
+    transform = logit_transform(model.config)
     if not is_sharded(model):
-        model.set_attn_implementation(native_attention)
+        _set_attention(model, native_attention)
         _probe_head(model, transform)
-    reason = examine_body(model, native_attention=native_attention)
+    reason = examine_body(model, native_attention=native_attention, image=image)
     return Support(packed=not reason, reason=reason, transform=transform)
 
 
-def examine_body(model: Any, *, native_attention: str) -> str:
+def examine_body(model: Any, *, native_attention: str, image: ImageInput | None = None) -> str:
     """Why the model's body cannot be packed; empty if it can. Leaves its attention implementation set accordingly.
 
-    Asks nothing of a head. Warns when the model has to run one sequence at a time.
+    Asks nothing of a head. Warns when the model has to run one sequence at a time; raises `UnsupportedModelError` for
+    one that does something else with images than `models.vision` does.
     """
     config = model.config.get_text_config()
     reason = _inexpressible(config)
@@ -79,17 +96,27 @@ def examine_body(model: Any, *, native_attention: str) -> str:
             config.model_type,
             reason,
         )
-    model.set_attn_implementation(native_attention if reason else ATTENTION)
+    _set_attention(model, native_attention if reason else ATTENTION)
+    if image is not None:
+        _check_images(model, image, native_attention=native_attention, packed=not reason)
     return reason
 
 
+def _set_attention(model: Any, name: str) -> None:
+    """Let the decoder attend by this implementation. A vision tower keeps its own: its tokens see each other."""
+    model.set_attn_implementation({"text_config": name} if hasattr(model.config, "text_config") else name)
+
+
 def logit_transform(config: Any) -> LogitTransform:
-    """The scale and soft-cap that a model's configuration names (Cohere, Granite, Falcon-H1; Gemma)."""
+    """The scale and soft-cap that a model's configuration names (Cohere, Granite, Falcon-H1; Gemma), and the tokens
+    that it must not sample."""
+    banned = unsampled_tokens(config)
+    config = config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):
         scale *= getattr(config, name, None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
-    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None), banned=banned)
 
 
 def _inexpressible(config: Any) -> str:
@@ -125,11 +152,11 @@ class _Witness(PackedAttention):
 def _probe_packing(model: Any, *, native_attention: str) -> str:
     """Why a packed forward of the model differs from its own forwards; empty if it does not."""
     body, tokens = decoder_body(model), _probe_tokens(model)
-    model.set_attn_implementation(native_attention)
+    _set_attention(model, native_attention)
     expected_TD = hidden_states(body, tokens, packed=False)
     witness = _Witness(tokens.cu_seqlens, tokens.max_seqlen)
     try:
-        model.set_attn_implementation(ATTENTION)
+        _set_attention(model, ATTENTION)
         packed_TD = hidden_states(body, tokens, plan=witness)
     except Exception as error:  # anything a foreign model may raise means the same: not packable
         return f"its packed forward fails ({error})"
@@ -143,6 +170,51 @@ def _probe_packing(model: Any, *, native_attention: str) -> str:
     if not gap <= _TOLERANCE.get(expected_TD.dtype, 1e-4):
         return f"its packed hidden states differ from its own by {gap:.1e}"
     return ""
+
+
+def _check_images(model: Any, image: ImageInput, *, native_attention: str, packed: bool) -> None:
+    """Raise `UnsupportedModelError` unless a sequence with an image gets the hidden states of the model's own forward.
+
+    The image stands between texts: what comes before it shows whether the model lets tokens see later ones.
+    """
+    family = model.config.model_type
+    if is_sharded(model):
+        if family not in _SEEN_WITH_IMAGES:
+            raise UnsupportedModelError(
+                f"{family}: its weights are sharded while loading, so its forward with images could not be compared "
+                "with its own. Choose ZeRO stage 2 or less, or another model."
+            )
+        return
+    body = decoder_body(model)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(min(image.token_ids), (2, 5), generator=generator).tolist()
+    ids_T = torch.tensor([*texts[0], *image.token_ids, *texts[1]])
+    start = len(texts[0])
+    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
+    tokens = PackedTokens.from_sequences([ids_T], [mask_T], images=[[PlacedImage(start, image)]])
+    tokens = tokens.to(model.get_input_embeddings().weight.device)
+    kinds = torch.zeros_like(tokens.token_ids)
+    kinds[start : start + len(image)] = (tokens.token_ids[start : start + len(image)] == image.placeholder).long()
+    assert tokens.images is not None
+    own = dict(tokens.images.inputs[0].tensors) | dict.fromkeys(("mm_token_type_ids", "token_type_ids"), kinds[None])
+    known = inspect.signature(body.forward).parameters
+    dtype = model.get_input_embeddings().weight.dtype
+    own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own.items() if n in known}
+    try:
+        with torch.no_grad():
+            computed_TD = hidden_states(body, tokens, packed=packed)
+            _set_attention(model, native_attention)
+            expected_TD = body(input_ids=tokens.token_ids[None], use_cache=False, **own)[0].squeeze(0)
+    except Exception as error:  # anything a foreign model may raise means the same
+        raise UnsupportedModelError(f"images for {family} are not built: its forward fails ({error})") from error
+    finally:
+        _set_attention(model, ATTENTION if packed else native_attention)
+    gap = _typical_error(computed_TD, expected_TD, tokens)
+    if not gap <= _TOLERANCE.get(expected_TD.dtype, 1e-4):
+        raise UnsupportedModelError(
+            f"images for {family} are not built: it does more with an image than to put its features in the place of "
+            f"tokens (its hidden states differ by {gap:.1e}). Choose another model, such as Qwen3-VL."
+        )
 
 
 def _expected_windows(config: Any) -> list[int | None]:

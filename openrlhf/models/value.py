@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from openrlhf.models.body import RouterLog, decoder_body, hidden_states
-from openrlhf.types import PackedTokens
+from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
+from openrlhf.types import ImageInput, PackedTokens
 
 
 class Normalisation(NamedTuple):
@@ -50,11 +50,12 @@ class ValueModel(nn.Module):
         normalisation: Normalisation | None = None,
         config_changes: dict[str, float] | None = None,
         stored_dtype: torch.dtype | None = None,
+        blank: ImageInput | None = None,
     ) -> None:
         """`model` has no head of its own. `head_prefix` is what files call ours.
 
-        `packed`, `config_changes` and `stored_dtype` as in `Policy`. `normalisation` acts in training as in evaluation:
-        what a loss compares must be in the same units as what was predicted.
+        `packed`, `config_changes`, `stored_dtype` and `blank` as in `Policy`. `normalisation` acts in training as in
+        evaluation: what a loss compares must be in the same units as what was predicted.
         """
         super().__init__()
         self.model = model
@@ -64,6 +65,7 @@ class ValueModel(nn.Module):
         self.normalisation = normalisation
         self.config_changes = config_changes or {}
         self.stored_dtype = stored_dtype
+        self.blank = blank
 
     def forward(self, tokens: PackedTokens, *, positions: Tensor, router_log: RouterLog | None = None) -> Tensor:
         """float32 [P]: the value at each of these stream positions, of the tokens of its sequence up to there.
@@ -71,7 +73,11 @@ class ValueModel(nn.Module):
         `router_log` is filled, if there is one.
         """
         hidden_PD = hidden_states(
-            decoder_body(self.model), tokens, positions=positions, packed=self.packed, router_log=router_log
+            decoder_body(self.model),
+            with_any_image(tokens, self.blank),
+            positions=positions,
+            packed=self.packed,
+            router_log=router_log,
         )
         values_P = self.head(hidden_PD)
         if self.normalisation is None:
