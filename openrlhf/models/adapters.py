@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.backend import LoraSection
+from openrlhf.models.vision import DECODERS
 
 ALL_LINEAR = "all-linear"
 """Stands for every linear layer but the head. Other targets are modules by the end of their names."""
@@ -26,15 +27,22 @@ _BASE = ".base_layer"
 _FACTORS = ((f"lora_A.{_NAME}.weight", "a"), (f"lora_B.{_NAME}.weight", "b"))
 
 
+_OUTSIDE_OF_DECODERS = rf"(?!.*\b({'|'.join(DECODERS)})\.).*"
+"""Matches the modules of an image-text model that are not part of its decoder."""
+
+
 class AdapterError(ValueError):
     """The model cannot have such an adapter."""
 
 
-def add_adapter(model: Any, lora: LoraSection, *, dtype: torch.dtype, seed: int = 0) -> None:
+def add_adapter(
+    model: Any, lora: LoraSection, *, dtype: torch.dtype, seed: int = 0, only_decoder: bool = False
+) -> None:
     """Give a Hugging Face model an adapter in `dtype`, in place, and freeze everything else. Raises `AdapterError`.
 
     y = W x + (alpha / rank) · B A dropout(x), with W frozen (Hu et al. 2021, https://arxiv.org/abs/2106.09685). Dropout
     acts in training mode only. A is drawn with `seed`; B starts at 0: an adapter changes nothing until it is trained.
+    `only_decoder`: the vision tower of an image-text model has none.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -45,6 +53,7 @@ def add_adapter(model: Any, lora: LoraSection, *, dtype: torch.dtype, seed: int 
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+        exclude_modules=_OUTSIDE_OF_DECODERS if only_decoder else None,
     )
     # The same matrices on every rank, whatever was drawn before.
     with torch.random.fork_rng(devices=[]):

@@ -27,15 +27,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.backend import BackendSection, InferenceBackendSection, LigerSection, LoraSection, ValueHeadSection
-from openrlhf.config.models import TrainedModelSection, TrustSection
+from openrlhf.config.models import ActorSection, TrainedModelSection, TrustSection
 from openrlhf.models.adapters import AdapterError, add_adapter
-from openrlhf.models.body import NoLayersError, compile_layers, fuse_norms
+from openrlhf.models.body import NoLayersError, compile_layers, decoder_body, fuse_norms
 from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError, has_vision
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel
-from openrlhf.models.vision import reads_images
+from openrlhf.models.vision import reads_images, tower_parameters
 from openrlhf.types import ImageInput
 
 logger = logging.getLogger(__name__)
@@ -347,16 +347,28 @@ def _to_device(model: Any, settings: LoadSettings) -> Any:
 
 def _prepare_training(model: Any, settings: LoadSettings, *, what: str) -> None:
     """The adapter, gradient checkpointing and compiled layers that the settings ask for."""
+    trained = settings.model
+    frozen_tower = isinstance(trained, ActorSection) and trained.freeze_visual_encoder
     try:
+        if frozen_tower:
+            freeze_tower(model, what=what)
         if settings.lora:
-            add_adapter(model, settings.lora, dtype=settings.dtype, seed=settings.seed)
-        trained = settings.model
+            add_adapter(model, settings.lora, dtype=settings.dtype, seed=settings.seed, only_decoder=frozen_tower)
         if settings.trains and isinstance(trained, TrainedModelSection) and trained.gradient_checkpointing_enable:
             _checkpoint_gradients(model, reentrant=trained.gradient_checkpointing_reentrant)
         if settings.compiled:
             compile_layers(model)
     except (AdapterError, NoLayersError) as error:
         raise ModelLoadError(f"{what}: {error}") from error
+
+
+def freeze_tower(model: Any, *, what: str) -> None:
+    """An image-text model's vision tower and projector are not trained. Raises ModelLoadError for a model of text."""
+    body = decoder_body(model)
+    if not reads_images(body):
+        raise ModelLoadError(f"{what}: --actor.freeze_visual_encoder: it has no vision tower; leave the flag out")
+    for _, parameter in tower_parameters(body):
+        parameter.requires_grad_(False)
 
 
 def _keep_layout(model: Any) -> None:

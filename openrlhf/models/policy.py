@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
+from openrlhf.models.vision import reads_images, tower_parameters
 from openrlhf.types import ImageInput, PackedTokens
 
 
@@ -82,6 +83,13 @@ class Policy(nn.Module):
             transform=self.transform,
         )
         return PolicyOutput(logprobs_A, entropy_A)
+
+
+def tower_names(policy: Policy) -> list[str]:
+    """The parameters of the policy's vision tower, by their names in the policy; none for a model of text."""
+    body = decoder_body(policy.model)
+    tower = {id(parameter) for _, parameter in tower_parameters(body)} if reads_images(body) else set()
+    return [name for name, parameter in policy.named_parameters() if id(parameter) in tower]
 
 
 def output_head(model: Any) -> nn.Linear:

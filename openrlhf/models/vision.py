@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from openrlhf.types import ImageInput, PackedTokens, PlacedImage
 
-_LANGUAGE_MODELS = ("language_model", "text_model")
+DECODERS = ("language_model", "text_model")
+"""What families call the decoder inside of an image-text model's body."""
 _GRID = "image_grid_thw"
 
 
@@ -44,12 +45,12 @@ def reads_images(body: nn.Module) -> bool:
 
 def language_model(body: nn.Module) -> nn.Module | None:
     """The decoder inside an image-text model's body; None for a model of text."""
-    return next((part for name in _LANGUAGE_MODELS if isinstance(part := getattr(body, name, None), nn.Module)), None)
+    return next((part for name in DECODERS if isinstance(part := getattr(body, name, None), nn.Module)), None)
 
 
 def tower_parameters(body: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters outside of the decoder, by their names in the body: vision tower and projector."""
-    own = tuple(f"{name}." for name in _LANGUAGE_MODELS)
+    own = tuple(f"{name}." for name in DECODERS)
     return ((name, parameter) for name, parameter in body.named_parameters() if not name.startswith(own))
 
 

@@ -23,6 +23,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rl import VLLMSection
 from openrlhf.config.rules import required
+from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
@@ -264,7 +265,9 @@ def open_vllm(
     config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
 ) -> Iterator[LocalEngine]:
     memory = engine_memory(config, models, device)
-    weights = PolicyWeights(models.policy, ModuleWeights(models.policy))
+    weights = PolicyWeights(
+        models.policy, ModuleWeights(models.policy), only_decoder=sends_decoder_only(config, sleeps=memory.sleeps)
+    )
     probe = None
     if config.vllm.sync_verify:
         probe = LocalProbe(policy_probe(config, models.policy.model.config, device), models.policy)
@@ -285,6 +288,11 @@ def build_vllm(config: RLConfig, *, engines: int) -> ControlledEngine:
     return engine
 
 
+def sends_decoder_only(config: RLConfig, *, sleeps: bool) -> bool:
+    """A frozen vision tower is in the engines from their start. Those that sleep give it away, and need it again."""
+    return config.actor.freeze_visual_encoder and not sleeps
+
+
 def engines_sleep(config: RLConfig, device: torch.device) -> bool:
     """Engines that share the actor's devices start before its models: what these will need is not known then."""
     return device.type == "cuda" and config.engines_sleep is not False
@@ -300,6 +308,7 @@ def policy_probe(config: RLConfig, model_config: Any, device: torch.device) -> P
         vocab_size=model_config.get_text_config().vocab_size,
         dtype=model_dtype(config.ds.param_dtype, device),
         max_model_len=config.data.max_len,
+        unsampled=unsampled_tokens(model_config),
     )
 
 

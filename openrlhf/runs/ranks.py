@@ -17,7 +17,7 @@ from openrlhf.learners.steps import filler
 from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.rewards.batching import Forward, Item
-from openrlhf.runs.engines import weight_sender
+from openrlhf.runs.engines import engines_sleep, sends_decoder_only, weight_sender
 from openrlhf.runs.preflight import policy_tokenizer
 from openrlhf.runs.process import prepare_process, process_device
 from openrlhf.runs.reward_sources import load_reward_model
@@ -129,7 +129,8 @@ class RankWeights:
         self._config = config
         self._backend = backend
         self._ranks = ranks
-        self._weights = PolicyWeights(policy, backend)
+        sleeps = engines_sleep(config, process_device())
+        self._weights = PolicyWeights(policy, backend, only_decoder=sends_decoder_only(config, sleeps=sleeps))
         self._engines: list[Any] = []
         """Those that the sender is for: a process group has members."""
         self._sender: WeightSender | None = None

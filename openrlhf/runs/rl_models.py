@@ -91,7 +91,13 @@ def load_critic(config: RLConfig, device: torch.device) -> ValueModel | None:
 
 def load_settings(config: RLConfig, device: torch.device, *, flag: str, trains: bool) -> LoadSettings:
     return LoadSettings(
-        device=device, ds=config.ds, model=config.actor, trains=trains, seed=config.train.seed, flag=flag
+        device=device,
+        ds=config.ds,
+        model=config.actor,
+        trains=trains,
+        seed=config.train.seed,
+        flag=flag,
+        images=config.data.max_images_per_prompt > 0,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from openrlhf.backends.base import Weights
 from openrlhf.backends.state import not_finite, some
 from openrlhf.models.file_weights import file_weights
-from openrlhf.models.policy import Policy
+from openrlhf.models.policy import Policy, tower_names
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.base import EngineControl
 from openrlhf.utils.event_loops import LoopRunner
@@ -42,15 +42,21 @@ class PolicyWeights:
     """The weights of a policy, whole, whatever trains it and on how many ranks. Tied ones come once, adapters are
     merged (`models.file_weights`). Every rank has one, and iterates when the others do."""
 
-    def __init__(self, policy: Policy, weights: Weights) -> None:
-        """`weights`: the policy's backend, or its `ModuleWeights`. Raises for a policy whose weights cannot be sent."""
+    def __init__(self, policy: Policy, weights: Weights, *, only_decoder: bool = False) -> None:
+        """`weights`: the policy's backend, or its `ModuleWeights`. Raises for a policy whose weights cannot be sent.
+
+        `only_decoder`: a vision tower is not sent, because it is frozen and the engines have it.
+        """
         self._policy = policy
         self._weights = weights
+        self._left_out = frozenset(tower_names(policy) if only_decoder else ())
         for _ in file_weights(policy, weights.weight_shapes()):
             pass
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return file_weights(self._policy, self._weights.whole_weights())
+        whole = self._weights.whole_weights()
+        sent = ((name, tensor) for name, tensor in whole if name not in self._left_out)
+        return file_weights(self._policy, sent)
 
     def require_finite(self) -> None:
         """Before anything is sent. Collective. Raises WeightSyncError."""

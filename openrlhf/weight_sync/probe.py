@@ -6,6 +6,7 @@ list of numbers, so that policy and engine may live in different processes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,10 +29,13 @@ class Probe:
     """Largest difference of a log-prob."""
 
     @classmethod
-    def of(cls, *, vocab_size: int, dtype: torch.dtype, max_model_len: int) -> Probe:
-        """For a model that computes in `dtype`, and an engine that reads so many tokens and has to sample one."""
+    def of(cls, *, vocab_size: int, dtype: torch.dtype, max_model_len: int, unsampled: Sequence[int] = ()) -> Probe:
+        """For a model that computes in `dtype`, and an engine that reads so many tokens and has to sample one.
+
+        `unsampled`: tokens without a log-prob, because neither side ever samples them.
+        """
         length = min(_LENGTH, max_model_len - 1)
-        return cls(token_ids=probe_tokens(vocab_size, length=length), tolerance=tolerance(dtype))
+        return cls(token_ids=probe_tokens(vocab_size, length=length, unsampled=unsampled), tolerance=tolerance(dtype))
 
     def policy_side(self, policy: nn.Module) -> list[float]:
         """By the policy, or the module that a backend gives for its forwards. Collective, where it is."""
@@ -77,9 +81,10 @@ def max_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return float((torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)).abs().max())
 
 
-def probe_tokens(vocab_size: int, *, length: int = _LENGTH) -> tuple[int, ...]:
+def probe_tokens(vocab_size: int, *, length: int = _LENGTH, unsampled: Sequence[int] = ()) -> tuple[int, ...]:
     """Ids from all over the vocabulary: the fractional parts of multiples of the golden ratio are spread evenly."""
-    return tuple(int(vocab_size * (i * _GOLDEN % 1)) for i in range(1, length + 1))
+    ids = (int(vocab_size * (i * _GOLDEN % 1)) for i in itertools.count(1))
+    return tuple(itertools.islice((token for token in ids if token not in unsampled), length))
 
 
 @torch.no_grad()

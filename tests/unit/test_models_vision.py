@@ -7,15 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 from vision_models import KINDS, image, write_vision_model
 
-from openrlhf.config.backend import InferenceBackendSection
+from openrlhf.backends.base import ModuleWeights
+from openrlhf.config.backend import BackendSection, InferenceBackendSection, LoraSection
+from openrlhf.config.models import ActorSection
+from openrlhf.demo.model import write_model
 from openrlhf.models import vision
 from openrlhf.models.body import decoder_body, with_any_image
 from openrlhf.models.image_processor import ImageProcessor, unsampled_tokens
-from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, load_value_model
+from openrlhf.models.loading import LoadSettings, ModelLoadError, load_policy, load_tokenizer, load_value_model
+from openrlhf.models.policy import tower_names
 from openrlhf.types import PackedTokens, Segment
+from openrlhf.weight_sync.base import PolicyWeights
+from openrlhf.weight_sync.probe import probe_tokens
 
 SETTINGS = LoadSettings(device="cpu", ds=InferenceBackendSection(param_dtype="fp32"), images=True)
 CLOSE = 1e-5
@@ -226,3 +233,52 @@ def test_a_value_model_reads_images(family):
         singles = [PackedTokens.from_segments([segment]) for segment in samples]
         expected = torch.cat([model(one, positions=torch.tensor([one.num_tokens - 1])) for one in singles])
     torch.testing.assert_close(values, expected, rtol=0, atol=CLOSE)
+
+
+class TestFrozenTower:
+    SETTINGS = dataclasses.replace(SETTINGS, trains=True, model=ActorSection(freeze_visual_encoder=True))
+
+    def test_the_decoder_alone_learns(self, family):
+        policy = load_policy(family.folder, self.SETTINGS)
+        logprobs(policy, family.samples()).sum().backward()
+        tower = set(tower_names(policy))
+        assert tower
+        assert {name for name, p in policy.named_parameters() if p.grad is None} == tower
+
+    @pytest.mark.parametrize("frozen", [True, False])
+    def test_an_adapter_is_in_the_tower_or_not(self, family, frozen):
+        lora = BackendSection(param_dtype="fp32", lora=LoraSection(rank=2))
+        section = ActorSection(freeze_visual_encoder=frozen)
+        policy = load_policy(family.folder, dataclasses.replace(self.SETTINGS, ds=lora, model=section))
+        trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+        assert trained
+        assert all("lora" in name for name in trained)
+        assert bool(trained & set(tower_names(policy))) is not frozen
+        logprobs(policy, family.samples()).sum().backward()
+
+    def test_it_is_not_sent(self, family):
+        policy = load_policy(family.folder, self.SETTINGS)
+        weights = {name for name, _ in PolicyWeights(policy, ModuleWeights(policy))}
+        decoder = {name for name, _ in PolicyWeights(policy, ModuleWeights(policy), only_decoder=True)}
+        in_files = set(load_file(family.folder / "model.safetensors"))
+        assert weights == in_files
+        assert len(weights) - len(decoder) == len(tower_names(policy))
+        assert not [name for name in decoder if any(part in name for part in ("visual", "vision", "projector"))]
+
+    def test_a_model_of_text_has_none(self, tmp_path):
+        write_model(tmp_path, seed=0)
+        with pytest.raises(ModelLoadError, match="freeze_visual_encoder: it has no vision tower"):
+            load_policy(tmp_path, dataclasses.replace(self.SETTINGS, images=False))
+
+
+def test_a_model_of_text_is_given_no_images(tmp_path):
+    write_model(tmp_path, seed=0)
+    with pytest.raises(ModelLoadError, match="qwen2 reads no images"):
+        load_policy(tmp_path, SETTINGS)
+
+
+def test_the_probe_of_pushes_has_no_token_that_is_never_sampled():
+    ids = probe_tokens(50, unsampled=(3, 30, 31))
+    assert len(ids) == 32
+    assert not {3, 30, 31} & set(ids)
+    assert probe_tokens(50) != ids
