@@ -130,3 +130,14 @@ def check_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size: in
     if outside:
         raise ValueError(f"prompt ids must be in 0 … {vocab_size - 1}, got {outside[0]}")
     return room
+
+
+def check_images(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
+    """ValueError for images that are not in their order, each on its own tokens."""
+    end = 0
+    for start, image in images:
+        if start < end:
+            raise ValueError(f"the image at token {start} stands before token {end}, where the one before it ends")
+        end = start + len(image)
+        if tuple(token_ids[start:end]) != image.token_ids:
+            raise ValueError(f"the tokens from {start} on are not those of the image {image.digest}")

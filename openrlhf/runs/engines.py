@@ -232,6 +232,7 @@ def open_embedded(
         seed=config.train.seed,
         # Only an agent comes back to a history it has shown before.
         reuse_prefixes=config.train.agent_func_path is not None,
+        frozen_tower=config.actor.freeze_visual_encoder,
     )
     yield LocalEngine(engine, SharedWeightSync(engine, models.policy, loop))
 

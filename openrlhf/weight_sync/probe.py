@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from openrlhf.types import PackedTokens
+from openrlhf.types import PackedTokens, PlacedImage
 from openrlhf.weight_sync.base import WeightSyncError
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -88,17 +88,11 @@ def probe_tokens(vocab_size: int, *, length: int = _LENGTH, unsampled: Sequence[
 
 
 @torch.no_grad()
-def policy_logprobs(policy: nn.Module, token_ids: Sequence[int]) -> list[float]:
+def policy_logprobs(policy: nn.Module, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
     """log π of each token but the first given those before it, at temperature 1, without dropout."""
-    T, device = len(token_ids), next(policy.parameters()).device
-    positions = torch.arange(T, device=device)
-    tokens = PackedTokens(
-        token_ids=torch.tensor(token_ids, device=device),
-        position_ids=positions,
-        cu_seqlens=torch.tensor([0, T], dtype=torch.int32, device=device),
-        action_positions=positions[1:],
-        max_seqlen=T,
-    )
+    actions = torch.arange(len(token_ids)) > 0
+    tokens = PackedTokens.from_sequences([torch.tensor(token_ids)], [actions], images=[images])
+    tokens = tokens.to(next(policy.parameters()).device)
     training = policy.training
     policy.eval()
     try:

@@ -864,17 +864,17 @@ def test_kept_histories_are_found_by_their_longest_common_beginning(sequences, b
     """Tokens 0 and 1, so that beginnings are shared; a byte per token. Where nothing is dropped, nothing is missed."""
     kept, dropped = KeptHistories(), False
     for token_ids in sequences:
-        before = {history.token_ids for history in kept._histories.values()}
+        before = {history.tokens for history in kept._histories.values()}
         if kept.make_room(token_ids, len(token_ids), budget=budget):
             kept.add(StoredHistory(token_ids, {}, {}, len(token_ids)))
-        present = {history.token_ids for history in kept._histories.values()}
+        present = {history.tokens for history in kept._histories.values()}
         assert kept.num_bytes == sum(map(len, present)) <= budget
         dropped |= any(not any(p[: len(b)] == b for p in present) for b in before)
         for asked in sequences:
             known = kept.find(asked)
             common = max((common_length(asked, history) for history in present), default=0)
             if known is not None:
-                assert known.history.token_ids[: known.length] == asked[: known.length]
+                assert known.history.tokens[: known.length] == asked[: known.length]
             if not dropped:
                 assert (known.length if known else 0) >= common // BLOCK * BLOCK
     assert set(kept._by_block.values()) <= set(kept._histories)

@@ -139,6 +139,47 @@ def test_forbidden_tokens_only_where_forbidden():
     assert out.logprobs[0].item() == pytest.approx(1 - math.log(math.e + 1), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "want_logprobs": False},
+        {"temperature": 0.7},
+        {"top_p": 0.6},
+        {"top_k": 3},
+        {"min_p": 0.3},
+        {"temperature": 1.3, "top_p": 0.9, "top_k": 5, "min_p": 0.05},
+        {"penalties": (2.0, 0.5, 0.25)},
+        {"penalties": (0.5, -1.0, -2.0), "top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_unsampled_tokens_are_as_if_the_vocabulary_had_none_of_them(asked):
+    """Whatever is asked for, tokens 2 and 6 are by far the likeliest, and in prompt and response; what comes out is
+    what comes out of the other six tokens alone."""
+    n, unsampled = 40, [2, 6]
+    others = torch.tensor([token for token in range(8) if token not in unsampled])
+    logits = torch.randn(n, 8, generator=torch.Generator().manual_seed(1)) * 2
+    logits[:, unsampled] += 30
+    uniform = np.linspace(0, 1, n, endpoint=False).tolist()
+    asked = dict(asked)
+    given = asked.pop("penalties", None)
+
+    def penalties(prompt: list[int], response: list[int]) -> list[Penalty]:
+        rows = range(n) if given else ()
+        return [Penalty(row, np.array(prompt), np.array(response), *given) for row in rows]
+
+    # Token 5 is the fifth of the other six.
+    among = penalties([1, 2], [5, 5, 2, 6])
+    out = draw(logits, uniform=uniform, unsampled=torch.tensor(unsampled), penalties=among, **asked)
+    alone = draw(logits[:, others], uniform=uniform, penalties=penalties([1], [4, 4]), **asked)
+    assert torch.equal(out.token_ids, others[alone.token_ids])
+    if alone.logprobs is None:
+        assert out.logprobs is None
+    else:
+        assert torch.allclose(out.logprobs, alone.logprobs, atol=1e-6)
+
+
 def test_min_p_keeps_what_is_near_the_likeliest():
     """p = (0.1, 0.4, 0.2, 0.3), min_p = 0.6: 0.24 is the least, so 0.4 and 0.3 stay: q = (4/7, 3/7)."""
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(2, -1)

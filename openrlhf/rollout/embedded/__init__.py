@@ -4,6 +4,7 @@ engine.py     EmbeddedEngine: requests in, generations out; admits waiting reque
 batch.py      the running requests as arrays, one row each; a generation in parts, for streams
 decoder.py    one packed forward per step over the store, checked against the model at construction
 kv_store.py   keys and values of the running rows, and of finished requests for prompts that begin like them
+images.py     forwards of prompts with images, and the features of images that are kept
 fallback.py   one row at a time with the model's own cache, for models that no attention plan can express
 sampler.py    logits → tokens, with randomness per request
 """

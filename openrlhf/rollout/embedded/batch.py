@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf.rollout.embedded.kv_store import Tokens
 from openrlhf.rollout.embedded.sampler import Penalty, uniforms
 from openrlhf.rollout.generated_text import GrowingText, StopStrings
-from openrlhf.types import Generation, SamplingParams
+from openrlhf.types import Generation, PlacedImage, SamplingParams
 
 _NO_TOKEN = -1
 
@@ -21,6 +22,10 @@ class Request:
     """One `generate` or `stream` call."""
 
     token_ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...]
+    """The images in the prompt, in order."""
+    tokens: Tokens
+    """The prompt in the form in which it is compared with others."""
     params: SamplingParams
     limit: int
     """The most tokens that it may sample."""
@@ -37,6 +42,16 @@ class Request:
     """The row in which it runs; None while it waits."""
     prompt_version: int = field(default=-1)
     """The version of the weights that read its prompt."""
+
+    @property
+    def ends_with_image(self) -> bool:
+        return bool(self.images) and self.images[-1].end == len(self.token_ids)
+
+    @property
+    def most_known(self) -> int:
+        """How many first tokens of the prompt may be known already. The last token must be run, because its logits
+        predict the first token of the response; an image that ends there is run as a whole."""
+        return self.images[-1].start if self.ends_with_image else len(self.token_ids) - 1
 
     @property
     def running_row(self) -> int:

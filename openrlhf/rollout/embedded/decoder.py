@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openrlhf.models.packed import PackedAttention
-from openrlhf.rollout.embedded.kv_store import KnownPrefix, KVStore, LayerShape, SlotPool
+from openrlhf.rollout.embedded.images import ImageReader
+from openrlhf.rollout.embedded.kv_store import KnownPrefix, KVStore, LayerShape, SlotPool, Tokens
+from openrlhf.types import PackedImages, PlacedImage
 
 _MAX_SCORES = 2**24
 """The most attention scores, per head, of one attention call over prompts with a known beginning."""
@@ -39,6 +41,18 @@ class Prefill(NamedTuple):
     """Rows with the same prompt. They get a copy of its keys and values."""
     known: KnownPrefix | None = None
     """The known beginning of the prompt, from `Decoder.recall`."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among `token_ids`, and where they are in them."""
+    positions_RP: np.ndarray | None = None
+    """int64 [R, P]: the positions of `token_ids`, for a model with R rows of positions; None: the next numbers."""
+    shift: int = 0
+    """The position of the next token, less the number of tokens before it: an image with its many tokens takes few
+    positions where a model has several rows of them."""
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [P] or [R, P]"""
+        return np.arange(self.before, self.length) if self.positions_RP is None else self.positions_RP
 
     @property
     def before(self) -> int:
@@ -74,20 +88,19 @@ class Decoder(Protocol):
         """Forget these rows."""
         ...
 
-    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
+    def keep(self, histories: Mapping[int, Tokens], *, wanted: Container[int]) -> None:
         """Keep the histories of these rows (row → the tokens that it was fed) after removal, while memory allows.
 
         `wanted`: numbers of kept histories that must not be dropped for these.
         """
         ...
 
-    def recall(self, prompt: tuple[int, ...]) -> KnownPrefix | None:
-        """The longest kept beginning of a prompt. It never covers all of it: the last token must still be run, because
-        its logits predict the first token of the response."""
+    def recall(self, prompt: Tokens, *, most: int) -> KnownPrefix | None:
+        """The longest kept beginning of a prompt, of at most so many tokens."""
         ...
 
     def forget(self) -> None:
-        """Drop all kept histories, because the weights have changed."""
+        """Drop all kept histories and features of images, because the weights have changed."""
         ...
 
     def clear(self) -> None:
@@ -98,9 +111,13 @@ class Decoder(Protocol):
 class PackedDecoder:
     """`Decoder` for models whose attention implementation is `openrlhf.models.attention.ATTENTION`."""
 
-    def __init__(self, model: Any, store: KVStore) -> None:
+    def __init__(self, model: Any, store: KVStore, images: ImageReader | None = None) -> None:
+        """`images`: None for a model of text."""
         self.model = model
         self.store = store
+        self._images = images
+        self._shifts = np.zeros(store.max_rows, np.int64)
+        """By row, see `Prefill.shift`."""
 
     def step(self, last_tokens: np.ndarray, prefills: Sequence[Prefill]) -> StepLogits:
         store = self.store
@@ -124,13 +141,16 @@ class PackedDecoder:
             store.place(prefill.siblings, length=prefill.length)
         for prefill in extended:
             store.restore(prefill.known, prefill.row)  # type: ignore[arg-type]
+        for prefill in prefills:
+            self._shifts[[prefill.row, *prefill.siblings]] = prefill.shift
 
         rows = np.concatenate([*decoding, np.empty(0, np.int64)])
         prompts = [prefill.token_ids for prefill in prefills]
         ends = len(rows) + np.cumsum([len(p) for p in prompts], dtype=np.int64)
         inputs = {
             "token_ids": np.concatenate([last_tokens[rows], *prompts]),
-            "position_ids": np.concatenate([store.lengths[rows], *(np.arange(p.before, p.length) for p in prefills)]),
+            "position_ids": _end_to_end([store.lengths[rows] + self._shifts[rows], *(p.positions for p in prefills)]),
+            "images": PackedImages.of([(), *(p.images for p in prefills)], [len(rows), *map(len, prompts)]),
             "keep": np.concatenate([np.arange(len(rows)), ends - 1]) if prompts else None,
             "plan": DecodePlan(store, pools=pools, decoding=decoding, fresh=fresh, extended=extended),
         }
@@ -141,48 +161,65 @@ class PackedDecoder:
     def fork(self, source: int, target: int, *, length: int) -> bool:
         self.store.place([target], length=length)
         self.store.copy(source, [target], length=length)
+        self._shifts[target] = self._shifts[source]
         return True
 
     def remove(self, rows: Sequence[int]) -> None:
         self.store.remove(rows)
 
-    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
+    def keep(self, histories: Mapping[int, Tokens], *, wanted: Container[int]) -> None:
         self.store.keep(histories, wanted=wanted)
 
-    def recall(self, prompt: tuple[int, ...]) -> KnownPrefix | None:
+    def recall(self, prompt: Tokens, *, most: int) -> KnownPrefix | None:
         known = self.store.kept.find(prompt)
-        return known and known._replace(length=min(known.length, len(prompt) - 1))
+        return known._replace(length=min(known.length, most)) if known is not None and most > 0 else None
 
     def forget(self) -> None:
         self.store.kept.clear()
+        if self._images is not None:
+            self._images.forget()
 
     def clear(self) -> None:
         self.store.clear()
+        if self._images is not None:
+            self._images.clear()
 
     def _forward_or_make_room(self, inputs: dict[str, Any]) -> Tensor:
-        """Run the forward; if memory runs out, drop the kept histories and run it again.
+        """Run the forward; if memory runs out, drop what is kept of finished requests and run it again.
 
         A second run is safe, because the plan only writes the same keys to the same places once more.
         """
         try:
             return self._forward(**inputs)
         except torch.OutOfMemoryError:
-            if not self.store.kept:
+            if not self.store.kept and not self._images:
                 raise
         self.store.kept.clear()
+        if self._images is not None:
+            self._images.clear()
         return self._forward(**inputs)
 
     def _forward(
-        self, *, token_ids: np.ndarray, position_ids: np.ndarray, keep: np.ndarray | None, plan: DecodePlan
+        self,
+        *,
+        token_ids: np.ndarray,
+        position_ids: np.ndarray,
+        images: PackedImages | None,
+        keep: np.ndarray | None,
+        plan: DecodePlan,
     ) -> Tensor:
         device = self.store.device
-        output = self.model(
-            input_ids=torch.from_numpy(token_ids).to(device)[None],
-            position_ids=torch.from_numpy(position_ids).to(device)[None],
-            attention_plan=plan,
-            use_cache=False,
-            logits_to_keep=0 if keep is None else torch.from_numpy(keep).to(device),
-        )
+        token_ids_T = torch.from_numpy(token_ids).to(device)
+        kept = None if keep is None else torch.from_numpy(keep).to(device)
+        arguments: dict[str, Any] = {
+            "position_ids": torch.from_numpy(position_ids).to(device).unsqueeze(-2),  # [T] → [1, T], [R, T] → [R, 1, T]
+            "attention_plan": plan,
+            "use_cache": False,
+        }
+        if images is not None:
+            assert self._images is not None, "a model of text gets no images"
+            return self._images.forward(token_ids_T, images, keep=kept, **arguments).logits
+        output = self.model(input_ids=token_ids_T[None], logits_to_keep=0 if kept is None else kept, **arguments)
         logits = output.logits[0]
         # Models that do not know `logits_to_keep` predict at every position.
         return logits if keep is None or len(logits) == len(keep) else logits[keep]
@@ -198,6 +235,14 @@ class PackedDecoder:
         if len(order) > len(logits):
             logits = logits[torch.tensor(order, device=logits.device)]
         return StepLogits(np.array(all_rows, dtype=np.int64), logits)
+
+
+def _end_to_end(positions: Sequence[np.ndarray]) -> np.ndarray:
+    """[T]; or [R, T] where some have R rows of positions: the others have the same numbers in each."""
+    rows = max((len(part) for part in positions if part.ndim == 2), default=None)
+    if rows is None:
+        return np.concatenate(positions)
+    return np.concatenate([np.broadcast_to(part, (rows, part.shape[-1])) for part in positions], axis=1)
 
 
 class DecodePlan:
@@ -412,7 +457,7 @@ _LOW_PRECISION_TOLERANCE = 5e-2
 _ADVICE = "load it with its native attention instead: it then decodes one request at a time"
 
 
-def packed_decoder(model: Any, *, max_rows: int, max_length: int) -> PackedDecoder:
+def packed_decoder(model: Any, *, max_rows: int, max_length: int, images: ImageReader | None = None) -> PackedDecoder:
     """A decoder for `model`, after a check: two short sequences must get the same logits by steps as in one forward.
 
     Raises ValueError, naming the model, where they do not (for example, where layers have a state of their own).
@@ -452,7 +497,7 @@ def packed_decoder(model: Any, *, max_rows: int, max_length: int) -> PackedDecod
             f"the embedded engine cannot batch {name}: decoded step by step its logits differ by {error:.1e} from one "
             f"forward over the whole sequence; {_ADVICE}"
         )
-    return PackedDecoder(model, store(max_rows=max_rows, max_length=max_length))
+    return PackedDecoder(model, store(max_rows=max_rows, max_length=max_length), images)
 
 
 class _Recorder:

@@ -23,11 +23,17 @@ import numpy as np
 import torch
 
 from openrlhf.models.attention import ATTENTION
+from openrlhf.models.body import decoder_body
+from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.models.policy import Policy
-from openrlhf.rollout.base import ControlledEngine, check_prompt
+from openrlhf.models.support import logit_transform
+from openrlhf.models.vision import position_ids, reads_images
+from openrlhf.rollout.base import ControlledEngine, check_images, check_prompt
 from openrlhf.rollout.embedded.batch import Request, RunningBatch, StreamedParts
 from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
 from openrlhf.rollout.embedded.fallback import CachedDecoder
+from openrlhf.rollout.embedded.images import ImageReader
+from openrlhf.rollout.embedded.kv_store import KnownPrefix, Tokens, comparable
 from openrlhf.rollout.embedded.sampler import sample
 from openrlhf.rollout.generated_text import StopStrings, eos_token_ids, finished_text
 from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
@@ -66,6 +72,8 @@ class EmbeddedEngine:
         max_batch_size: int = 256,
         max_batch_tokens: int = 8192,
         reuse_prefixes: bool = True,
+        max_feature_bytes: int = 2**29,
+        frozen_tower: bool = False,
         seed: int = 0,
     ) -> None:
         """
@@ -77,6 +85,9 @@ class EmbeddedEngine:
             max_batch_tokens: most prompt tokens read in one step; a longer prompt is read in a step of its own.
             reuse_prefixes: whether keys and values of finished requests are kept, while memory and weights last, for
                 prompts that begin like them. Costs a copy of each, and at most the memory that running ones have.
+            max_feature_bytes: most memory of features of images that are kept for prompts that show them again. The
+                least recently used ones go first. The images of one step come on top.
+            frozen_tower: whether a change of the weights leaves the vision tower as it is, and with it the features.
             seed: randomness of requests that bring no seed; theirs follow from it and the order of the calls.
         """
         for name, value in (
@@ -97,9 +108,12 @@ class EmbeddedEngine:
         self._version = 0
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._eos = eos_token_ids(model, tokenizer)
+        self._body = decoder_body(model)
+        unsampled = unsampled_tokens(model.config)
+        self._unsampled = torch.tensor(unsampled, device=next(model.parameters()).device) if unsampled else None
         self._waiting: deque[Request] = deque()
         self._batch = RunningBatch(max_batch_size)
-        self._by_prompt: dict[tuple[int, ...], list[Request]] = {}
+        self._by_prompt: dict[Tokens, list[Request]] = {}
         """The running requests of each prompt: a later one starts from the keys and values of any of them."""
         self._streams: list[Request] = []
         self._stale: dict[int, Request] = {}
@@ -110,11 +124,16 @@ class EmbeddedEngine:
         self._task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.packed = getattr(model.config.get_text_config(), "_attn_implementation", None) == ATTENTION
+        self._images = (
+            ImageReader(model, max_bytes=max_feature_bytes, frozen_tower=frozen_tower)
+            if reads_images(self._body)
+            else None
+        )
         with torch.no_grad(), _evaluating(model):
             self._decoder: Decoder = (
-                packed_decoder(model, max_rows=max_batch_size, max_length=max_model_len)
+                packed_decoder(model, max_rows=max_batch_size, max_length=max_model_len, images=self._images)
                 if self.packed
-                else CachedDecoder(model)
+                else CachedDecoder(model, self._images)
             )
 
     @property
@@ -132,7 +151,7 @@ class EmbeddedEngine:
     async def resume(self, version: int) -> None:
         """Weights may have changed in place. Tokens sampled from now on are those of a model that has read everything
         before them: keys and values from before are forgotten, also those of requests under way, which are read
-        again."""
+        again. So are features of images, unless the vision tower is frozen."""
         if self._free_to_step.is_set() and version == self._version:
             return
         self._version = version
@@ -143,7 +162,8 @@ class EmbeddedEngine:
         self._free_to_step.set()
 
     async def sleep(self) -> None:
-        """The weights stay, which are the trainer's; keys and values go. The next step allocates their memory anew."""
+        """The weights stay, which are the trainer's; keys, values and features of images go. The next step allocates
+        their memory anew."""
         await self.pause()
         running = {request.running_row: request for request in self._running()}
         self._decoder.clear()
@@ -162,11 +182,11 @@ class EmbeddedEngine:
                 own[name].copy_(tensor)
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
-        if images:
-            raise ValueError("this engine reads no images")
         check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        self._check_images(token_ids, images)
+        policy = Policy(self.model, packed=self.packed, transform=logit_transform(self.model.config))
         with _evaluating(self.model):
-            return policy_logprobs(Policy(self.model, packed=self.packed).eval(), token_ids)
+            return policy_logprobs(policy.eval(), token_ids, images)
 
     async def check_health(self) -> None:
         """It lives as long as this process does."""
@@ -249,10 +269,9 @@ class EmbeddedEngine:
         self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage]
     ) -> Request:
         """Queue a request. Raises ValueError where it cannot be sampled."""
-        if images:
-            raise ValueError("this engine reads no images")
         token_ids, params = tuple(token_ids), sampling_params.copy()
         room = check_prompt(token_ids, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        self._check_images(token_ids, images)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
         outside = [token for token in params.stop_token_ids if token >= self._vocab_size]
@@ -260,20 +279,27 @@ class EmbeddedEngine:
             raise ValueError(f"stop_token_ids must be in 0 … {self._vocab_size - 1}, got {outside[0]}")
         eos = () if params.ignore_eos else self._eos
         counter, self._requests_seen = self._requests_seen, self._requests_seen + 1
-        known = self._decoder.recall(token_ids)
         request = Request(
             token_ids=token_ids,
+            images=tuple(images),
+            tokens=comparable(token_ids, images),
             params=params,
             limit=room if params.max_tokens is None else min(room, params.max_tokens),
             seed=derive_seed(self._seed, "request", counter) if params.seed is None else params.seed % 2**64,
             future=asyncio.get_running_loop().create_future(),
             ends=np.unique(np.array([*eos, *params.stop_token_ids], dtype=np.int64)),
             stop=StopStrings(self.tokenizer, params.stop) if params.stop else None,
-            wanted=None if known is None else known.number,
         )
+        if known := self._decoder.recall(request.tokens, most=request.most_known):
+            request.wanted = known.number
         self._waiting.append(request)
         self._ensure_driving()
         return request
+
+    def _check_images(self, token_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        if images and self._images is None:
+            raise ValueError(f"{type(self.model).__name__} reads no images, and the prompt has {len(images)}")
+        check_images(token_ids, images)
 
     def _ensure_driving(self) -> None:
         loop = asyncio.get_running_loop()
@@ -312,7 +338,7 @@ class EmbeddedEngine:
         with _evaluating(self.model):
             prefills = self._admit()
             rows, logits = self._decoder.step(self._batch.last_tokens, prefills)
-            sampled = sample(logits, **self._batch.sampling(rows))
+            sampled = sample(logits, unsampled=self._unsampled, **self._batch.sampling(rows))
         logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
         stopped, full = self._batch.record(rows, sampled.token_ids.cpu().numpy(), logprobs, version=self._version)
         self.stats.steps += 1
@@ -333,20 +359,20 @@ class EmbeddedEngine:
 
         A prompt is read once: requests that wait together share the reading, and one that comes while another
         with the same prompt runs starts from its keys and values, with only the last prompt token left to feed. Of a
-        prompt that begins like a finished request only the rest is read.
+        prompt that begins like a finished request only the rest is read. Prompts are the same if their images are.
         """
         if self._stale:
             return self._read_again()
-        prefills: dict[tuple[int, ...], Prefill] = {}
+        prefills: dict[Tokens, Prefill] = {}
         tokens = 0
         while self._waiting and self._batch.num_free:
             request = self._waiting[0]
-            prompt = request.token_ids
+            prompt = request.tokens
             shared = prefills.get(prompt)
-            reader = None if shared else self._reader(prompt)
-            known = None if shared or reader else self._decoder.recall(prompt)
-            unread = prompt[known.length :] if known else prompt
-            if shared is None and reader is None and tokens and tokens + len(unread) > self._max_batch_tokens:
+            reader = None if shared else self._reader(request)
+            known = None if shared or reader else self._decoder.recall(prompt, most=request.most_known)
+            unread = len(prompt) - (known.length if known else 0)
+            if shared is None and reader is None and tokens and tokens + unread > self._max_batch_tokens:
                 break
             self._waiting.popleft()
             row = self._batch.add(request)
@@ -354,8 +380,8 @@ class EmbeddedEngine:
             if shared is not None:
                 prefills[prompt] = shared._replace(siblings=(*shared.siblings, row))
             elif reader is None or not self._decoder.fork(reader.running_row, row, length=len(prompt) - 1):
-                prefills[prompt] = Prefill(row, np.array(unread, dtype=np.int64), known=known)
-                tokens += len(unread)
+                prefills[prompt] = self._prefill(request, request.token_ids, known=known)
+                tokens += unread
             self._by_prompt.setdefault(prompt, []).append(request)
         return list(prefills.values())
 
@@ -364,18 +390,31 @@ class EmbeddedEngine:
         prefills: list[Prefill] = []
         tokens = 0
         for row, request in list(self._stale.items()):
-            history = [*request.token_ids, *self._batch.sampled(row).token_ids]
+            history = (*request.token_ids, *self._batch.sampled(row).token_ids)
             if tokens and tokens + len(history) > self._max_batch_tokens:
                 break
             tokens += len(history)
-            prefills.append(Prefill(row, np.array(history, dtype=np.int64)))
+            prefills.append(self._prefill(request, history))
             request.prompt_version = self._version
             del self._stale[row]
         return prefills
 
-    def _reader(self, prompt: tuple[int, ...]) -> Request | None:
-        """A running request that has read this prompt with the present weights."""
-        siblings = self._by_prompt.get(prompt, ())
+    def _prefill(self, request: Request, history: tuple[int, ...], *, known: KnownPrefix | None = None) -> Prefill:
+        """The reading of a request's tokens so far, without those that are known."""
+        before = 0 if known is None else known.length
+        images = tuple(PlacedImage(start - before, image) for start, image in request.images if start >= before)
+        prefill = Prefill(request.running_row, np.array(history[before:], dtype=np.int64), known=known, images=images)
+        # One position more than there are tokens: where the next one will be.
+        rows_RT = position_ids(self._body, len(history) + 1, request.images)
+        if rows_RT is None:
+            return prefill
+        shift = int(rows_RT[0, -1]) - len(history)
+        return prefill._replace(positions_RP=rows_RT[:, before:-1].numpy(), shift=shift)
+
+    def _reader(self, request: Request) -> Request | None:
+        """A running request that has read the same prompt with the present weights. The last token of the prompt is fed
+        again, by its id: none will do where that token is an image's."""
+        siblings = () if request.ends_with_image else self._by_prompt.get(request.tokens, ())
         return next((s for s in siblings if s.prompt_version == self._version), None)
 
     def _running(self) -> list[Request]:
@@ -387,7 +426,7 @@ class EmbeddedEngine:
             # The last token was sampled but never fed. Requests that saw two versions of the weights are mixtures.
             self._decoder.keep(
                 {
-                    request.running_row: (*request.token_ids, *tokens.token_ids[:-1])
+                    request.running_row: (*request.tokens, *tokens.token_ids[:-1])
                     for request, tokens in zip(requests, sampled, strict=True)
                     if request.prompt_version == self._version
                 },
@@ -419,10 +458,10 @@ class EmbeddedEngine:
         for request in requests:
             self._stale.pop(request.running_row, None)
             self._batch.remove(request.running_row)
-            siblings = self._by_prompt[request.token_ids]
+            siblings = self._by_prompt[request.tokens]
             siblings.remove(request)
             if not siblings:
-                del self._by_prompt[request.token_ids]
+                del self._by_prompt[request.tokens]
 
     def _drop(self, request: Request) -> None:
         if request.row is not None:

@@ -10,60 +10,79 @@ import torch
 from torch import Tensor
 
 from openrlhf.rollout.embedded.decoder import Prefill, StepLogits
+from openrlhf.rollout.embedded.images import ImageReader
+from openrlhf.rollout.embedded.kv_store import Tokens
+from openrlhf.types import PackedImages, PlacedImage
 
 
 class CachedDecoder:
     """`Decoder` for models that no attention plan can express (soft-cap, sinks, state-space layers)."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, images: ImageReader | None = None) -> None:
+        """`images`: None for a model of text."""
         self.model = model
+        self._images = images
         self._device = next(model.parameters()).device
         self._caches: dict[int, Any] = {}
-        self._lengths: dict[int, int] = {}
+        self._next: dict[int, int] = {}
+        """By row: the position of its next token."""
 
     def step(self, last_tokens: np.ndarray, prefills: Sequence[Prefill]) -> StepLogits:
-        work = [(row, last_tokens[row : row + 1]) for row in self._caches]
+        rows = list(self._caches)
+        logits = [self._forward(row, last_tokens[row : row + 1], np.array([self._next[row]])) for row in rows]
         for prefill in prefills:
             # The layout of a model's own cache is unknown, so it cannot be copied: siblings read the prompt themselves.
-            work += [(row, prefill.token_ids) for row in (prefill.row, *prefill.siblings)]
-        logits = [self._forward(row, token_ids) for row, token_ids in work]
-        return StepLogits(np.array([row for row, _ in work], dtype=np.int64), torch.stack(logits))
+            for row in (prefill.row, *prefill.siblings):
+                logits.append(self._forward(row, prefill.token_ids, prefill.positions, prefill.images))
+                rows.append(row)
+        return StepLogits(np.array(rows, dtype=np.int64), torch.stack(logits))
 
     def fork(self, source: int, target: int, *, length: int) -> bool:
         return False
 
     def remove(self, rows: Sequence[int]) -> None:
         for row in rows:
-            del self._caches[row], self._lengths[row]
+            del self._caches[row], self._next[row]
 
-    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int]) -> None:
+    def keep(self, histories: Mapping[int, Tokens], *, wanted: Container[int]) -> None:
         """Keeps nothing: a cache that may hold a recurrent state cannot be cut back to a common beginning."""
 
-    def recall(self, prompt: tuple[int, ...]) -> None:
+    def recall(self, prompt: Tokens, *, most: int) -> None:
         return None
 
     def forget(self) -> None:
-        """Does nothing, since nothing is kept."""
+        """No histories are kept, features of images are."""
+        if self._images is not None:
+            self._images.forget()
 
     def clear(self) -> None:
         self._caches.clear()
-        self._lengths.clear()
+        self._next.clear()
+        if self._images is not None:
+            self._images.clear()
 
-    def _forward(self, row: int, token_ids: np.ndarray) -> Tensor:
-        """The logits [V] after the row's new tokens."""
-        seen = self._lengths.get(row, 0)
-        output = self.model(
-            input_ids=torch.from_numpy(token_ids).to(self._device)[None],
-            position_ids=torch.arange(seen, seen + len(token_ids), device=self._device)[None],
-            past_key_values=self._caches.get(row),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        if getattr(output, "past_key_values", None) is None:
+    def _forward(
+        self, row: int, token_ids: np.ndarray, positions: np.ndarray, images: Sequence[PlacedImage] = ()
+    ) -> Tensor:
+        """The logits [V] after the row's new tokens, whose positions are [P] or [R, P]."""
+        token_ids_T = torch.from_numpy(token_ids).to(self._device)
+        arguments: dict[str, Any] = {
+            "position_ids": torch.from_numpy(positions).to(self._device).unsqueeze(-2),
+            "past_key_values": self._caches.get(row),
+            "use_cache": True,
+        }
+        placed = PackedImages.of([images], [len(token_ids)])
+        if placed is None:
+            output = self.model(input_ids=token_ids_T[None], logits_to_keep=1, **arguments)
+            logits, cache = output.logits[0, -1], getattr(output, "past_key_values", None)
+        else:
+            assert self._images is not None, "a model of text gets no images"
+            (logits,), cache = self._images.forward(token_ids_T, placed, keep=None, **arguments)
+        if cache is None:
             raise ValueError(f"the embedded engine cannot decode {type(self.model).__name__}: it returns no cache")
-        self._caches[row] = output.past_key_values
-        self._lengths[row] = seen + len(token_ids)
-        return output.logits[0, -1]
+        self._caches[row] = cache
+        self._next[row] = int(positions.max()) + 1
+        return logits
 
 
 if TYPE_CHECKING:

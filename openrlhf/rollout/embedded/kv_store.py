@@ -13,6 +13,10 @@ A kept history is found by its blocks of BLOCK tokens. Each block has a hash of 
 the last block of a prompt with a known hash names the history with the longest common beginning, in time linear in the
 prompt. The tokens themselves are compared before a history is used, because two hashes may collide.
 
+Two images of one size have the same token ids. Histories and prompts are therefore compared as `Tokens`, in which the
+first token of each image is the image's digest. Equal digests mean equal tokens, so what two sequences have in common
+never ends inside an image that both of them have whole.
+
 Shapes: S slots, H key-value heads, C capacity, D head dimension, L tokens of a history.
 """
 
@@ -28,8 +32,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.types import PlacedImage
+
 MIN_CAPACITY = 64
 _GIB = 2**30
+Tokens = tuple[int | str, ...]
+"""Token ids, with the digest of each image in the place of the image's first token: what may be compared."""
+
+
+def comparable(token_ids: tuple[int, ...], images: Sequence[PlacedImage]) -> Tokens:
+    if not images:
+        return token_ids
+    tokens: list[int | str] = [*token_ids]
+    for start, image in images:
+        tokens[start] = image.digest
+    return tuple(tokens)
 
 
 class LayerShape(NamedTuple):
@@ -130,26 +147,26 @@ class KVStore:
             for layer, tensor in caches[0].items():
                 caches[1][layer][first : first + len(targets), :, :length] = tensor[slot, :, :length]
 
-    def keep(self, histories: Mapping[int, tuple[int, ...]], *, wanted: Container[int] = ()) -> None:
+    def keep(self, histories: Mapping[int, Tokens], *, wanted: Container[int] = ()) -> None:
         """Keep the keys and values of these rows under their tokens, as far as memory and `wanted` histories allow."""
         spare = _spare_bytes(self.device)
-        for row, token_ids in histories.items():
-            if len(token_ids) != self.lengths[row]:
-                raise ValueError(f"row {row} has {self.lengths[row]} tokens stored, not {len(token_ids)}")
-            num_bytes = len(token_ids) * self.bytes_per_token
+        for row, tokens in histories.items():
+            if len(tokens) != self.lengths[row]:
+                raise ValueError(f"row {row} has {self.lengths[row]} tokens stored, not {len(tokens)}")
+            num_bytes = len(tokens) * self.bytes_per_token
             budget = min(self.num_bytes, self.kept.num_bytes + spare // 2)
-            if not self.kept.make_room(token_ids, num_bytes, budget=budget, wanted=wanted):
+            if not self.kept.make_room(tokens, num_bytes, budget=budget, wanted=wanted):
                 continue
             pool, slot = self.slot(row)
             try:
                 keys, values = (
-                    {layer: cache[slot, :, : len(token_ids)].clone() for layer, cache in caches.items()}
+                    {layer: cache[slot, :, : len(tokens)].clone() for layer, cache in caches.items()}
                     for caches in (pool.keys, pool.values)
                 )
             except RuntimeError:  # out of memory after all; keeping histories only saves time, so this is no error
                 self.kept.clear()
                 return
-            self.kept.add(StoredHistory(token_ids, keys, values, num_bytes))
+            self.kept.add(StoredHistory(tokens, keys, values, num_bytes))
             spare -= num_bytes
 
     def restore(self, known: KnownPrefix, row: int) -> None:
@@ -274,7 +291,7 @@ BLOCK = 8
 class StoredHistory:
     """Tokens, and their keys and values in all layers."""
 
-    token_ids: tuple[int, ...]
+    tokens: Tokens
     keys: dict[int, Tensor]
     """[H, L, D] by layer index."""
     values: dict[int, Tensor]
@@ -304,38 +321,36 @@ class KeptHistories:
     def __len__(self) -> int:
         return len(self._histories)
 
-    def find(self, token_ids: tuple[int, ...]) -> KnownPrefix | None:
-        """The history that has the longest beginning in common with `token_ids`, if it is at least one block."""
+    def find(self, tokens: Tokens) -> KnownPrefix | None:
+        """The history that has the longest beginning in common with `tokens`, if it is at least one block."""
         found = None
-        for end, block in _blocks(token_ids):
+        for end, block in _blocks(tokens):
             if block in self._by_block:
                 found = self._by_block[block], end
         if found is None:
             return None
         number, length = found
         history = self._histories[number]
-        if history.token_ids[:length] != token_ids[:length]:
+        if history.tokens[:length] != tokens[:length]:
             return None
-        longest = min(len(history.token_ids), len(token_ids))
-        while length < longest and history.token_ids[length] == token_ids[length]:
+        longest = min(len(history.tokens), len(tokens))
+        while length < longest and history.tokens[length] == tokens[length]:
             length += 1
         self._histories.move_to_end(number)
         return KnownPrefix(history, length, number)
 
-    def make_room(
-        self, token_ids: tuple[int, ...], num_bytes: int, *, budget: int, wanted: Container[int] = ()
-    ) -> bool:
+    def make_room(self, tokens: Tokens, num_bytes: int, *, budget: int, wanted: Container[int] = ()) -> bool:
         """Drop histories until one of these tokens fits. False: it does not fit, or is not worth keeping.
 
         The least recently used ones go first, but none that is `wanted`: where more conversations take turns than fit,
         plain LRU would drop each of them just before its turn, and would never find one.
         """
-        if num_bytes > budget or len(token_ids) < BLOCK:
+        if num_bytes > budget or len(tokens) < BLOCK:
             return False
-        known = self.find(token_ids)
-        if known is not None and known.length == len(token_ids):
+        known = self.find(tokens)
+        if known is not None and known.length == len(tokens):
             return False
-        if known is not None and known.length == len(known.history.token_ids):
+        if known is not None and known.length == len(known.history.tokens):
             self._remove(known.number)
         for number in [number for number in self._histories if number not in wanted]:
             if self.num_bytes + num_bytes <= budget:
@@ -345,7 +360,7 @@ class KeptHistories:
 
     def add(self, history: StoredHistory) -> None:
         self._histories[self._arrivals] = history
-        self._by_block.update((block, self._arrivals) for _, block in _blocks(history.token_ids))
+        self._by_block.update((block, self._arrivals) for _, block in _blocks(history.tokens))
         self._arrivals += 1
         self.num_bytes += history.num_bytes
 
@@ -357,14 +372,14 @@ class KeptHistories:
     def _remove(self, number: int) -> None:
         history = self._histories.pop(number)
         self.num_bytes -= history.num_bytes
-        for _, block in _blocks(history.token_ids):
+        for _, block in _blocks(history.tokens):
             if self._by_block.get(block) == number:
                 del self._by_block[block]
 
 
-def _blocks(token_ids: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _blocks(tokens: Tokens) -> Iterator[tuple[int, int]]:
     """For each whole block: where it ends, and the hash of everything up to there."""
     before = 0
-    for end in range(BLOCK, len(token_ids) + 1, BLOCK):
-        before = hash((before, token_ids[end - BLOCK : end]))
+    for end in range(BLOCK, len(tokens) + 1, BLOCK):
+        before = hash((before, tokens[end - BLOCK : end]))
         yield end, before

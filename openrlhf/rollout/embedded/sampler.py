@@ -72,6 +72,7 @@ def sample(
     min_p: np.ndarray,
     penalties: Sequence[Penalty] = (),
     forbidden: np.ndarray | None = None,
+    unsampled: Tensor | None = None,
     want_logprobs: bool = True,
 ) -> Sampled:
     """One token per row of `logits` [B, V], which is overwritten.
@@ -83,6 +84,8 @@ def sample(
         top_k: int64 [B]; -1 means all. Applied before top-p, which then sees the renormalised rest.
         min_p: float32 [B]; 0 means all. Applied before top-k.
         forbidden: int64 [K, 2] pairs (row, token id) that must not be sampled.
+        unsampled: int64 [K] token ids that no row ever samples, on the device of the logits. They are no part of the
+            distribution: all below is as if the vocabulary had no such tokens.
 
     The log-prob of a sampled token is log q(token) with q the distribution it was drawn from: after penalties,
     forbidding, temperature, min-p, top-k and top-p. A greedy token is reported under the temperature-1 softmax
@@ -90,6 +93,8 @@ def sample(
     """
     logits = logits.float()
     device = logits.device
+    if unsampled is not None:
+        logits.index_fill_(-1, unsampled, float("-inf"))
     for penalty in penalties:
         _penalise(logits[penalty.row], penalty)
     if forbidden is not None and len(forbidden):
