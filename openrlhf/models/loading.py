@@ -23,7 +23,7 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.backend import BackendSection, InferenceBackendSection, LigerSection, LoraSection, ValueHeadSection
@@ -228,12 +228,11 @@ def _any_image(path: str | os.PathLike[str], config: Any, settings: LoadSettings
         image = processor.blank()
     except ImageProcessorError as error:
         raise ModelLoadError(f"{what}: {error}") from error
-    with torch.device("meta"):
-        skeleton = AutoModel.from_config(config, trust_remote_code=trusts)
-    if not reads_images(skeleton):
+    body_class = MODEL_MAPPING.get(type(config), None)
+    if not hasattr(body_class, "get_image_features"):
         raise ModelLoadError(
-            f"{what}: images for {config.model_type} are not built: its {type(skeleton).__name__} does not show how "
-            "features and text come together. Choose another model, such as Qwen3-VL."
+            f"{what}: images for {config.model_type} are not built: its class has no get_image_features. "
+            "Choose another model, such as Qwen3-VL."
         )
     return image
 

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from vision_models import KINDS, write_vision_model
 
 from openrlhf.demo.model import make_tokenizer
 from openrlhf.observability.loggers import read_metrics
@@ -327,6 +328,28 @@ def test_a_number_that_is_none_on_one_rank_costs_all_ranks_that_step_and_nothing
     assert [case for case, seen in found.items() if not seen["same"]] == []
     assert [case for case, seen in found.items() if len(seen["said"]) != 1] == []
     assert all(seen["said"][0].startswith("2: ") for case, seen in found.items() if "lost" not in case)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("images")
+    for kind in KINDS:
+        write_vision_model(kind, folder / kind)
+    Runs(folder, folder, folder).run("two", "vision_ranks.py", folder)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["zero 0", "zero 2", "zero 3", "zero 3, frozen tower"])
+def test_a_rank_without_images_trains_with_one_that_has_some(images, kind, way):
+    """It encodes an image for the sake of the other, and the weights are those of one process with all samples."""
+    found = images[f"{kind}, {way}"]
+    assert max(found["gaps"].values()) <= 1e-5
+    tower = {
+        name: moved for name, moved in found["moved"].items() if "language_model" not in name and "head" not in name
+    }
+    assert tower
+    assert (max(tower.values()) == 0) is ("frozen" in way)
 
 
 @pytest.fixture(scope="module")
