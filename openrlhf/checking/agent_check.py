@@ -12,7 +12,7 @@ from openrlhf.agents.base import Episode
 from openrlhf.agents.episodes import AgentEpisodes, EpisodeError
 from openrlhf.checking.reward_check import SLOW_SECONDS, about_labels, range_warnings
 from openrlhf.checking.workbench import Workbench
-from openrlhf.observability.turns import spans
+from openrlhf.observability.turns import SegmentReader, spans
 from openrlhf.types import Prompt
 
 
@@ -57,12 +57,17 @@ async def check_agent(bench: Workbench) -> list[PlayedEpisode]:
 def agent_warnings(played: Sequence[PlayedEpisode], tokenizer: Any, *, max_steps: int) -> list[str]:
     """Warnings about results that training would accept and that are seldom meant."""
     episodes = [one.episode for one in played]
-    turns = [sum(span.action for segment in e.segments for span in spans(segment, tokenizer)) for e in episodes]
+    turns = [num_turns(episode, tokenizer) for episode in episodes]
     return [
         *_about_rewards(episodes, about_labels([one.prompt for one in played])),
         *_about_ends(episodes, turns, max_steps=max_steps),
         *_about_tokens(episodes, tokenizer),
     ]
+
+
+def num_turns(episode: Episode, tokenizer: Any) -> int:
+    reader = SegmentReader(tokenizer)
+    return sum(span.action for segment in episode.segments for span in spans(segment, reader))
 
 
 def _about_rewards(episodes: Sequence[Episode], labels: str) -> Iterator[str]:
@@ -102,7 +107,8 @@ def _about_tokens(episodes: Sequence[Episode], tokenizer: Any) -> Iterator[str]:
             f"{unmatched} action ranges were not sampled by llm_engine.generate as they stand: the policy is trained "
             "on tokens it did not say (was a text tokenised again?)"
         )
-    parts = [spans(segment, tokenizer) for segment in segments]
+    reader = SegmentReader(tokenizer)
+    parts = [spans(segment, reader) for segment in segments]
     feedback = [
         before.text for each in parts for before, after in pairwise(each[1:]) if after.action and not before.action
     ]

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.checking.agent_check import PlayedEpisode
+from openrlhf.checking.agent_check import PlayedEpisode, num_turns
 from openrlhf.checking.reward_check import JudgedPrompt, log_names
-from openrlhf.observability.turns import Span, spans
+from openrlhf.observability.turns import SegmentReader, Span, spans
 
 PIPE_WIDTH = 120
 MOST_CHARACTERS = 600
@@ -68,7 +68,7 @@ class Display:
     def episodes(self, file: Path, played: Sequence[PlayedEpisode], tokenizer: Any) -> None:
         """The one with most turns in full, then all of them in a line each."""
         self._head(f"{file.name}: AgentExecutor")
-        self._episode(max(played, key=lambda p: _turns(p, tokenizer)), tokenizer)
+        self._episode(max(played, key=lambda p: num_turns(p.episode, tokenizer)), tokenizer)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("prompt", no_wrap=True)
         for name in ("sample", "turns", "tokens", "trained", "reward", "score"):
@@ -80,7 +80,7 @@ class Display:
             table.add_row(
                 Text(shown(name, 17)),
                 str(p.sample + 1),
-                str(_turns(p, tokenizer)),
+                str(num_turns(episode, tokenizer)),
                 str(sum(len(segment) for segment in episode.segments)),
                 str(sum(segment.num_actions for segment in episode.segments)),
                 _number(episode.reward),
@@ -106,8 +106,9 @@ class Display:
         episode = one.episode
         ended = "truncated: it met a limit" if episode.truncated else "it ended by itself"
         self._print(f"\nOne episode, as it is trained on ({ended}):")
+        reader = SegmentReader(tokenizer)
         for segment in episode.segments:
-            parts = spans(segment, tokenizer)
+            parts = spans(segment, reader)
             self._print("")
             self._print(self._marked(parts), soft_wrap=True)
             self._print("")
@@ -166,7 +167,7 @@ def reward_summary(judged: Sequence[JudgedPrompt]) -> str:
 
 def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any) -> str:
     """How many episodes were played, how far, and with which rewards."""
-    turns = [_turns(one, tokenizer) for one in played]
+    turns = [num_turns(one.episode, tokenizer) for one in played]
     rewards = [one.episode.reward for one in played if one.episode.reward is not None]
     trained = sum(segment.num_actions for one in played for segment in one.episode.segments)
     cut = sum(one.episode.truncated for one in played)
@@ -217,10 +218,6 @@ def _in_common(texts: Sequence[str], edges: str) -> int:
     """Length of the beginning that all have in common, up to the last of `edges` in it."""
     length = sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False)))
     return max(texts[0].rfind(edge, 0, length) for edge in edges) + 1
-
-
-def _turns(played: PlayedEpisode, tokenizer: Any) -> int:
-    return sum(span.action for segment in played.episode.segments for span in spans(segment, tokenizer))
 
 
 def _number(value: float | None) -> str:

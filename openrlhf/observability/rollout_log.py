@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from openrlhf.observability.jsonl import JsonLinesWriter
-from openrlhf.observability.turns import Turn, TurnReader
+from openrlhf.observability.thumbnails import FOLDER, ThumbnailFolder
+from openrlhf.observability.turns import TextImage, Turn, TurnReader, without_runs
 
 if TYPE_CHECKING:
     from openrlhf.types import Group, Trajectory
@@ -25,8 +26,11 @@ MOST_CHARACTERS = 32_000
 is left out."""
 MOST_TURNS = 200
 """The most turns of an episode: those in the middle of a longer one are left out."""
+MOST_IMAGES = 48
+"""The most different images of an episode that have a thumbnail: the first and the last of them."""
 THINNED = ((256 << 20, 10), (1 << 30, 100))
-"""(bytes that the file has, steps from one that is kept to the next): a run of weeks does not fill the disk."""
+"""(bytes that the file and its thumbnails have, steps from one that is kept to the next): a run of weeks does
+not fill the disk."""
 
 BEST, WORST, TYPICAL, FAILED = "best", "worst", "typical", "failed"
 
@@ -36,7 +40,8 @@ T = TypeVar("T")
 class RolloutLog:
     """rollouts.jsonl: one line per trajectory, of at most `groups` groups a step (0: none), 4 trajectories of each.
 
-    Which ones depends on rewards and ordinals alone, not on who finished first.
+    Which ones depends on rewards and ordinals alone, not on who finished first. The thumbnails of their images are in
+    a folder beside the file, each image once for the whole run, also where a run is resumed.
     """
 
     def __init__(self, path: Path, tokenizer: Any, *, groups: int = 4) -> None:
@@ -46,6 +51,7 @@ class RolloutLog:
         self._groups = groups
         self._reader = TurnReader(tokenizer)
         self._lines = JsonLinesWriter(path)
+        self._thumbnails = ThumbnailFolder(path.parent / FOLDER)
         self._every = 1
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
@@ -57,13 +63,38 @@ class RolloutLog:
             of_group = {"choice": choice, "group_reward": mean_reward(group), "group_samples": len(group.trajectories)}
             for trajectory in chosen_episodes(group.trajectories, MOST_EPISODES):
                 turns = self._reader.turns(trajectory.segments, text=trajectory.text)
-                self._lines.write({**_record(step, group, trajectory), **of_group, **whole, "turns": _fitted(turns)})
+                record = {**_record(step, group, trajectory), **of_group, **whole}
+                self._lines.write({**record, "turns": self._fitted(turns)})
 
     def close(self) -> None:
         self._lines.close()
 
+    def _fitted(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """The turns as objects, within the limits. A turn that is left out has no text, and says how many it stands
+        for."""
+        half = MOST_TURNS // 2
+        first, last = (turns, ()) if len(turns) <= MOST_TURNS else (turns[:half], turns[-half:])
+        most = longest_whole([len(turn.text) for turn in (*first, *last)], MOST_CHARACTERS)
+        files = self._files([image for turn in (*first, *last) for image in turn.images])
+        records = [_turn(turn, most, files) for turn in first]
+        if last:
+            between = turns[half:-half]
+            tokens, reward = sum(turn.tokens for turn in between), math.fsum(turn.reward for turn in between)
+            gap = {"role": "left out", "action": False, "text": "", "tokens": tokens, "turns": len(between)}
+            records += [gap | ({"reward": reward} if reward else {}), *(_turn(turn, most, files) for turn in last)]
+        return records
+
+    def _files(self, images: Sequence[TextImage]) -> dict[int, str]:
+        """An image's number → the file with its thumbnail, which is there from now on."""
+        different = list({image.number: image.placed.image for image in images}.items())
+        half = MOST_IMAGES // 2
+        if len(different) > MOST_IMAGES:
+            different = different[:half] + different[-half:]
+        files = {number: self._thumbnails.add(image) for number, image in different}
+        return {number: f"{FOLDER}/{file.name}" for number, file in files.items() if file is not None}
+
     def _has_room(self, step: int) -> bool:
-        size = self._path.stat().st_size
+        size = self._path.stat().st_size + self._thumbnails.num_bytes
         every = next((every for least, every in reversed(THINNED) if size >= least), 1)
         if every != self._every:
             self._every = every
@@ -141,14 +172,25 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:head]} … {len(text) - head - tail:,} characters left out … {text[len(text) - tail :]}"
 
 
+def place_in_shortened(text: str, most: int, at: int, length: int) -> int | None:
+    """Where the `length` characters from `at` on are in `shortened(text, most)`; None where they were cut.
+
+    >>> place_in_shortened("abcdefghijkl", 6, 10, 2), shortened("abcdefghijkl", 6).index("kl")
+    (31, 31)
+    """
+    if len(text) <= most or at + length <= most * 2 // 3:
+        return at
+    return at + len(shortened(text, most)) - len(text) if at >= len(text) - most // 3 else None
+
+
 def _record(step: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
     response = trajectory.text.removeprefix(group.prompt.text)
     return {
         "step": step,
         "prompt_ordinal": group.prompt.ordinal,
         "sample": trajectory.key.sample,
-        "prompt": shortened(group.prompt.text, MOST_CHARACTERS),
-        "response": shortened(response, MOST_CHARACTERS),
+        "prompt": shortened(without_runs(group.prompt.text), MOST_CHARACTERS),
+        "response": shortened(without_runs(response), MOST_CHARACTERS),
         "label": _label(group.prompt.label),
         "reward": trajectory.reward,
         "score": trajectory.score,
@@ -164,23 +206,21 @@ def _label(label: Any) -> Any:
     return label if len(text) <= MOST_CHARACTERS else shortened(text, MOST_CHARACTERS)
 
 
-def _fitted(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The turns as objects, within the limits. A turn that is left out has no text, and says how many it stands for."""
-    half = MOST_TURNS // 2
-    first, last = (turns, ()) if len(turns) <= MOST_TURNS else (turns[:half], turns[-half:])
-    most = longest_whole([len(turn.text) for turn in (*first, *last)], MOST_CHARACTERS)
-    records = [_turn(turn, most) for turn in first]
-    if last:
-        between = turns[half:-half]
-        tokens, reward = sum(turn.tokens for turn in between), math.fsum(turn.reward for turn in between)
-        gap = {"role": "left out", "action": False, "text": "", "tokens": tokens, "turns": len(between)}
-        records += [gap | ({"reward": reward} if reward else {}), *(_turn(turn, most) for turn in last)]
-    return records
-
-
-def _turn(turn: Turn, most: int) -> dict[str, Any]:
+def _turn(turn: Turn, most: int, files: Mapping[int, str]) -> dict[str, Any]:
     record: dict[str, Any] = {"role": turn.role, "action": turn.action, "text": shortened(turn.text, most)}
     record["tokens"] = turn.tokens
+    if turn.images:
+        record["images"] = [
+            {
+                "number": image.number,
+                "at": place_in_shortened(turn.text, most, image.at, len(image.mark)),
+                "start": image.placed.start,
+                "tokens": len(image.placed.image),
+                "size": image.placed.image.size,
+                "file": files.get(image.number),
+            }
+            for image in turn.images
+        ]
     if turn.action:
         record |= {"reward": turn.reward, "versions": list(turn.versions)}
     if turn.segment:

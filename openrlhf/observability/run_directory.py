@@ -25,6 +25,7 @@ class RunDirectory:
     config.yaml     the configuration, secrets already taken out
     metrics.jsonl   one line per training step and per evaluation
     rollouts.jsonl  the best, the worst and typical groups of every step, turn by turn
+    rollout_images/ thumbnails of the images in them
     trained.jsonl   which samples every step was trained on (RL)
     warnings.jsonl  what was said about steps that went wrong; usually empty
     notes.jsonl     what else was said in words, and how the run ended

@@ -17,7 +17,7 @@ from openrlhf.checking.display import Display, reward_summary, shown, told_apart
 from openrlhf.checking.options import Kind, kinds_of
 from openrlhf.checking.reward_check import Answer, JudgedPrompt, reward_warnings, written_answers
 from openrlhf.checking.workbench import END, builtin_prompts, make_model, make_tokenizer
-from openrlhf.observability.turns import Span, spans
+from openrlhf.observability.turns import SegmentReader, Span, spans
 from openrlhf.rewards.base import Reward
 from openrlhf.types import FinishReason, Generation, Prompt
 
@@ -197,7 +197,7 @@ def episode(
 def test_spans_are_the_runs_of_the_action_mask():
     """a s k | 1 2 | - | 3: three prompt tokens, two turns with their rewards, one token of feedback."""
     (segment,) = episode("12", "3", rewards=(0.25, 1.0), feedback="-").episode.segments
-    assert spans(segment, CharTokenizer()) == [
+    assert spans(segment, SegmentReader(CharTokenizer())) == [
         Span(start=0, end=3, action=False, text="ask"),
         Span(start=3, end=5, action=True, text="12", reward=0.25, logprob=-0.5),
         Span(start=5, end=6, action=False, text="-"),
@@ -207,7 +207,7 @@ def test_spans_are_the_runs_of_the_action_mask():
 
 def test_turns_of_a_silent_environment_are_told_apart():
     (segment,) = episode("12", "3", rewards=(0.0, 1.0), feedback="").episode.segments
-    assert [(span.text, span.reward) for span in spans(segment, CharTokenizer()) if span.action] == [
+    assert [(span.text, span.reward) for span in spans(segment, SegmentReader(CharTokenizer())) if span.action] == [
         ("12", 0),
         ("3", 1),
     ]

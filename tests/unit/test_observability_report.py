@@ -22,6 +22,8 @@ from openrlhf.observability.loggers import JsonlLogger
 from openrlhf.observability.report import LiveReport, write_report
 from openrlhf.observability.rollout_log import spread
 from openrlhf.observability.run_directory import NoteLog, RunDirectory, read_notes
+from openrlhf.observability.thumbnails import FOLDER, ThumbnailFolder
+from tests.support.prepared_images import prepared
 
 CONFIG = {"actor": {"model_name_or_path": "/models/Qwen/Qwen3-0.6B"}, "algo": {"advantage": {"estimator": "rloo"}}}
 
@@ -29,7 +31,7 @@ CONFIG = {"actor": {"model_name_or_path": "/models/Qwen/Qwen3-0.6B"}, "algo": {"
 class Page(HTMLParser):
     """The page as a browser understands it."""
 
-    VOID = frozenset({"meta", "input", "br", "link", "img", "path", "rect", "line", "circle"})
+    VOID = frozenset({"meta", "input", "br", "link", "img", "path", "rect", "line", "circle", "image", "use"})
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -62,7 +64,8 @@ class Page(HTMLParser):
     @property
     def charts(self) -> dict[str, dict]:
         """Data behind each chart by its title."""
-        titles = [attrs["aria-label"] for tag, attrs in self.tags if tag == "svg" and "aria-label" in attrs]
+        drawings = [attrs for tag, attrs in self.tags if tag == "svg" and "shot" not in (attrs.get("class") or "")]
+        titles = [attrs["aria-label"] for attrs in drawings if "aria-label" in attrs]
         data = [json.loads(attrs["data-chart"]) for tag, attrs in self.tags if "data-chart" in attrs]
         return dict(zip(titles, data, strict=True))
 
@@ -71,13 +74,21 @@ class Page(HTMLParser):
         assert self.open == []
         for tag, attrs in self.tags:
             assert not {"src", "srcset"} & set(attrs), f"<{tag}> loads something"
-            assert (attrs.get("href") or "#").startswith("#"), f"<{tag}> leads elsewhere"
+            href = attrs.get("href") or "#"
+            picture = tag == "image" and re.fullmatch(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+", href)
+            assert href.startswith("#") or picture, f"<{tag}> leads elsewhere"
             assert not any(name.startswith("on") for name in attrs)
             for name in ("d", "x", "y", "x1", "cx", "cy", "height"):
                 assert "nan" not in (attrs.get(name) or "")
                 assert "inf" not in (attrs.get(name) or "")
         assert not re.search(r"url\(|@import|https?:", self.source)
-        assert len(self.source.encode()) < 3_000_000
+        assert len(self.source.encode()) < (5_000_000 if 'class="album"' in self.source else 3_000_000)
+
+    @property
+    def shots(self) -> list[tuple[str, int, int]]:
+        """What is said of each image that is seen, and how large it is, in the order of the page."""
+        shots = [attrs for tag, attrs in self.tags if tag == "svg" and "shot" in (attrs.get("class") or "")]
+        return [(attrs["aria-label"], int(attrs["width"]), int(attrs["height"])) for attrs in shots]
 
 
 def report(run: RunDirectory, **options: str) -> Page:
@@ -273,6 +284,100 @@ def test_an_episode_is_shown_as_its_turns(run: RunDirectory):
     assert classes.count("turn obs") == 2 * 4
     opened = [("open" in attrs) for tag, attrs in page.tags if (attrs.get("class") or "").startswith("response many")]
     assert opened == [True, False] * 2
+
+
+def with_images(run: RunDirectory, step: int, text: str, *images: dict, sample: int = 0) -> dict:
+    """A rollout whose prompt is this text. An image of a `seed` has a thumbnail; other entries stand as they are."""
+    listed = []
+    for number, image in enumerate(images, start=1):
+        if (seed := image.pop("seed", None)) is not None:
+            path = ThumbnailFolder(run.path / FOLDER).add(
+                prepared(seed, tokens=5, placeholder=9, **image.pop("of", {}))
+            )
+            image = {"file": f"{FOLDER}/{path.name}", "size": [240, 160]} | image
+        listed.append({"number": number, "tokens": 5} | image)
+    turns = [
+        {"role": "user", "action": False, "text": text, "tokens": 9, "images": listed},
+        {"role": "assistant", "action": True, "text": "yes", "tokens": 1, "reward": 1.0, "versions": [0]},
+    ]
+    return rollout(step, sample, turns=turns)
+
+
+def test_images_stand_beside_their_text(run: RunDirectory):
+    """The mark at its place is set back, text that looks like it is not; small pictures are enlarged by whole numbers."""
+    text = "[image 1: 5 tokens] is text: [image 1: 5 tokens] [image 2: 5 tokens]"
+    small, large = {"width": 24, "height": 16}, {"width": 192, "height": 96}
+    images = [{"seed": 1, "at": 29, "of": small}, {"seed": 2, "at": 49, "of": large}]
+    write_rollouts(run, [with_images(run, 1, text, *images)])
+    page = report(run)
+    marks = re.findall(r'<span class="mark">(.*?)</span>', page.source)
+    assert marks == ["[image 1: 5 tokens]", "[image 2: 5 tokens]"] * 2  # once in the column, once to choose from
+    assert "[image 1: 5 tokens] is text: [image 1: 5 tokens] [image 2: 5 tokens]" in page.text
+    told = [("image 1, 240 × 160 pixels, 5 tokens", 48, 32), ("image 2, 240 × 160 pixels, 5 tokens", 128, 64)]
+    assert page.shots == told * 2
+    assert "image 1 · 240 × 160" in page.text
+
+
+def test_an_image_is_in_the_page_once_however_often_it_is_seen(run: RunDirectory, tmp_path: Path):
+    """Of 12 samples in 3 steps; also where the folder was copied elsewhere."""
+    text = "[image 1: 5 tokens]"
+    write_rollouts(
+        run, [with_images(run, step, text, {"seed": 1, "at": 0}, sample=i) for step in (1, 2, 3) for i in range(4)]
+    )
+    shutil.copytree(run.path, tmp_path / "copy")
+    shutil.rmtree(run.path)
+    page = report(RunDirectory(tmp_path / "copy"))
+    assert [tag for tag, _ in page.tags].count("image") == 1
+    assert len(page.shots) == 6
+    uses = {attrs["href"] for tag, attrs in page.tags if tag == "use"}
+    assert uses == {f"#{attrs['id']}" for tag, attrs in page.tags if tag == "image"}
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        {"file": None, "at": 0},
+        {"file": f"{FOLDER}/{5:032x}.png", "at": 0},
+        {"file": "../../etc/passwd", "at": 0},
+        {"file": '"><script>alert(1)</script>', "at": None, "size": ['"><script>', "'"]},
+        {"file": 7, "at": "0", "size": "large"},
+        {"file": ["x"], "at": -3},
+        {"file": None, "at": 1e9, "tokens": 5.5},
+    ],
+)
+def test_images_without_a_picture_keep_their_mark(run: RunDirectory, image: dict):
+    write_rollouts(run, [with_images(run, 1, "[image 1: 5 tokens]", image)])
+    page = report(run)
+    assert page.shots == []
+    assert "[image 1: 5 tokens]" in page.text
+    assert "not on this page" in page.text
+    assert "<script>alert" not in page.source
+
+
+@pytest.mark.parametrize("images", ["none", 5, [None, "x", {}, {"number": 1}, {"number": "1", "tokens": 5}]])
+def test_images_that_cannot_be_read_are_left_out(run: RunDirectory, images):
+    record = with_images(run, 1, "hello")
+    record["turns"][0]["images"] = images
+    write_rollouts(run, [record])
+    page = report(run)
+    assert "hello" in page.text
+    assert "image" not in page.text
+
+
+@pytest.mark.parametrize(("room", "sides", "all_there"), [(400_000, {"128"}, True), (41_000, {"64"}, False)])
+def test_of_many_images_a_page_has_smaller_pictures(run: RunDirectory, monkeypatch, room, sides, all_there):
+    """Noise, which nothing makes small: 20 of 192 × 192. Those of the steps that are seen at once come first."""
+    monkeypatch.setattr("openrlhf.observability.rollout_samples.MOST_PICTURE_BYTES", room)
+    of = {"width": 192, "height": 192}
+    images = [{"seed": seed, "at": None, "of": of} for seed in range(20)]
+    write_rollouts(run, [with_images(run, step, "hello", *images[step * 4 : step * 4 + 4]) for step in range(5)])
+    page = report(run)
+    pictures = [attrs for tag, attrs in page.tags if tag == "image"]
+    assert {attrs["width"] for attrs in pictures} == sides
+    assert sum(len(attrs["href"]) for attrs in pictures) <= room
+    assert ("not on this page" not in page.text) is all_there
+    columns = page.source.split("<template")[0]
+    assert "not on this page" not in columns
 
 
 def test_openings_that_differ_are_shown_with_their_episodes(run: RunDirectory):

@@ -24,7 +24,8 @@ from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.turns import TurnReader
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.runs.process import Observers, observed
-from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, Trajectory
+from openrlhf.types import Group, ImageInput, Outcome, PlacedImage, Prompt, SampleKey, Segment, Trajectory
+from tests.support.prepared_images import prepared
 
 
 def test_a_run_directory_is_never_shared(tmp_path: Path):
@@ -221,12 +222,14 @@ class CharacterTokenizer:
         return "".join(self._texts.get(number) or chr(number) for number in ids)
 
 
-def history(tokenizer: CharacterTokenizer, *parts: str | tuple[str, float], version: int = 0) -> Segment:
-    """A plain text was read, a pair was said and earned that much; action k is of version `version` + k."""
-    ids, mask, rewards, versions = [], [], [], []
+def history(tokenizer: CharacterTokenizer, *parts: str | ImageInput | tuple[str, float], version: int = 0) -> Segment:
+    """A plain text or an image was read, a pair was said and earned that much; action k is of version `version` + k."""
+    ids, mask, rewards, versions, images = [], [], [], [], []
     for part in parts:
-        text, reward = (part, None) if isinstance(part, str) else part
-        own = tokenizer.encode(text)
+        text, reward = part if isinstance(part, tuple) else (part, None)
+        if isinstance(text, ImageInput):
+            images.append(PlacedImage(len(ids), text))
+        own = list(text.token_ids) if isinstance(text, ImageInput) else tokenizer.encode(text)
         ids += own
         mask += [reward is not None] * len(own)
         rewards += [0.0] * (len(own) - 1) + [reward or 0.0]
@@ -238,6 +241,7 @@ def history(tokenizer: CharacterTokenizer, *parts: str | tuple[str, float], vers
         rollout_logprobs=None,
         versions=torch.tensor(versions, dtype=torch.int32),
         turn_rewards=torch.tensor(rewards),
+        images=tuple(images),
     )
 
 
@@ -405,6 +409,59 @@ def test_messages_of_known_templates(marks: tuple[str, ...], text: str, turns: l
     assert sum(turn.tokens for turn in observed) == len(segment) - 3
 
 
+SEEING = CharacterTokenizer(*CHAT, "<|image_pad|>")
+"""Its images are runs of the last token."""
+
+
+def seen(seed: int, tokens: int = 5, **size: int) -> ImageInput:
+    return prepared(seed, tokens=tokens, placeholder=SEEING.added_tokens_encoder["<|image_pad|>"], **size)
+
+
+def test_an_image_is_one_mark_at_its_place():
+    """Adjacent images, one at the end, the same one twice; every place is where the mark stands in the turn's text."""
+    head, tail = "<|im_start|>user\n Look: ", "<|im_end|>\n<|im_start|>assistant\n"
+    segment = history(
+        *(SEEING, head, seen(1), seen(2, 300), " and ", seen(1), tail, ("yes", 1.0)),
+        *("\n<|im_start|>user\n", seen(3, 1), tail, ("no", 0.0)),
+    )
+    turns = TurnReader(SEEING).turns([segment])
+    assert [turn.text for turn in turns] == [
+        "Look: [image 1: 5 tokens][image 2: 300 tokens] and [image 1: 5 tokens]",
+        "yes",
+        "[image 3: 1 token]",
+        "no",
+    ]
+    assert [[image.placed.image.digest[-1] for image in turn.images] for turn in turns] == [
+        ["1", "2", "1"],
+        [],
+        ["3"],
+        [],
+    ]
+    for turn in turns:
+        for image in turn.images:
+            assert turn.text[image.at :].startswith(image.mark)
+            assert segment.token_ids[image.placed.start : image.placed.end].tolist() == [*image.placed.image.token_ids]
+    assert sum(turn.tokens for turn in turns) == len(segment)
+
+
+def test_marks_keep_their_places_without_a_template_and_beside_text_that_looks_like_one():
+    segment = history(SEEING, "not [image 1: 5 tokens] but ", seen(1), ("yes", 1.0))
+    prompt, _ = TurnReader(SEEING).turns([segment])
+    assert prompt.text == "not [image 1: 5 tokens] but [image 1: 5 tokens]"
+    assert [image.at for image in prompt.images] == [28]
+
+
+def test_a_history_with_another_image_is_not_the_same():
+    """Both texts are equal, and so are the numbers of tokens. The second keeps its number in a third segment."""
+    parts = [(SEEING, "<|im_start|>user\n", seen(seed), "What?<|im_end|>\n") for seed in (1, 2, 2)]
+    turns = TurnReader(SEEING).turns([history(*part, ("yes", 0.0)) for part in parts])
+    assert [(turn.role, turn.text[:9], turn.segment) for turn in turns if not turn.action] == [
+        ("user", "[image 1:", 0),
+        ("user", "[image 2:", 1),
+        ("history", "", 2),
+    ]
+
+
 def test_turns_without_marks_are_actions_then_environment():
     tokenizer = CharacterTokenizer()
     turns = TurnReader(tokenizer).turns([history(tokenizer, "ask", ("5", 0.0), " no: ", ("6", 1.0), " yes")])
@@ -532,3 +589,71 @@ def test_a_run_that_is_interrupted_says_so(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt), running(tmp_path) as (run, _):
         raise KeyboardInterrupt
     assert ">interrupted</span>" in run.report.read_text()
+
+
+def test_rollouts_name_the_thumbnails_of_their_images(tmp_path: Path):
+    """Eight samples over two steps see one image: one file. The last turn's image is another."""
+    segment = history(SEEING, "See ", seen(1), "!", ("yes", 1.0), seen(2), ("no", 0.0))
+    members = [episode(0, sample, segment) for sample in range(4)]
+    one = Group(prompt=Prompt(ordinal=0, text="See <|image_pad|>!"), trajectories=tuple(members))
+    records = logged(tmp_path / "rollouts.jsonl", [one], [one], tokenizer=SEEING)
+    assert len(records) == 8
+    files = {f"rollout_images/{1:032x}.png": seen(1), f"rollout_images/{2:032x}.png": seen(2)}
+    assert {str(path.relative_to(tmp_path)) for path in (tmp_path / "rollout_images").iterdir()} == set(files)
+    assert all((tmp_path / name).read_bytes() == image.thumbnail for name, image in files.items())
+    shown = {"tokens": 5, "size": [240, 160]}
+    first, second = (
+        [image | shown for image in ({"number": n, "at": a, "start": at, "file": file},)]
+        for n, a, at, file in zip((1, 2), (4, 0), (4, 13), files, strict=True)
+    )
+    for record in records:
+        assert [turn.get("images") for turn in record["turns"]] == [first, None, second, None]
+        assert record["turns"][0]["text"] == "See [image 1: 5 tokens]!"
+
+
+def test_a_resumed_run_adds_to_the_thumbnails(tmp_path: Path):
+    """The second life repeats step 1 and sees a new image. What the first left half-written is no picture."""
+    path = tmp_path / "rollouts.jsonl"
+    for seeds in ((1,), (1, 2)):
+        segment = history(SEEING, "See ", *map(seen, seeds), ("yes", 1.0))
+        logged(
+            path,
+            [Group(prompt=Prompt(ordinal=0, text="See"), trajectories=(episode(0, 0, segment),))],
+            tokenizer=SEEING,
+        )
+        (tmp_path / "rollout_images" / f"{7:032x}.99.partial").write_bytes(b"half")
+    pictures = (tmp_path / "rollout_images").glob("*.png")
+    assert sorted(file.stem for file in pictures) == [f"{1:032x}", f"{2:032x}"]
+
+
+def test_of_very_many_images_the_first_and_the_last_have_thumbnails(tmp_path: Path):
+    """60 of them: 24 at each end are kept. The others keep their marks."""
+    segment = history(SEEING, *(seen(seed, width=2, height=2) for seed in range(1, 61)), ("yes", 1.0))
+    one = Group(prompt=Prompt(ordinal=0, text="See"), trajectories=(episode(0, 0, segment),))
+    (record,) = logged(tmp_path / "rollouts.jsonl", [one], tokenizer=SEEING)
+    images = record["turns"][0]["images"]
+    assert [image["number"] for image in images if image["file"] is None] == [*range(25, 37)]
+    assert len(list((tmp_path / "rollout_images").iterdir())) == 48
+    assert all(record["turns"][0]["text"].startswith(f"[image {i['number']}: ", i["at"]) for i in images)
+
+
+def test_marks_are_found_in_a_text_whose_middle_was_left_out(tmp_path: Path):
+    """The place of an image in the middle is not known any more; its thumbnail is."""
+    segment = history(SEEING, seen(1), "x" * 40_000, seen(2), "y" * 40_000, seen(3), ("yes", 1.0))
+    one = Group(prompt=Prompt(ordinal=0, text="See"), trajectories=(episode(0, 0, segment),))
+    (record,) = logged(tmp_path / "rollouts.jsonl", [one], tokenizer=SEEING)
+    turn = record["turns"][0]
+    first, middle, last = turn["images"]
+    assert (first["at"], middle["at"]) == (0, None)
+    assert turn["text"][last["at"] :] == "[image 3: 5 tokens]"
+    assert all(image["file"] for image in turn["images"])
+
+
+def test_thumbnails_count_for_what_a_log_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From 2,000 bytes on one step of ten is kept; the lines alone have less."""
+    monkeypatch.setattr("openrlhf.observability.rollout_log.THINNED", ((2_000, 10),))
+    segment = history(SEEING, seen(1, width=40, height=40), ("yes", 1.0))
+    one = Group(prompt=Prompt(ordinal=0, text="See"), trajectories=(episode(0, 0, segment),))
+    records = logged(tmp_path / "rollouts.jsonl", *[[one]] * 10, tokenizer=SEEING)
+    assert [record["step"] for record in records] == [1, 10]
+    assert (tmp_path / "rollouts.jsonl").stat().st_size < 2_000
