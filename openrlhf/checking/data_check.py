@@ -21,6 +21,7 @@ from openrlhf.config.fields import ConfigError, NotBuiltError
 from openrlhf.config.parser import parse
 from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.files import DataError, Record
+from openrlhf.data.images import image_size
 from openrlhf.data.preferences import Judged, Pair
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.recognition import ANSWERS, is_chat
@@ -114,11 +115,12 @@ def configure(purpose: str, data: str, model: str, flags: Sequence[str]) -> Trai
 def read(config: TrainerConfig) -> tuple[TokenisedSet[Any] | PromptSet, Any]:
     """Its data as a run reads it, and the tokenizer. Raises DataError and ModelLoadError."""
     if isinstance(config, RLConfig):
-        from openrlhf.runs.preflight import policy_tokenizer
+        from openrlhf.runs.preflight import policy_images, policy_tokenizer
         from openrlhf.runs.rl_assembly import prompts_of
 
         tokenizer = policy_tokenizer(config)
-        return prompts_of(config, tokenizer, evaluation=False), tokenizer
+        images = policy_images(config, tokenizer)
+        return prompts_of(config, tokenizer, evaluation=False, images=images), tokenizer
     from openrlhf.runs.supervised_assembly import samples_of, tokenizer_of
 
     tokenizer = tokenizer_of(config)
@@ -129,9 +131,10 @@ def show(samples: TokenisedSet[Any] | PromptSet, index: int, tokenizer: Any) -> 
     """Sample `index`, token by token."""
     sample, where = samples[index], samples.where(index)
     if isinstance(samples, PromptSet):
-        tokens = len(tokenizer(sample.text, add_special_tokens=False)["input_ids"])
+        tokens = samples.num_tokens(sample)
         text = ShownText(name="prompt", parts=(TextPart(sample.text, False),), tokens=tokens, learnt=0)
-        return ShownRecord(where=where, facts=f"label {shown(repr(sample.label), 60)}", texts=(text,))
+        facts = ", ".join([f"label {shown(repr(sample.label), 60)}", *map(shown_image, sample.images)])
+        return ShownRecord(where=where, facts=facts, texts=(text,))
     match sample:
         case Pair():
             texts = (shown_text(sample.chosen, tokenizer, "chosen"), shown_text(sample.rejected, tokenizer, "rejected"))
@@ -140,6 +143,12 @@ def show(samples: TokenisedSet[Any] | PromptSet, index: int, tokenizer: Any) -> 
             facts = "wanted" if sample.desirable else "not wanted"
             return ShownRecord(where=where, facts=facts, texts=(shown_text(sample.example, tokenizer),))
     return ShownRecord(where=where, facts="", texts=(shown_text(sample, tokenizer),))
+
+
+def shown_image(image: bytes | str) -> str:
+    """`image 24 × 16`, or where it would be fetched."""
+    size = image_size(image)
+    return f"image {image!s:.60}" if size is None else f"image {size[0]} × {size[1]}"
 
 
 def shown_text(example: Example, tokenizer: Any, name: str = "") -> ShownText:

@@ -58,7 +58,7 @@ def builtin_prompts(tokenizer: Any = None) -> list[Prompt]:
     """The built-in prompts; with a tokenizer, in its chat template."""
     prompts = []
     for i, (question, label) in enumerate(PROMPTS):
-        text = render_prompt({"input": question}, apply_chat_template=tokenizer is not None, tokenizer=tokenizer)
+        text = render_prompt({"input": question}, apply_chat_template=tokenizer is not None, tokenizer=tokenizer).text
         where = f"built-in prompt {i + 1} (--prompt_data takes yours)"
         prompts.append(Prompt(ordinal=i, text=text, label=label, where=where))
     return prompts

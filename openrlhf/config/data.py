@@ -147,3 +147,7 @@ class PromptDataSection(DataSection):
     max_images_per_prompt: Annotated[
         int, Flag("images a prompt may have; > 0 turns vision on", flat="max_images_per_prompt", at_least=0)
     ] = 0
+    allow_image_urls: Annotated[
+        bool,
+        Flag("fetch images that are http(s) URLs; off unless you trust the data", only_with=".max_images_per_prompt"),
+    ] = False

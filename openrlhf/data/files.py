@@ -8,6 +8,7 @@ Tables, folders and the Hub (or its cache where the Hub is out of reach) are rea
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -175,7 +176,7 @@ def read_table(path: Path, kind: str) -> Sequence[Record]:
     options = {"na_values": [""], "keep_default_na": False} if kind == "csv" else {}
     try:
         with _quiet():
-            return load_dataset(kind, data_files=str(path), split="train", **options, **_cache())
+            return _undecoded(load_dataset(kind, data_files=str(path), split="train", **options, **_cache()))
     except Exception as error:  # pandas, pyarrow and datasets have no exception in common
         if _NO_DATA in str(error):
             return []
@@ -191,10 +192,10 @@ def read_folder(path: Path, *, data_dir: str | None, split: str) -> Sequence[Rec
         return _load(str(path), data_dir=data_dir, split=split)
     data = load_from_disk(str(saved))
     if not isinstance(data, DatasetDict):
-        return data
+        return _undecoded(data)
     if split not in data:
         raise UnknownSplitError(list(data))
-    return data[split]
+    return _undecoded(data[split])
 
 
 def read_hub(
@@ -219,7 +220,7 @@ def _load(name: str, *, data_dir: str | None, split: str, **options: str | None)
     given = {option: value for option, value in options.items() if value is not None}
     try:
         with _quiet():
-            return load_dataset(name, data_dir=data_dir, split=split, **given, **_cache())
+            return _undecoded(load_dataset(name, data_dir=data_dir, split=split, **given, **_cache()))
     except ConnectionError as error:
         raise HubUnreachableError(str(error)) from error
     except Exception as error:  # whatever its many readers raise
@@ -230,6 +231,28 @@ def _load(name: str, *, data_dir: str | None, split: str, **options: str | None)
         if unknown:
             raise UnknownSplitError(re.findall(r"'([^']*)'", unknown[1])) from error
         raise DataError(f"{name} cannot be loaded: {reason}") from error
+
+
+def _undecoded(data: Any) -> Any:
+    """Images as the bytes or paths of their files. `datasets` would decode all of a record's images whenever any of its
+    keys is asked for, and a broken one would raise an error that names no record."""
+    from datasets import Features, Image
+
+    def without_pixels(feature: Any) -> Any:
+        if isinstance(feature, Image):
+            return Image(mode=feature.mode, decode=False)
+        if isinstance(feature, dict):
+            return type(feature)({name: without_pixels(inner) for name, inner in feature.items()})
+        if isinstance(feature, list):
+            return [without_pixels(inner) for inner in feature]
+        if hasattr(feature, "feature"):  # a list of this feature
+            changed = copy.copy(feature)
+            changed.feature = without_pixels(feature.feature)
+            return changed
+        return feature
+
+    data.info.features = Features({name: without_pixels(feature) for name, feature in data.features.items()})
+    return data
 
 
 def _cache() -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -13,9 +15,12 @@ import numpy as np
 
 from openrlhf.data.boundaries import HUGE, longest_token
 from openrlhf.data.files import DataError
+from openrlhf.data.image_places import ImagePlaces, PlacedText, listed_images
+from openrlhf.data.images import image_size, read_image
 from openrlhf.data.sources import Record, Records, named, warn_left_out
 from openrlhf.data.templates import known_keys, render_prompt, usable_template
-from openrlhf.types import Prompt
+from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError
+from openrlhf.types import ImageInput, Prompt
 from openrlhf.utils.randomness import shuffled
 
 logger = logging.getLogger(__name__)
@@ -23,6 +28,31 @@ logger = logging.getLogger(__name__)
 BATCH = 1024
 """Prompts tokenised per call: fast tokenizers run a batch on all cores."""
 _ROOM = "raise --data.max_len or lower --rollout.max_new_tokens"
+
+
+DECODED = 32
+"""Records with images that are read to their last pixel before a run begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImages:
+    """How the images of prompts are found, and how many tokens they have."""
+
+    places: ImagePlaces
+    processor: ImageProcessor
+
+    def under(self, key: str) -> PromptImages:
+        """The same for records that have their images under this key."""
+        return PromptImages(replace(self.places, key=key), self.processor)
+
+    def num_tokens(self, image: bytes | str) -> int:
+        """Raises ImageError and ImageProcessorError. The size of what a URL names is not known: 1."""
+        size = image_size(image)
+        return 1 if size is None else len(self.processor.token_ids(*size))
+
+    def prepare(self, image: bytes | str) -> ImageInput:
+        """Raises ImageError and ImageProcessorError."""
+        return self.processor.prepare(read_image(image, allow_urls=self.places.allow_urls))
 
 
 def _datasource(record: Record) -> str:
@@ -37,7 +67,11 @@ class PromptSet(Sequence[Prompt]):
     for, so memory stays that of the records.
 
     What becomes of prompts of more than `max_prompt_tokens` tokens is `long_prompts`: "cut" keeps them, and whoever
-    plays them cuts their tokens from the left; "skip" leaves them out; "error" raises DataError.
+    plays them cuts their tokens from the left; "skip" leaves them out; "error" raises DataError. An image is never cut:
+    "cut" leaves out long prompts that have some.
+
+    Of every image the size is read, which finds files that are missing or are no images; the first ones are decoded to
+    their end. A URL is not fetched for its size: such an image counts as one token here.
     """
 
     def __init__(
@@ -49,10 +83,13 @@ class PromptSet(Sequence[Prompt]):
         label_key: str | None = None,
         apply_chat_template: bool = False,
         input_template: str | None = None,
+        images: PromptImages | None = None,
+        image_key: str = "images",
         max_prompt_tokens: int | None = None,
         long_prompts: str = "cut",
         flag: str = "--data.prompt_dataset",
     ) -> None:
+        """`images`: how images are read, None: none are; `image_key` says then where they would be."""
         if max_prompt_tokens is not None and tokenizer is None:
             raise ValueError("max_prompt_tokens needs a tokenizer to count with")
         self._records = records
@@ -61,6 +98,8 @@ class PromptSet(Sequence[Prompt]):
         self._label_key = label_key
         self._apply_chat_template = apply_chat_template
         self._input_template = usable_template(input_template, apply_chat_template=apply_chat_template)
+        self._images = images
+        self._image_key = images.places.key if images else image_key
         self.max_prompt_tokens = max_prompt_tokens
         self._long_prompts = long_prompts
         self._flag = flag
@@ -79,9 +118,11 @@ class PromptSet(Sequence[Prompt]):
         """Usable prompt `index`, under the identity `ordinal`."""
         row = int(self._kept[index])
         record = self._records[row]
+        text, images = self._render(row, record)
         return Prompt(
             ordinal=ordinal,
-            text=self._render(row, record),
+            text=text,
+            images=images,
             label=self._label(record),
             datasource=_datasource(record),
             where=self._records.where(row),
@@ -96,46 +137,84 @@ class PromptSet(Sequence[Prompt]):
         """`record 12 of train.jsonl`, for messages about prompt `index`."""
         return self._records.where(int(self._kept[index]))
 
+    def num_tokens(self, prompt: Prompt) -> int:
+        """The tokens of one of these prompts, those of its images included."""
+        (length,) = self._lengths([PlacedText(prompt.text, prompt.images)])
+        return length
+
     def _check_all(self) -> tuple[np.ndarray, str]:
-        """Rows of the usable records, int64 [N], and a digest of their texts and labels."""
+        """Rows of the usable records, int64 [N], and a digest of their texts, labels and images."""
         kept: list[int] = []
         empty: list[int] = []
         long: list[int] = []
+        uncut: list[int] = []
         unlabelled: list[int] = []
+        with_images: list[int] = []
         digest = hashlib.blake2b(digest_size=8)
         rows = iter(range(len(self._records)))
         while batch := list(islice(rows, BATCH)):
-            usable: list[tuple[int, str, Any]] = []
+            usable: list[tuple[int, PlacedText, Any]] = []
             for row in batch:
                 record = self._records[row]
-                text = self._render(row, record)
+                prompt = self._render(row, record)
                 label = self._label(record)
                 if label is None:
                     unlabelled.append(row)
-                if text:
-                    usable.append((row, text, label))
+                if prompt.images or (self._images is None and listed_images(record.get(self._image_key))):
+                    with_images.append(row)
+                if prompt.text:
+                    usable.append((row, prompt, label))
                 else:
                     empty.append(row)
-            lengths = self._lengths([text for _, text, _ in usable])
-            for (row, text, label), length in zip(usable, lengths, strict=True):
+            first = set(with_images[:DECODED])
+            self._decode([(row, prompt) for row, prompt, _ in usable if row in first])
+            lengths = self._lengths([prompt for _, prompt, _ in usable], rows=[row for row, _, _ in usable])
+            for (row, prompt, label), length in zip(usable, lengths, strict=True):
                 if length == 0:
                     empty.append(row)
                 elif self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
-                    long.append(row)
-                    if self._long_prompts != "cut":
+                    cut = self._long_prompts == "cut"
+                    (uncut if cut and prompt.images else long).append(row)
+                    if not cut or prompt.images:
                         continue
                 if length:
                     kept.append(row)
-                    digest.update(repr((text, label)).encode())
+                    digest.update(repr((prompt.text, label)).encode())
+                    for image in prompt.images:
+                        digest.update(image if isinstance(image, bytes) else image.encode())
         warn_left_out(self._records, empty, why=f"have an empty {self._input_key!r}", what="prompts", flag=self._flag)
         self._tell_long(long)
+        too_long = f"are longer than {self.max_prompt_tokens} tokens and have images, which are never cut ({_ROOM})"
+        warn_left_out(self._records, uncut, why=too_long, what="prompts", flag=self._flag)
         self._tell_unlabelled(unlabelled)
+        self._tell_images(with_images)
         if not kept:
             raise DataError(
                 f"{self._flag}: no usable prompt in {len(self._records)} records: {len(empty)} are empty, "
-                f"{len(long)} are longer than {self.max_prompt_tokens} tokens" + (f" ({_ROOM})" if long else "")
+                f"{len(long) + len(uncut)} are longer than {self.max_prompt_tokens} tokens"
+                + (f" ({_ROOM})" if long or uncut else "")
             )
         return np.array(kept, dtype=np.int64), digest.hexdigest()
+
+    def _decode(self, prompts: list[tuple[int, PlacedText]]) -> None:
+        """Read these images as whoever plays them will, so that what is wrong with all of them is found here."""
+        for row, prompt in prompts:
+            for image in prompt.images:
+                with self._about(row):
+                    assert self._images is not None
+                    self._images.prepare(image)
+
+    def _tell_images(self, rows: list[int]) -> None:
+        if self._images is None and rows:
+            logger.warning(
+                "%s: %d of %d records have something under %r, which is not read: --data.max_images_per_prompt is 0",
+                self._flag, len(rows), len(self._records), self._image_key,
+            )  # fmt: skip
+        elif self._images is not None and not rows:
+            logger.warning(
+                "%s: no record has an image, under %r or in its messages: is --data.image_key one of %s?",
+                self._flag, self._image_key, known_keys(self._records[0]),
+            )  # fmt: skip
 
     def _tell_long(self, rows: list[int]) -> None:
         too_long = f"are longer than {self.max_prompt_tokens} tokens"
@@ -168,31 +247,49 @@ class PromptSet(Sequence[Prompt]):
             self._flag, len(rows), len(self._records), self._label_key, named(self._records, rows),
         )  # fmt: skip
 
-    def _lengths(self, texts: list[str]) -> list[int]:
-        """Tokens of each text; characters where no tokenizer was given."""
-        if self._tokenizer is None or not texts:
-            return [len(text) for text in texts]
+    def _lengths(self, prompts: Sequence[PlacedText], *, rows: Sequence[int] = ()) -> list[int]:
+        """Tokens of each prompt, with those of its images; characters where no tokenizer was given. `rows`: the
+        prompts' records, for errors."""
+        if self._tokenizer is None or not prompts:
+            return [len(prompt.text) for prompt in prompts]
         # A rendered prompt already holds its special tokens.
-        return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        encoded = self._tokenizer([self._end(prompt.text) for prompt in prompts], add_special_tokens=False)
+        lengths = [len(ids) for ids in encoded["input_ids"]]
+        for index, prompt in enumerate(prompts):
+            for image in prompt.images:
+                with self._about(rows[index] if rows else None):
+                    assert self._images is not None
+                    lengths[index] += self._images.num_tokens(image) - 1
+        return lengths
 
-    def _render(self, row: int, record: Record) -> str:
-        """The text, and of a huge one its end: tokenising megabytes takes minutes, and a prompt is cut there anyway."""
-        text = self._whole(row, record)
-        if len(text) <= HUGE or self.max_prompt_tokens is None:
-            return text
-        return text[-max(HUGE, (self.max_prompt_tokens + 1) * longest_token(self._tokenizer)) :]
-
-    def _whole(self, row: int, record: Record) -> str:
-        try:
-            return render_prompt(
+    def _render(self, row: int, record: Record) -> PlacedText:
+        """The prompt, and of a huge text its end: a prompt is cut there anyway, unless it has images."""
+        with self._about(row):
+            prompt = render_prompt(
                 record,
                 input_key=self._input_key,
                 apply_chat_template=self._apply_chat_template,
                 input_template=self._input_template,
                 tokenizer=self._tokenizer,
+                places=self._images.places if self._images else None,
+                folder=self._records.folder(row),
             )
-        except DataError as error:
-            raise DataError(f"{self._flag}, {self._records.where(row)}: {error}") from error
+        return prompt if prompt.images else PlacedText(self._end(prompt.text))
+
+    def _end(self, text: str) -> str:
+        """Of a huge text, the tokens that may be kept and at least one more: tokenising megabytes takes minutes."""
+        if len(text) <= HUGE or self.max_prompt_tokens is None:
+            return text
+        return text[-max(HUGE, (self.max_prompt_tokens + 1) * longest_token(self._tokenizer)) :]
+
+    @contextlib.contextmanager
+    def _about(self, row: int | None) -> Iterator[None]:
+        """Errors within name the record."""
+        try:
+            yield
+        except (DataError, ImageProcessorError) as error:
+            where = "" if row is None else f", {self._records.where(row)}"
+            raise DataError(f"{self._flag}{where}: {error}") from error
 
     def _label(self, record: Record) -> Any:
         return "" if self._label_key is None else record.get(self._label_key)

@@ -24,6 +24,7 @@ class PromptFormat:
 
     input_key: str = "input"
     label_key: str | None = None
+    image_key: str = "images"
     apply_chat_template: bool = False
 
 
@@ -92,6 +93,8 @@ def _prompt(record: Record, format: PromptFormat) -> PromptFormat:
     if format.input_key == PromptFormat().input_key and format.input_key not in record:
         usual = (key for key in ("prompt", "messages") if key in record)
         format = replace(format, input_key=next(usual, format.input_key))
+    if format.image_key == PromptFormat().image_key and format.image_key not in record and "image" in record:
+        format = replace(format, image_key="image")
     return replace(format, apply_chat_template=format.apply_chat_template or is_chat(record.get(format.input_key)))
 
 

@@ -57,6 +57,8 @@ class Source:
     name: str
     """The name in messages: that of the file, the folder, or the data set on the Hub."""
     records: Sequence[Record]
+    folder: Path | None = None
+    """The folder of the file, in which paths of images are looked for; None: it has none here."""
 
 
 class Records(Sequence[Record]):
@@ -89,6 +91,10 @@ class Records(Sequence[Record]):
         """`record 12 of train.jsonl`: the 1-based number in the source it comes from."""
         source, row = self._rows[index]
         return f"record {row + 1} of {self._sources[source].name}"
+
+    def folder(self, index: int) -> Path | None:
+        """The folder of the file it comes from; None for a data set of the Hub."""
+        return self._sources[self._rows[index][0]].folder
 
 
 def load_records(
@@ -240,14 +246,16 @@ def _load_url(url: str, *, split: str, limit: int | None, flag: str) -> Source:
     return _source(name, records, limit=limit, flag=flag)
 
 
-def _source(name: str, records: Sequence[Record], *, limit: int | None, flag: str) -> Source:
+def _source(
+    name: str, records: Sequence[Record], *, limit: int | None, flag: str, folder: Path | None = None
+) -> Source:
     if len(records) == 0:
         raise DataError(f"{flag}: {name} has no records")
-    return Source(name, _First(records, limit) if limit is not None and limit < len(records) else records)
+    return Source(name, _First(records, limit) if limit is not None and limit < len(records) else records, folder)
 
 
 def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code: bool, flag: str) -> Source:
-    data_dir = None
+    data_dir = folder = None
     if "@" in name and not Path(name).expanduser().exists():
         name, data_dir = name.split("@", 1)
     path = Path(name).expanduser()
@@ -258,7 +266,7 @@ def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code:
         if kind is None:
             raise DataError(f"{flag}: cannot tell what kind of data {name} is: give {ACCEPTED}")
         records = read_json(path, limit=limit) if kind == "json" else read_table(path, kind)
-        name = path.name
+        name, folder = path.name, path.parent.absolute()
         if split not in DEFAULT_SPLITS:
             logger.warning(
                 "%s %s does nothing for %s, which is one file: all of it is read",
@@ -271,6 +279,7 @@ def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code:
             raise _script_refused(f"{name}/{path.resolve().name}.py", flag=flag)
         with _about(name, split=split, flag=flag):
             records = read_folder(path, data_dir=data_dir, split=split)
+        folder = (path / (data_dir or "")).absolute()
     elif kind is not None or not HUB_NAME.fullmatch(name) or name.startswith("."):
         raise DataError(f"{flag}: there is no file {name} (looked in {Path.cwd()}): give {ACCEPTED}")
     else:
@@ -278,7 +287,7 @@ def _load_source(name: str, *, split: str, limit: int | None, trust_remote_code:
             logger.warning("--data.trust_remote_code does nothing for %s: datasets runs no loading scripts", name)
         with _about(name, split=split, flag=flag):
             records = read_hub(name, data_dir=data_dir, split=split)
-    return _source(name, records, limit=limit, flag=flag)
+    return _source(name, records, limit=limit, flag=flag, folder=folder)
 
 
 @contextlib.contextmanager

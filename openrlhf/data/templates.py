@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.data.files import DataError, Record
+from openrlhf.data.image_places import ImagePlaces, PlacedText, refuse_images
+
+if TYPE_CHECKING:
+    from openrlhf.models.image_processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
+
+_BEFORE, _AFTER = "\ue000", "\ue001"
+"""Private-use characters: no chat template writes them."""
 
 
 def render_prompt(
@@ -20,22 +28,61 @@ def render_prompt(
     apply_chat_template: bool = False,
     input_template: str | None = None,
     tokenizer: Any = None,
-) -> str:
-    """The prompt of one record, its template applied.
+    places: ImagePlaces | None = None,
+    folder: Path | None = None,
+) -> PlacedText:
+    """The prompt of one record, its template applied, and its images; without `places` there are none.
 
     With `apply_chat_template` a string becomes one user message and a list is taken as messages; the tokenizer's
     template ends with what opens the assistant's turn. Otherwise `input_template.format(value)`, or the value itself.
-    Returns "" when there is nothing to ask: blank text, or a null, which is what an empty cell of a table is.
-    Raises DataError.
+    The text is "" when there is nothing to ask: blank text, or a null, which is what an empty cell of a table is.
+    `folder`: that of the data file, for images by relative paths. Raises DataError.
     """
     value = read_value(record, input_key, flag="--data.input_key")
     messages = read_messages(value, role="user", key=input_key)
     if not any(says_something(message) for message in messages):
-        return ""
+        return PlacedText("")
+    images: tuple[bytes | str, ...] = ()
     if apply_chat_template:
-        return render_chat(messages, tokenizer, add_generation_prompt=True)
-    text = read_text(value, key=input_key)
-    return text if input_template is None else fill_template(input_template, text)
+        if places is None:
+            refuse_images(messages)
+        else:
+            messages, images = places.in_messages(messages, record, folder=folder)
+        text = render_chat(messages, tokenizer, add_generation_prompt=True)
+    else:
+        text = read_text(value, key=input_key)
+        if places is not None:
+            text, images = places.in_text(text, record, folder=folder)
+        text = text if input_template is None else fill_template(input_template, text)
+    if places is not None:
+        places.require_tokens(text, images)
+    return PlacedText(text, images)
+
+
+def image_places(
+    processor: ImageProcessor, tokenizer: Any, *, key: str, most: int, allow_urls: bool = False
+) -> ImagePlaces:
+    """How images stand in the records and in the texts of a model: its chat template is asked."""
+    items = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
+    between = re.search(f"{_BEFORE}(.*){_AFTER}", _rendered(items, tokenizer) or "", re.DOTALL)
+    as_string = _rendered(_BEFORE, tokenizer)
+    return ImagePlaces(
+        key=key,
+        most=most,
+        allow_urls=allow_urls,
+        token=processor.image_token,
+        written=between[1] if between and between[1].count(processor.image_token) == 1 else processor.image_token,
+        reserved=processor.reserved_tokens,
+        items_only=as_string is not None and _BEFORE not in as_string,
+    )
+
+
+def _rendered(content: Any, tokenizer: Any) -> str | None:
+    """How the chat template writes a message of this content; None where there is no template, or it refuses."""
+    try:
+        return render_chat([{"role": "user", "content": content}], tokenizer)
+    except DataError:
+        return None
 
 
 def read_value(record: Record, key: str, *, flag: str) -> Any:

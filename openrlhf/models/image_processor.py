@@ -6,6 +6,7 @@ same pixels and the same number of tokens.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
@@ -48,10 +49,18 @@ class ImageProcessor:
         self.placeholder = placeholder
         self.image_token: str = processor.image_token
         """What stands for an image in a text to which a chat template has been applied."""
+        named = (self.image_token, tokenizer.convert_ids_to_tokens(placeholder))
+        others = (getattr(processor, f"{kind}_token", None) for kind in ("video", "audio"))
+        self.reserved_tokens = tuple(dict.fromkeys(token for token in (*named, *others) if isinstance(token, str)))
+        """Tokens that stand for images, videos or sound. In a text that a user wrote they are a mistake."""
+        self._tokens_of_size = functools.lru_cache(maxsize=2**14)(self._count_tokens)
 
     @staticmethod
     def load(path: str | os.PathLike[str], tokenizer: Any, *, trust_remote_code: bool = False) -> ImageProcessor | None:
-        """The processor of the model at `path`; None: the model reads no images. Raises ImageProcessorError."""
+        """The processor of the model at `path`; None: the model reads no images. Raises ImageProcessorError.
+
+        Some models keep their chat template with the processor alone: a tokenizer without one gets that.
+        """
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=trust_remote_code)
@@ -66,6 +75,8 @@ class ImageProcessor:
             ) from error
         if getattr(processor, "image_token", None) is None:
             raise ImageProcessorError(f"{path}: the processor of {config.model_type} names no image token")
+        if not getattr(tokenizer, "chat_template", None):
+            tokenizer.chat_template = getattr(processor, "chat_template", None)
         return ImageProcessor(processor, tokenizer, placeholder=placeholder)
 
     def prepare(self, image: Image) -> ImageInput:
@@ -87,6 +98,36 @@ class ImageProcessor:
             thumbnail=_thumbnail(image),
             size=image.size,
         )
+
+    def token_ids(self, width: int, height: int) -> tuple[int, ...]:
+        """The tokens of an image of this size, which is all that they depend on: `prepare(image).token_ids`."""
+        return self._tokens_of_size(width, height)
+
+    def _count_tokens(self, width: int, height: int) -> tuple[int, ...]:
+        number = self._stated_number(width, height) if self._states_numbers else None
+        return (self.placeholder,) * number if number is not None else self._prepared_tokens(width, height)
+
+    @functools.cached_property
+    def _states_numbers(self) -> bool:
+        """Whether the processor says by itself how many tokens an image of some size has, in microseconds. It is
+        believed if it is right about a few sizes, and if these tokens are all that stands for an image."""
+        return all(
+            self._stated_number(*size) is not None
+            and self._prepared_tokens(*size) == (self.placeholder,) * (self._stated_number(*size) or 0)
+            for size in ((32, 32), (640, 480), (300, 900), (1600, 700))
+        )
+
+    def _stated_number(self, width: int, height: int) -> int | None:
+        try:
+            stated = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            return int(stated["num_image_tokens"][0])
+        except Exception:  # a private method, which families have or have not: preparing an image always works
+            return None
+
+    def _prepared_tokens(self, width: int, height: int) -> tuple[int, ...]:
+        from PIL import Image
+
+        return self.prepare(Image.new("RGB", (width, height))).token_ids
 
     def expand(self, text: str, images: Sequence[ImageInput]) -> ExpandedText:
         """The tokens of a text in which every image has one image token. Raises ImageProcessorError when the numbers

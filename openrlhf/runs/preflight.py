@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ from openrlhf.config.rules import required
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.files import hub_reachable, offline
-from openrlhf.data.templates import set_chat_template
+from openrlhf.data.prompts import PromptImages
+from openrlhf.data.templates import image_places, set_chat_template
+from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError
 from openrlhf.models.loading import ModelLoadError, load_tokenizer
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.runs.resume import run_directory_of
@@ -108,6 +111,44 @@ def policy_tokenizer(config: RLConfig) -> Any:
             trust_remote_code=config.actor.trust_remote_code,
         )
     return set_chat_template(tokenizer, config.data.tokenizer_chat_template, config.data.template_arguments)
+
+
+def policy_images(config: RLConfig, tokenizer: Any) -> PromptImages | None:
+    """How the images of prompts are found and processed, in whatever process; None for a run without images.
+
+    `tokenizer`: that of `policy_tokenizer`. Raises ModelLoadError.
+    """
+    data, path = config.data, required(config.actor.model_name_or_path)
+    if not data.max_images_per_prompt:
+        return None
+    with reading_model(path, flag="--actor.model_name_or_path"):
+        processor = load_image_processor(
+            path, tokenizer, trust_remote_code=config.actor.trust_remote_code, flag="--actor.model_name_or_path"
+        )
+    places = image_places(
+        processor,
+        tokenizer,
+        key=data.image_key,
+        most=data.max_images_per_prompt,
+        allow_urls=data.allow_image_urls,
+    )
+    return PromptImages(places, processor)
+
+
+def load_image_processor(path: str, tokenizer: Any, *, trust_remote_code: bool, flag: str) -> ImageProcessor:
+    """The image processor of a model that is to read images. Raises ModelLoadError, also where it cannot."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ModelLoadError("--data.max_images_per_prompt: images need Pillow: pip install 'openrlhf[vlm]'")
+    try:
+        processor = ImageProcessor.load(path, tokenizer, trust_remote_code=trust_remote_code)
+    except ImageProcessorError as error:
+        raise ModelLoadError(f"{flag} {error}") from error
+    if processor is None:
+        raise ModelLoadError(
+            f"{flag} {path}: this model reads no images (its configuration has no vision_config), and "
+            "--data.max_images_per_prompt asks for them: take a model that does, or leave the flag out"
+        )
+    return processor
 
 
 def warn_of_positions(model_config: Any, *, max_len: int) -> None:

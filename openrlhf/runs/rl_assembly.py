@@ -19,7 +19,7 @@ from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
-from openrlhf.data.prompts import PromptSet, PromptStream
+from openrlhf.data.prompts import PromptImages, PromptSet, PromptStream
 from openrlhf.data.recognition import PromptFormat, recognise
 from openrlhf.data.sources import load_records
 from openrlhf.observability.ledger import TrainedLedger
@@ -36,6 +36,7 @@ from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
     create_run_directory,
+    policy_images,
     policy_tokenizer,
     warn_of_few_steps,
 )
@@ -98,12 +99,13 @@ def _train(
     config: RLConfig, make_launcher: LauncherFactory, checkpoints: Checkpoints, watching: Watchdog, *, model_dir: Path
 ) -> RunResult:
     tokenizer = policy_tokenizer(config)
+    images = policy_images(config, tokenizer)
     prompts = PromptStream(
-        prompts_of(config, tokenizer, evaluation=False),
+        prompts_of(config, tokenizer, evaluation=False, images=images),
         seed=config.train.seed,
         num_episodes=config.train.num_episodes,
     )
-    held_out = prompts_of(config, tokenizer, evaluation=True) if config.eval.dataset else None
+    held_out = prompts_of(config, tokenizer, evaluation=True, images=images) if config.eval.dataset else None
     best = BestMetric(config.ckpt.best_metric_key)
     if held_out and best.is_named:
         best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
@@ -249,8 +251,8 @@ def _checkpointer(
     )
 
 
-def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptSet:
-    """Training or evaluation prompts, rendered and checked."""
+def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: PromptImages | None = None) -> PromptSet:
+    """Training or evaluation prompts, rendered and checked. `images`: of `policy_images`."""
     flag = "--eval.dataset" if evaluation else "--data.prompt_dataset"
     records = load_records(
         required(config.eval.dataset if evaluation else config.data.prompt_dataset),
@@ -263,7 +265,10 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptS
     )
     data = config.data
     given = PromptFormat(
-        input_key=data.input_key, label_key=data.label_key, apply_chat_template=data.apply_chat_template
+        input_key=data.input_key,
+        label_key=data.label_key,
+        image_key=data.image_key,
+        apply_chat_template=data.apply_chat_template,
     )
     found = recognise(records, given, flag=flag)
     return PromptSet(
@@ -273,6 +278,8 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool) -> PromptS
         label_key=found.label_key,
         apply_chat_template=found.apply_chat_template,
         input_template=data.prompt_template,
+        images=images and images.under(found.image_key),
+        image_key=found.image_key,
         # A prompt must leave room for the response; without a response limit, for one token.
         max_prompt_tokens=data.max_len - (config.rollout.max_new_tokens or 1),
         long_prompts=data.long_prompts,

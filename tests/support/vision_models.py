@@ -8,6 +8,8 @@ llava         plain positions, images of one size
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,19 @@ def image(seed: int, *, width: int = 24, height: int = 16) -> Image.Image:
     """Colours that no other seed has."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def png_that_says(width: int, height: int) -> bytes:
+    """A PNG whose header says this, whatever pixels follow."""
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"0")),
+        (b"IEND", b""),
+    )
+    framed = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
 
 
 def write_vision_model(kind: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

@@ -48,6 +48,7 @@ ADDED = {
     ("data.chat_template_kwargs", "str", None): TRAINERS,
     ("rollout.stop", "str x*", None): ("train_ppo_ray",),
     ("data.long_prompts", "str cut/skip/error", "cut"): ("train_ppo_ray",),
+    ("data.allow_image_urls", "switch", False): ("train_ppo_ray",),
     ("train.total_steps", "int", None): TRAINERS,
     ("train.stall_timeout", "float", 1800.0): TRAINERS,
     ("train.max_skipped_steps", "int", 5): TRAINERS,

@@ -5,14 +5,13 @@ import functools
 import http.server
 import io
 import pickle
-import struct
 import threading
-import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 from vision_models import image as picture
+from vision_models import png_that_says
 
 from openrlhf.data import images
 from openrlhf.data.files import DataError
@@ -23,15 +22,6 @@ def file_of(image, kind="PNG", **options):
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def png(width, height, *chunks):
-    """A PNG by hand, whose header may say anything."""
-    header = (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    made = b"\x89PNG\r\n\x1a\n"
-    for name, data in (header, *chunks, (b"IEND", b"")):
-        made += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-    return made
 
 
 def pixels(source, **options):
@@ -145,11 +135,11 @@ class TestErrors:
             ("not/there.png", r"there is no image file not/there\.png \(looked in /"),
             ("/not/there.png", r"there is no image file /not/there\.png$"),
             (file_of(picture(1, width=64, height=64))[:-2000], r"an image of [\d,]+ bytes is truncated or broken \("),
-            (b"GIF89a", "is no image, or its beginning is broken|is truncated or broken"),
+            (b"GIF89a", "is no image, or its beginning is broken"),
             (b"PK\x03\x04" + b"0" * 100, "is no image, or its beginning is broken"),
-            (png(20_000, 20_000, (b"IDAT", zlib.compress(b"0"))), "is a decompression bomb, or far too large"),
-            (png(10_000, 10_000, (b"IDAT", zlib.compress(b"0"))), "is a decompression bomb, or far too large"),
-            (png(0, 0), "an image of 45 bytes has 0 × 0 pixels: there is nothing to see"),
+            (png_that_says(20_000, 20_000), "is a decompression bomb, or far too large"),
+            (png_that_says(10_000, 10_000), "is a decompression bomb, or far too large"),
+            (png_that_says(0, 0), r"an image of \d+ bytes has 0 × 0 pixels: there is nothing to see"),
             (Image.new("RGB", (0, 0)), "a Pillow image has 0 × 0 pixels: there is nothing to see"),
             (np.zeros((0, 5, 3), dtype=np.uint8), "an array has 5 × 0 pixels"),
             (np.zeros((5, 5, 3)), "an array is an image if it is uint8"),
@@ -183,7 +173,7 @@ class TestErrors:
         with pytest.raises(ImageError, match=f"there is no image file {file}"):
             read_image(found, allow_urls=False)
 
-    @pytest.mark.parametrize("data", [png(10_000, 10_000), png(0, 0), b"nothing"])
+    @pytest.mark.parametrize("data", [png_that_says(10_000, 10_000), png_that_says(0, 0), b"nothing"])
     def test_sizes_are_checked_without_reading_pixels(self, data):
         with pytest.raises(ImageError):
             image_size(data)

@@ -2,15 +2,23 @@
 
 import json
 import logging
+import pickle
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vision_models import image as picture
+from vision_models import png_that_says, write_vision_model
 
 from openrlhf.data.files import DataError
-from openrlhf.data.prompts import PromptSet, PromptStream
+from openrlhf.data.images import read_image
+from openrlhf.data.prompts import PromptImages, PromptSet, PromptStream
 from openrlhf.data.sources import load_records
+from openrlhf.data.templates import image_places
+from openrlhf.models.image_processor import ImageProcessor
+from openrlhf.models.loading import load_tokenizer
 
 
 class WordTokenizer:
@@ -248,3 +256,165 @@ def small_prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "small.jsonl"
     path.write_text("".join(json.dumps({"input": f"q{i}"}) + "\n" for i in range(4)))
     return PromptSet(load_records(str(path)))
+
+
+class TestImages:
+    """With the processor of a small Qwen2.5-VL: 8 × 8 pixels are one token, so an image of 24 × 16 has six."""
+
+    @pytest.fixture(scope="class")
+    def vision(self, tmp_path_factory):
+        """Tokenizer and image processor."""
+        folder = write_vision_model("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+        tokenizer = load_tokenizer(folder)
+        return tokenizer, ImageProcessor.load(folder, tokenizer)
+
+    @pytest.fixture
+    def read(self, load, tmp_path, vision):
+        """Prompts of records beside which the images 0.png … 3.png are."""
+        for number in range(4):
+            picture(number).save(tmp_path / f"{number}.png")
+        tokenizer, processor = vision
+
+        def made(records, *, most=3, allow_urls=False, **options):
+            places = image_places(processor, tokenizer, key="images", most=most, allow_urls=allow_urls)
+            options = {"tokenizer": tokenizer, "images": PromptImages(places, processor)} | options
+            return PromptSet(load(records), **options)
+
+        return made
+
+    def test_a_prompt_has_a_token_for_each_image(self, read, tmp_path, vision):
+        records = [
+            {"input": "<image> or <image>", "images": ["0.png", str(tmp_path / "1.png")]},
+            {"input": "which", "images": "2.png"},
+            {"input": "html has <image>"},
+        ]
+        two, one, none = read(records)
+        mark = "<|vision_start|><|image_pad|><|vision_end|>"
+        assert (two.text, two.images) == (f"{mark} or {mark}", (str(tmp_path / "0.png"), str(tmp_path / "1.png")))
+        assert (one.text, one.images) == (f"{mark}which", (str(tmp_path / "2.png"),))
+        assert (none.text, none.images) == ("html has <image>", ())
+        processor = vision[1]
+        inputs = [processor.prepare(read_image(image, allow_urls=False)) for image in two.images]
+        assert processor.expand(two.text, inputs).images[1].image is inputs[1]
+
+    def test_a_chat_template_writes_the_places(self, read):
+        records = [
+            {"input": "see <image>?", "images": ["0.png"]},
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "image", "path": "0.png"}, {"type": "text", "text": "a"}]}
+                ]
+            },
+        ]
+        first, second = read(records, apply_chat_template=True)
+        mark = "<|vision_start|><|image_pad|><|vision_end|>"
+        assert first.text == f"user=see {mark}?!a="
+        assert second.text == f"user={mark}a!a="
+        assert first.images == second.images
+
+    def test_prompts_are_cheap_to_send(self, read, load):
+        (prompt,) = read([{"input": "a", "images": ["0.png"]}])
+        assert len(pickle.dumps(prompt)) < 1000
+
+    def test_lengths_count_the_tokens_of_images(self, read, vision):
+        """Image tokens and what is around them: 2 + 6 and "ab"."""
+        prompts = read([{"input": "ab", "images": ["0.png"]}], max_prompt_tokens=10)
+        assert prompts.num_tokens(prompts[0]) == 10
+        processor = vision[1]
+        image = processor.prepare(read_image(prompts[0].images[0], allow_urls=False))
+        assert len(processor.expand(prompts[0].text, [image]).token_ids) == 10
+
+    def test_a_long_prompt_with_images_is_left_out_not_cut(self, read, caplog):
+        records = [{"input": "ab", "images": ["0.png"]}, {"input": "abc", "images": ["0.png"]}, {"input": "a" * 11}]
+        prompts = read(records, max_prompt_tokens=10)
+        assert [len(prompt.text) for prompt in prompts] == [2 + 43, 11]
+        assert caplog.messages == [
+            "--data.prompt_dataset: 1 of 3 prompts are longer than 10 tokens and lose their beginning (raise "
+            "--data.max_len or lower --rollout.max_new_tokens; --data.long_prompts skip leaves them out): "
+            "record 3 of train.jsonl",
+            "--data.prompt_dataset: left out 1 of 3 prompts, which are longer than 10 tokens and have images, which "
+            "are never cut (raise --data.max_len or lower --rollout.max_new_tokens): record 2 of train.jsonl",
+        ]
+        with pytest.raises(DataError, match=r"record 2 of train\.jsonl: 2 of 3 prompts are longer than 10 tokens"):
+            read(records, max_prompt_tokens=10, long_prompts="error")
+
+    def test_a_huge_prompt_with_an_image_is_long(self, read, monkeypatch):
+        monkeypatch.setattr("openrlhf.data.prompts.HUGE", 10)
+        records = [{"input": "a", "images": ["0.png"]}, {"input": "b" * 5000, "images": ["0.png"]}]
+        (prompt,) = read(records, max_prompt_tokens=20)
+        assert prompt.images
+
+    @pytest.mark.parametrize(
+        ("record", "message"),
+        [
+            ({"images": ["none.png"]}, r"image 1 of 1: there is no image file none\.png \(looked in /.* and in /"),
+            ({"images": ["broken.png"]}, r"the image /.*/broken\.png is truncated or broken \("),
+            ({"images": ["text.png"]}, r"the image /.*/text\.png is no image, or its beginning is broken"),
+            ({"images": ["bomb.png"]}, "is a decompression bomb, or far too large"),
+            ({"images": ["zero.png"]}, "has 0 × 0 pixels"),
+            ({"images": ["line.png"]}, "an image of 900 × 1 pixels: "),
+            ({"images": ["0.png"] * 4}, "it has 4 images, and --data.max_images_per_prompt is 3"),
+            ({"images": ["0.png"], "input": "<image> <image>"}, "it has 2 times <image>, and 1 images"),
+            ({"input": "type <|image_pad|>"}, r"its text has <\|image_pad\|>"),
+            ({"images": ["http://127.0.0.1:9/a.png"]}, "is a URL: --data.allow_image_urls"),
+        ],
+    )
+    def test_the_record_is_named(self, read, tmp_path, record, message):
+        picture(0, width=64, height=64).save(tmp_path / "broken.png")
+        (tmp_path / "broken.png").write_bytes((tmp_path / "broken.png").read_bytes()[:-3000])
+        (tmp_path / "text.png").write_text("a text")
+        for name, width in (("bomb", 30_000), ("zero", 0)):
+            (tmp_path / f"{name}.png").write_bytes(png_that_says(width, width))
+        picture(0, width=900, height=1).save(tmp_path / "line.png")
+        with pytest.raises(DataError, match=rf"^--data\.prompt_dataset, record 2 of train\.jsonl: .*{message}"):
+            read([{"input": "a"}, {"input": "a"} | record])
+
+    def test_only_the_first_images_are_decoded(self, read, tmp_path, monkeypatch):
+        """The beginning of a truncated file is read all the same: it says how many tokens the image has."""
+        monkeypatch.setattr("openrlhf.data.prompts.DECODED", 1)
+        picture(0, width=64, height=64).save(tmp_path / "broken.png")
+        (tmp_path / "broken.png").write_bytes((tmp_path / "broken.png").read_bytes()[:-3000])
+        records = [{"input": "a", "images": ["0.png"]}, {"input": "a", "images": ["broken.png"]}]
+        assert len(read(records)) == 2
+        with pytest.raises(DataError, match="record 1 of"):
+            read(records[::-1])
+
+    def test_a_url_counts_as_a_token_until_it_is_fetched(self, read, monkeypatch):
+        monkeypatch.setattr("openrlhf.data.prompts.DECODED", 0)
+        (prompt,) = read(
+            [{"input": "ab", "images": ["http://127.0.0.1:9/a.png"]}], allow_urls=True, max_prompt_tokens=5
+        )
+        assert prompt.images == ("http://127.0.0.1:9/a.png",)
+
+    def test_the_digest_is_of_the_images_too(self, read):
+        first, second = (read([{"input": "a", "images": [name]}]).digest for name in ("0.png", "1.png"))
+        assert first != second
+
+    def test_a_run_that_reads_no_images_says_that_there_are_some(self, load, caplog):
+        PromptSet(load([{"input": "a", "images": ["0.png"]}, {"input": "b", "images": []}]))
+        assert caplog.messages == [
+            "--data.prompt_dataset: 1 of 2 records have something under 'images', which is not read: "
+            "--data.max_images_per_prompt is 0"
+        ]
+
+    def test_a_run_that_reads_images_says_that_there_are_none(self, read, caplog):
+        read([{"input": "a", "picture": "0.png"}])
+        assert caplog.messages == [
+            "--data.prompt_dataset: no record has an image, under 'images' or in its messages: is --data.image_key one "
+            "of input, picture?"
+        ]
+
+    def test_tables_of_datasets(self, tmp_path, vision):
+        """Images are kept as files: nothing is decoded, and a broken one is found with its record."""
+        datasets = pytest.importorskip("datasets")
+        table = {"input": ["a", "b"], "images": [[picture(0)], [{"bytes": b"\x89PNG\r\n\x1a\n", "path": None}]]}
+        features = datasets.Features({"input": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+        path = tmp_path / "train.parquet"
+        datasets.Dataset.from_dict(table, features=features).to_parquet(str(path))
+        tokenizer, processor = vision
+        places = image_places(processor, tokenizer, key="images", most=1)
+        records = load_records(str(path))
+        (prompt,) = PromptSet(records[:1], tokenizer=tokenizer, images=PromptImages(places, processor))
+        assert np.array_equal(np.asarray(read_image(prompt.images[0], allow_urls=False)), np.asarray(picture(0)))
+        with pytest.raises(DataError, match=r"record 2 of train\.parquet: an image of 8 bytes is"):
+            PromptSet(records, tokenizer=tokenizer, images=PromptImages(places, processor))

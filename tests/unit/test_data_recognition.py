@@ -53,6 +53,8 @@ CHAT = [USER, ANSWER]
         ({"messages": [USER]}, PromptFormat(), {"input_key": "messages", "apply_chat_template": True}),
         ({"input": "q", "prompt": "p"}, PromptFormat(), {}),
         ({"question": "q"}, PromptFormat(), {}),
+        ({"input": "q", "image": "a.png"}, PromptFormat(), {"image_key": "image"}),
+        ({"input": "q", "image": "a.png", "images": []}, PromptFormat(), {}),
     ],
 )
 def test_keys_are_found_by_their_names(tmp_path, caplog, record, given, expected):

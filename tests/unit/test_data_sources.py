@@ -267,6 +267,12 @@ class TestPatternsAndAddresses:
         write_jsonl(in_tmp / "ab.jsonl", [{"input": "other"}])
         assert list(load_records("a*.jsonl")) == [{"input": "starred"}]
 
+    def test_each_record_knows_the_folder_of_its_file(self, in_tmp, parts):
+        (in_tmp / "other.jsonl").write_text('{"input": "a"}\n')
+        records = load_records("parts/*.jsonl,other.jsonl")
+        assert records.folder(0) == in_tmp / "parts"
+        assert records.folder(len(records) - 1) == in_tmp
+
     def test_addresses_of_files(self, in_tmp):
         write_jsonl(in_tmp / "my data.jsonl", [{"input": "x"}])
         for address in (f"file://{in_tmp}/my%20data.jsonl", f"file://localhost{in_tmp}/my data.jsonl"):

@@ -28,19 +28,20 @@ def refused(record, **options):
 
 
 def test_plain_text_is_kept_to_the_character():
-    assert render_prompt({"input": "  2 + 3 = \n"}) == "  2 + 3 = \n"
+    assert render_prompt({"input": "  2 + 3 = \n"}).text == "  2 + 3 = \n"
 
 
 def test_input_template():
-    assert render_prompt({"q": "2+3"}, input_key="q", input_template="User: {}\n{{}}") == "User: 2+3\n{}"
+    assert render_prompt({"q": "2+3"}, input_key="q", input_template="User: {}\n{{}}").text == "User: 2+3\n{}"
 
 
 def test_braces_of_the_prompt_are_not_touched():
-    assert render_prompt({"input": r"\frac{1}{2}"}, input_template="Q: {}") == r"Q: \frac{1}{2}"
+    assert render_prompt({"input": r"\frac{1}{2}"}, input_template="Q: {}").text == r"Q: \frac{1}{2}"
 
 
 def test_string_becomes_one_user_message():
-    assert render_prompt({"input": "2+3"}, apply_chat_template=True, tokenizer=tokenizer()) == "<user>2+3<assistant>"
+    text = render_prompt({"input": "2+3"}, apply_chat_template=True, tokenizer=tokenizer()).text
+    assert text == "<user>2+3<assistant>"
 
 
 def test_messages_pass_through_and_none_filled_keys_go():
@@ -49,18 +50,18 @@ def test_messages_pass_through_and_none_filled_keys_go():
         {"role": "system", "content": "short", "name": None},
         {"role": "user", "content": "2+3", "name": "ann"},
     ]
-    text = render_prompt({"input": messages}, apply_chat_template=True, tokenizer=tokenizer())
+    text = render_prompt({"input": messages}, apply_chat_template=True, tokenizer=tokenizer()).text
     assert text == "<system>short<user ann>2+3<assistant>"
 
 
 def test_chat_template_wins_over_input_template():
     options = {"apply_chat_template": True, "tokenizer": tokenizer(), "input_template": "Q: {}"}
-    assert render_prompt({"input": "2+3"}, **options) == "<user>2+3<assistant>"
+    assert render_prompt({"input": "2+3"}, **options).text == "<user>2+3<assistant>"
 
 
 @pytest.mark.parametrize("value", ["", " \n", [], [{"role": "user", "content": ""}]])
 def test_nothing_to_ask(value):
-    assert render_prompt({"input": value}, apply_chat_template=True, tokenizer=tokenizer()) == ""
+    assert render_prompt({"input": value}, apply_chat_template=True, tokenizer=tokenizer()).text == ""
 
 
 def test_wrong_key_names_those_there_are():
@@ -110,7 +111,7 @@ def test_another_template_and_variables_for_it(tmp_path):
     for template in (THINKING, str(tmp_path / "template.jinja")):
         for arguments, expected in (({}, "q<no thought>"), ({"think": False}, "q<no thought>"), ({"think": True}, "q")):
             made = set_chat_template(tokenizer(), template, arguments)
-            assert render_prompt({"input": "q"}, apply_chat_template=True, tokenizer=made) == expected
+            assert render_prompt({"input": "q"}, apply_chat_template=True, tokenizer=made).text == expected
 
 
 def test_without_another_template_it_stays():

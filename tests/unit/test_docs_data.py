@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from small_tokenizers import tokenizer
-from transformers import Qwen2Config
+from transformers import Qwen2_5_VLConfig, Qwen2Config, Qwen2VLImageProcessorPil
+from vision_models import image
 
 from openrlhf.checking.data_check import configure, guess, lines_of, read, run, show
 
@@ -28,6 +29,23 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tokenizer(chat_template=CHATML).save_pretrained(folder)
     Qwen2Config(vocab_size=400).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory):
+    """A tokenizer and an image processor, and no weights."""
+    folder = tmp_path_factory.mktemp("vision_model")
+    content = (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for item in m.content %}{% if item.type == 'image' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ item.text }}{% endif %}{% endfor %}{% endif %}"
+    )
+    made = tokenizer(chat_template=CHATML.replace("{{ m.content }}", content))
+    names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    made.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>", *names]})
+    made.save_pretrained(folder)
+    Qwen2_5_VLConfig(image_token_id=made.convert_tokens_to_ids("<|image_pad|>")).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2).save_pretrained(folder)
     return str(folder)
 
 
@@ -59,7 +77,10 @@ def shown_as(record, command, model, write):
     EXAMPLES,
     ids=[f"{number} {command.split()[1]}" for number, (_, command, _) in enumerate(EXAMPLES, start=1)],
 )
-def test_an_example_is_read_as_the_document_says(record, command, expected, model, write):
+def test_an_example_is_read_as_the_document_says(record, command, expected, model, vision_model, write, tmp_path):
+    if "--data.max_images_per_prompt" in command:
+        model = vision_model
+        image(1).save(tmp_path / "cat.png")
     assert shown_as(json.loads(record), command, model, write) == expected.splitlines()
 
 
