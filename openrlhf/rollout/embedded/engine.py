@@ -300,6 +300,8 @@ class EmbeddedEngine:
         if images and self._images is None:
             raise ValueError(f"{type(self.model).__name__} reads no images, and the prompt has {len(images)}")
         check_images(token_ids, images)
+        # Worked out here once, and looked up later: what is wrong with an image fails its own call, and no other.
+        position_ids(self._body, len(token_ids), images)
 
     def _ensure_driving(self) -> None:
         loop = asyncio.get_running_loop()
