@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -20,11 +21,19 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from openrlhf.models.adapters import adapter_config, adapter_tensors, base_names, has_adapter
+from openrlhf.models.image_processor import has_vision
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import Normalisation, ValueModel
 
+logger = logging.getLogger(__name__)
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""An image-text model's processor. A model has one or more of them."""
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+"""A processor's chat template. That of the tokenizer, where it has one, is the one that was trained with."""
 VALUE_HEAD_FILE = "value_head.json"
 """Beside the adapter of a value model: what `config.json` says of a whole one. With a `config.json` the folder would
 pass for a whole model, and transformers would look for its weights."""
@@ -38,7 +47,8 @@ def export_policy(
     *,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write weights (safetensors), configuration, generation settings and tokenizer to `directory`; returns it.
+    """Write weights (safetensors), configuration, generation settings and tokenizer to `directory`; returns it. Of an
+    image-text model also the files of its processor.
 
     Everything is written beside its place first: a new folder appears complete or not at all; in one that is already
     there the model's files are replaced one by one, and other files stay. Of a policy with an adapter the adapter is
@@ -70,8 +80,7 @@ def export_value_model(
     """
     with _draft_of(Path(directory)) as draft:
         _write_value_model(model, draft, statistics or model.normalisation, state_dict)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(draft)
+        _write_readers(model.model.config, tokenizer, draft)
     return Path(directory)
 
 
@@ -102,8 +111,32 @@ def _write(
         weights = policy.model.state_dict() if own is None else own
         policy.model.save_pretrained(folder, state_dict=_in_dtype(policy.model, weights, dtype))
         _users_config(policy.model.config, policy.config_changes, dtype=dtype).save_pretrained(folder)
+    _write_readers(policy.model.config, tokenizer, folder)
+
+
+def _write_readers(config: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """The tokenizer; and of an image-text model its processor's files, as they are where the model was read from."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    source = os.path.expanduser(config.name_or_path)
+    if not source or not has_vision(config):
+        return
+    templates = () if (folder / TEMPLATE_FILES[0]).exists() else TEMPLATE_FILES
+    found = {name: path for name in (*PROCESSOR_FILES, *templates) if (path := _file_of(source, name))}
+    for name, path in found.items():
+        shutil.copyfile(path, folder / name)
+    if not found.keys() & {*PROCESSOR_FILES}:
+        # The weights are worth more than these: a run of days does not end without them.
+        logger.warning("%s: the files of its image processor are not there any more: copy them into the export", source)
+
+
+def _file_of(source: str, name: str) -> str | None:
+    """A file of a model's folder or of its repository; None where there is none."""
+    quiet = ("missing_entries", "gated_repo", "connection_errors")
+    try:
+        return cached_file(source, name, **{f"_raise_exceptions_for_{kind}": False for kind in quiet})
+    except (OSError, ValueError):
+        return None
 
 
 def _in_dtype(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -73,9 +73,17 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def adapter_config(model: Any) -> Any:
-    """A copy of the adapter's PEFT configuration, its modules by the last part of their names."""
+    """A copy of the adapter's PEFT configuration, its modules by the last part of their names.
+
+    By their whole names where other modules end in the same: the blocks of a vision tower end in a number as layers in
+    a list do, and its `proj` may be a convolution.
+    """
     config = copy.deepcopy(model.peft_config[_NAME])
-    config.target_modules = sorted({name.rpartition(".")[2] for name in config.target_modules})
+    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if _is_adapter(name)}
+    ends = {name.rpartition(".")[2] for name in adapted}
+    own = (name for name, _ in model.named_modules() if ".lora_" not in name and not name.endswith(_BASE))
+    alone = all(name in adapted for name in own if name.rpartition(".")[2] in ends)
+    config.target_modules = sorted(ends if alone else adapted)
     return config
 
 

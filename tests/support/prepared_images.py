@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 
 from PIL import Image
+from vision_models import image
 
 from openrlhf.types import ImageInput
-from tests.support.vision_models import image
 
 
 def png(picture: Image.Image) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prepared_images import prepared
 
 from openrlhf.cli.main import main
 from openrlhf.config import parse
@@ -23,7 +24,6 @@ from openrlhf.observability.report import LiveReport, write_report
 from openrlhf.observability.rollout_log import spread
 from openrlhf.observability.run_directory import NoteLog, RunDirectory, read_notes
 from openrlhf.observability.thumbnails import FOLDER, ThumbnailFolder
-from tests.support.prepared_images import prepared
 
 CONFIG = {"actor": {"model_name_or_path": "/models/Qwen/Qwen3-0.6B"}, "algo": {"advantage": {"estimator": "rloo"}}}
 

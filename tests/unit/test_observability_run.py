@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from prepared_images import prepared
 
 from openrlhf.config import parse
 from openrlhf.data.files import DataError
@@ -25,7 +26,6 @@ from openrlhf.observability.turns import TurnReader
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.runs.process import Observers, observed
 from openrlhf.types import Group, ImageInput, Outcome, PlacedImage, Prompt, SampleKey, Segment, Trajectory
-from tests.support.prepared_images import prepared
 
 
 def test_a_run_directory_is_never_shared(tmp_path: Path):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from prepared_images import png, prepared
 
 from openrlhf.observability.thumbnails import FOLDER, ThumbnailFolder, page_picture, png_size, read_thumbnail
-from tests.support.prepared_images import png, prepared
 
 
 def test_a_thumbnail_is_written_once_also_by_a_run_that_goes_on(tmp_path: Path):
