@@ -152,16 +152,18 @@ def test_greedy_tokens_and_log_probs_are_transformers_own(family, packed, dtype)
 
 
 def test_samples_of_a_prompt_encode_its_images_once(family, monkeypatch):
-    """Ten samples, four at a time: some read the prompt together, others start from the keys of one that runs."""
+    """Ten samples, four at a time: some read the prompt together, others start from the keys of one that runs, in rows
+    that text had before."""
     engine = family.engine(max_batch_size=4)
     digests = encoded(engine, monkeypatch)
-    prompt = family.prompt(*CASES["twice the same"])
-    limits = [3, 9, 5, 7, 8, 4, 6, 9, 2, 5]
-    params = [SamplingParams(max_tokens=n, seed=i, ignore_eos=True) for i, n in enumerate(limits)]
-    for result in generate_all(engine, [prompt] * 10, params):
-        assert_is_own(family.native, prompt, result)
+    prompt, text = family.prompt(*CASES["twice the same"]), family.prompt(*CASES["no image"])
+    prompts = [prompt, text, text, *[prompt] * 9]
+    limits = [9, 2, 3, 9, 5, 7, 8, 4, 6, 9, 2, 5]
+    params = [_sampled(limit, seed=i) for i, limit in enumerate(limits)]
+    for asked, result in zip(prompts, generate_all(engine, prompts, params), strict=True):
+        assert_is_own(family.native, asked, result)
     assert sorted(digests) == sorted({placed.image.digest for placed in prompt.images})
-    assert engine.stats.prompt_tokens == len(prompt.token_ids)
+    assert engine.stats.prompt_tokens == len(prompt.token_ids) + len(text.token_ids)
 
 
 def test_samples_of_a_prompt_that_ends_with_its_image(family, monkeypatch):
