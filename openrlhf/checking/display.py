@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openrlhf.checking.agent_check import PlayedEpisode, num_turns
+from openrlhf.checking.image_display import ImageDisplay
 from openrlhf.checking.reward_check import JudgedPrompt, log_names
 from openrlhf.observability.turns import SegmentReader, Span, spans
 
@@ -26,6 +27,7 @@ class Display:
         self._console = Console(file=file, highlight=False, markup=False, emoji=False)
         if not self._console.is_terminal:
             self._console.width = PIPE_WIDTH
+        self._images = ImageDisplay(self._console)
 
     def working(self, file: Path) -> contextlib.AbstractContextManager[Any]:
         """Something that moves, on a terminal only."""
@@ -71,7 +73,8 @@ class Display:
         self._episode(max(played, key=lambda p: num_turns(p.episode, tokenizer)), tokenizer)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("prompt", no_wrap=True)
-        for name in ("sample", "turns", "tokens", "trained", "reward", "score"):
+        seen = any(segment.images for p in played for segment in p.episode.segments)
+        for name in ("sample", "turns", *(["images"] if seen else []), "tokens", "trained", "reward", "score"):
             table.add_column(name, justify="right")
         table.add_column("ended")
         names = told_apart([p.prompt.text for p in played])
@@ -81,6 +84,7 @@ class Display:
                 Text(shown(name, 17)),
                 str(p.sample + 1),
                 str(num_turns(episode, tokenizer)),
+                *([str(sum(len(segment.images) for segment in episode.segments))] if seen else []),
                 str(sum(len(segment) for segment in episode.segments)),
                 str(sum(segment.num_actions for segment in episode.segments)),
                 _number(episode.reward),
@@ -113,6 +117,7 @@ class Display:
             self._print(self._marked(parts), soft_wrap=True)
             self._print("")
             self._print(self._turn_table(parts))
+            self._images.show([image for span in parts for image in span.images])
         logs = "".join(f", {name} {value:g}" for name, value in episode.extra_logs.items())
         self._print(f"\nreward {_number(episode.reward)}, score {_number(episode.score)}{logs}")
 

@@ -7,6 +7,8 @@ import io
 import pytest
 import torch
 from agent_files import HEAD, env
+from PIL import Image
+from prepared_images import png, prepared
 from scripted_engine import CharTokenizer
 
 from openrlhf.agents.base import Episode
@@ -14,12 +16,13 @@ from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.user_calls import UserFileError
 from openrlhf.checking.agent_check import PlayedEpisode, agent_warnings
 from openrlhf.checking.display import Display, reward_summary, shown, told_apart
+from openrlhf.checking.image_display import half_blocks
 from openrlhf.checking.options import Kind, kinds_of
 from openrlhf.checking.reward_check import Answer, JudgedPrompt, reward_warnings, written_answers
 from openrlhf.checking.workbench import END, builtin_prompts, make_model, make_tokenizer
 from openrlhf.observability.turns import SegmentReader, Span, spans
 from openrlhf.rewards.base import Reward
-from openrlhf.types import FinishReason, Generation, Prompt
+from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, Prompt
 
 PROMPT = Prompt(ordinal=0, text="ask", label="5")
 
@@ -259,6 +262,85 @@ def test_sampled_tokens_are_marked_in_a_pipe_and_coloured_on_a_terminal(tmp_path
     Display(file).episodes(tmp_path / "agent.py", [episode("12", "3", feedback="-")], CharTokenizer())
     assert action in file.getvalue()
     assert ("⟦" in file.getvalue()) is not file.isatty()
+
+
+def seeing(*images: ImageInput) -> PlayedEpisode:
+    """The images before the prompt "ask", each followed by a dash, then an answer."""
+    prompt, placed = "", []
+    for image in images:
+        placed.append(PlacedImage(len(prompt), image))
+        prompt += "#" * len(image) + "-"
+    one = episode("12", prompt=prompt + "ask")
+    (segment,) = one.episode.segments
+    segment = dataclasses.replace(segment, images=tuple(placed))
+    return dataclasses.replace(one, episode=dataclasses.replace(one.episode, segments=(segment,)))
+
+
+def seen(seed: int, tokens: int) -> ImageInput:
+    return prepared(seed, tokens=tokens, placeholder=ord("#"), width=3, height=4)
+
+
+def test_images_are_marked_and_listed_with_their_places_and_files(tmp_path, monkeypatch):
+    """In a pipe. The same image twice is one file."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    one, two = seen(1, 5), seen(2, 7)
+    file = io.StringIO()
+    Display(file).episodes(tmp_path / "agent.py", [seeing(one, two, one), episode("3")], CharTokenizer())
+    text = file.getvalue()
+    assert "[image 1: 5 tokens]-[image 2: 7 tokens]-[image 1: 5 tokens]-ask⟦12⟧" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("image ")]
+    (folder,) = tmp_path.glob("openrlhf-check-*")
+    assert rows == [
+        ["image", "1", "30", "×", "40", "5", "0", "5", f"{1:032x}.png"],
+        ["image", "2", "30", "×", "40", "7", "6", "13", f"{2:032x}.png"],
+        ["image", "1", "30", "×", "40", "5", "14", "19", f"{1:032x}.png"],
+    ]
+    assert f"(the thumbnails are in {folder})" in text
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        f"{image.digest}.png": image.thumbnail for image in (one, two)
+    }
+    assert [line.split()[3] for line in text.splitlines() if line.startswith("ask ")] == ["3", "0"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "draws"),
+    [
+        ({"TERM": "xterm-256color", "COLORTERM": "truecolor"}, True),
+        ({"TERM": "xterm-256color", "COLORTERM": ""}, True),
+        ({"TERM": "xterm-256color", "COLORTERM": "truecolor", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb", "COLORTERM": ""}, False),
+    ],
+)
+def test_a_terminal_with_colours_draws_images(tmp_path, monkeypatch, variables, draws):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    file = Terminal()
+    Display(file).episodes(tmp_path / "agent.py", [seeing(seen(1, 5))], CharTokenizer())
+    assert ("▀" in file.getvalue()) is draws
+    assert bool(list(tmp_path.glob("openrlhf-check-*"))) is not draws
+
+
+def test_half_blocks_are_the_pixels_two_by_two():
+    """3 × 4 pixels, enlarged 6 times to 24 lines: each pixel is 6 columns and 3 rows."""
+    picture = Image.new("RGB", (3, 4), "#000000")
+    picture.putpixel((1, 0), (255, 0, 0))
+    picture.putpixel((1, 3), (0, 0, 255))
+    text = half_blocks(png(picture), 36)
+    assert [len(line) for line in text.plain.split("\n")] == [18] * 12
+    styles = {span.start: str(span.style) for span in text.spans}
+    assert styles[0] == "#000000 on #000000"
+    assert [styles[column] for column in (5, 6, 11, 12)] == [
+        "#000000 on #000000", "#ff0000 on #ff0000", "#ff0000 on #ff0000", "#000000 on #000000",
+    ]  # fmt: skip
+    assert styles[11 * 19 + 6] == "#0000ff on #0000ff"
+
+
+def test_half_blocks_of_large_and_flat_pictures_fit():
+    assert half_blocks(png(Image.new("RGB", (192, 1))), 36).plain == "▀" * 36
+    assert len(half_blocks(png(Image.new("RGB", (192, 108))), 36).plain.split("\n")) == 10  # 20.25 lines of pixels
+    assert half_blocks(png(Image.new("RGB", (1, 192))), 36).plain == "\n".join("▀" * 12)
 
 
 def test_check_display_escapes_terminal_codes():
