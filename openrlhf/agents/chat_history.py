@@ -16,11 +16,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from openrlhf.agents.images import check_readable, images_of
 from openrlhf.agents.tool_calls import Reply, ToolCall, parse_reply
 from openrlhf.data.templates import template_arguments
+from openrlhf.models.image_processor import ExpandedText
+from openrlhf.types import ImageInput, PlacedImage
 
 Message = Mapping[str, Any]
-"""As chat templates read it: `role`, `content` (text), perhaps `tool_calls` whose arguments are dicts."""
+"""As chat templates read it: `role`, `content` (text, or a list of texts and places of images), perhaps `tool_calls`
+whose arguments are dicts."""
 
 MARK = "@@what-the-policy-said@@"
 """Stands for an answer in a rendered conversation. Without spaces, which templates trim."""
@@ -52,6 +56,8 @@ class Conversation(NamedTuple):
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     template_options: Mapping[str, Any] = {}
+    images: Sequence[Any] = ()
+    """The sources of the images in the messages, in order."""
 
 
 class ChatPrompt(NamedTuple):
@@ -63,6 +69,8 @@ class ChatPrompt(NamedTuple):
     token_ids: list[int]
     continues: bool
     """Whether it begins with the tokens of an earlier exchange."""
+    images: tuple[PlacedImage, ...] = ()
+    """Those among the tokens."""
 
 
 class _Exchange(NamedTuple):
@@ -78,21 +86,36 @@ class ChatHistory:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._reader = images_of(tokenizer)
         self._exchanges: list[_Exchange] = []
         self.spells_tools: bool | None = None
         """Whether tools are described in a message of ours, as the template leaves them out; None: none were given."""
 
     def prompt(self, conversation: Conversation) -> ChatPrompt:
-        """The tokens that the engine reads next. Raises TemplateError."""
+        """The tokens that the engine reads next. New images are prepared here, which may take long. Raises
+        TemplateError, and BadImageError."""
+        check_readable(self._tokenizer, conversation.images)
+        images = [self._reader.prepare_one(source) for source in conversation.images] if self._reader else []
         text = self._render(conversation)
+        self._check_images(text, images)
         count = len(conversation.messages)
-        candidates = [e for e in self._exchanges if e.prompt.num_messages < count and text.startswith(e.prompt.text)]
+        candidates = [
+            e
+            for e in self._exchanges
+            if e.prompt.num_messages < count and text.startswith(e.prompt.text) and _has_seen(e, images)
+        ]
         # The longest; of the same question asked again, the latest.
         for exchange in sorted(candidates, key=lambda e: len(e.prompt.text))[::-1]:
             tail = self._after_reply(exchange, conversation, text)
             if tail is not None:
-                return ChatPrompt(count, text, _read(exchange) + self._ids_after(exchange, tail), continues=True)
-        return ChatPrompt(count, text, self._tokenise(text), continues=False)
+                read = _read(exchange)
+                new = self._after(exchange, tail, images[len(exchange.prompt.images) :])
+                placed = (PlacedImage(len(read) + start, image) for start, image in new.images)
+                return ChatPrompt(
+                    count, text, read + new.token_ids, continues=True, images=(*exchange.prompt.images, *placed)
+                )
+        whole = self._tokenise(text, images)
+        return ChatPrompt(count, text, whole.token_ids, continues=False, images=whole.images)
 
     def remember(self, prompt: ChatPrompt, written: Sequence[int], reply: Reply) -> None:
         """`written` are the sampled tokens, `reply` is what the client was told they say."""
@@ -120,10 +143,22 @@ class ChatHistory:
         shown = parse_reply(rendered) if exchange.reply.tool_calls else Reply(rendered)
         return tail if _same(shown, exchange.reply, spaces=False) else None
 
-    def _ids_after(self, exchange: _Exchange, tail: str) -> list[int]:
+    def _after(self, exchange: _Exchange, tail: str, images: Sequence[ImageInput]) -> ExpandedText:
         """The tail begins with what closes the assistant's turn: usually the policy has written that itself."""
-        ids = self._tokenise(tail)
-        return ids[1:] if ids[:1] == exchange.written[-1:] else ids
+        read = self._tokenise(tail, images)
+        if read.token_ids[:1] != exchange.written[-1:]:
+            return read
+        return ExpandedText(read.token_ids[1:], tuple(PlacedImage(at - 1, image) for at, image in read.images))
+
+    def _check_images(self, text: str, images: Sequence[ImageInput]) -> None:
+        """Templates of models without images, or for other roles, leave images out without a word."""
+        if images and self._reader is not None:
+            token = self._reader.processor.image_token
+            if text.count(token) != len(images):
+                raise TemplateError(
+                    f"the messages have {len(images)} images, and the chat template shows {text.count(token)} "
+                    f"({token}): it leaves some out, or a message spells the token"
+                )
 
     def _render(self, conversation: Conversation) -> str:
         if conversation.tools:
@@ -137,13 +172,20 @@ class ChatHistory:
                     conversation = _without_system(conversation)
         return render(self._tokenizer, conversation)
 
-    def _tokenise(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    def _tokenise(self, text: str, images: Sequence[ImageInput]) -> ExpandedText:
+        if self._reader is not None:
+            return self._reader.expand(text, images)
+        return ExpandedText(self._tokenizer(text, add_special_tokens=False)["input_ids"], ())
 
 
 def _read(exchange: _Exchange) -> list[int]:
     return exchange.prompt.token_ids + exchange.written
+
+
+def _has_seen(exchange: _Exchange, images: Sequence[ImageInput]) -> bool:
+    """Whether the images begin with those of the exchange."""
+    seen = [placed.image.digest for placed in exchange.prompt.images]
+    return seen == [image.digest for image in images[: len(seen)]]
 
 
 def _reply_in(message: Message) -> Reply:
@@ -187,9 +229,9 @@ def spell_tools(conversation: Conversation) -> Conversation:
     messages: list[Message] = []
     for message in conversation.messages:
         if message["role"] == "tool":
-            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+            answer = _joined("<tool_response>\n", message["content"], "\n</tool_response>")
             if messages and messages[-1].get("answers"):
-                messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{answer}"}
+                messages[-1] = {**messages[-1], "content": _joined(messages[-1]["content"], "\n", answer)}
             else:
                 messages.append({"role": "user", "content": answer, "answers": True})
         elif message.get("tool_calls"):
@@ -214,8 +256,16 @@ def _without_system(conversation: Conversation) -> Conversation:
     system, first, *others = conversation.messages
     if first["role"] != "user":
         return conversation
-    joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+    joined = {**first, "content": _joined(system["content"], "\n\n", first["content"])}
     return conversation._replace(messages=[joined, *others])
+
+
+def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Contents of messages as one: text, or a list where one of them is a list."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(str(content) for content in contents)
+    lists = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in contents]
+    return [item for part in lists for item in part]
 
 
 def _json(value: Any) -> str:
@@ -225,9 +275,10 @@ def _json(value: Any) -> str:
 # ------------------------------------------------------------------------------------ for users' agents
 
 
-def next_user_turn(tokenizer: Any, text: str, *, after: str, **template_options: Any) -> str:
+def next_user_turn(tokenizer: Any, text: str | list[dict[str, Any]], *, after: str, **template_options: Any) -> str:
     """What the model's own chat template puts between an answer and the next: feedback as a message of the user.
 
+    `text` has `<image>` where an image belongs, or is a list of content items, `{"type": "image"}` among them.
     `after` is the answer, as `states["action_text"]` has it: special tokens that it has ended with are not there twice.
     `template_options` are variables of the template, `enable_thinking` for instance. Raises ValueError.
 
@@ -237,7 +288,7 @@ def next_user_turn(tokenizer: Any, text: str, *, after: str, **template_options:
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "this model"
         raise TemplateError(f"the tokenizer of {name} has no chat template, so it has no turns")
-    messages = [
+    messages: list[Message] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": MARK},
         {"role": "user", "content": text},

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from openrlhf.agents.base import Episode
 from openrlhf.agents.host_worker import ask, ask_stream
+from openrlhf.agents.images import image_tokenizer
 from openrlhf.agents.user_agent import load_agent
-from openrlhf.rollout.requests import PackedRequest, read_generation
-from openrlhf.types import Generation, PlacedImage, SamplingParams
+from openrlhf.rollout.requests import PackedRequest, by_digest, read_generation
+from openrlhf.types import Generation, ImageInput, PlacedImage, SamplingParams
+
+_known_there: ContextVar[set[str]] = ContextVar("images of this episode that the parent has")
 
 
 class EpisodeSettings(NamedTuple):
@@ -28,6 +33,31 @@ class EpisodeSettings(NamedTuple):
     """Replaces the tokenizer's, as Jinja text or a file with it."""
     template_arguments: tuple[tuple[str, Any], ...] = ()
     """Variables for it."""
+    images: bool = False
+    """Whether the policy reads images. The processor is in the tokenizer's folder."""
+    allow_image_urls: bool = False
+
+
+class SentEpisode(NamedTuple):
+    """An episode on its way to the parent, which has its images already."""
+
+    episode: Episode
+    """Without images."""
+    places: tuple[tuple[tuple[int, str], ...], ...]
+    """For each segment, where its images begin, and their digests."""
+
+    @staticmethod
+    def of(episode: Episode) -> SentEpisode:
+        segments = tuple(dataclasses.replace(segment, images=()) for segment in episode.segments)
+        places = tuple(tuple((at, image.digest) for at, image in segment.images) for segment in episode.segments)
+        return SentEpisode(dataclasses.replace(episode, segments=segments, images=()), places)
+
+    def read(self, images: Mapping[str, ImageInput]) -> Episode:
+        segments = (
+            dataclasses.replace(segment, images=tuple(PlacedImage(at, images[digest]) for at, digest in placed))
+            for segment, placed in zip(self.episode.segments, self.places, strict=True)
+        )
+        return dataclasses.replace(self.episode, segments=tuple(segments))
 
 
 class EpisodeService:
@@ -45,14 +75,22 @@ class EpisodeService:
             settings.tokenizer, use_fast=settings.use_fast, trust_remote_code=settings.trust_remote_code
         )
         self._tokenizer = set_chat_template(tokenizer, settings.chat_template, dict(settings.template_arguments))
+        if settings.images:
+            self._tokenizer = image_tokenizer(
+                self._tokenizer,
+                settings.tokenizer,
+                allow_urls=settings.allow_image_urls,
+                trust_remote_code=settings.trust_remote_code,
+            )
         self._engine = AskingEngine(settings.max_model_len)
 
     async def play(
         self, prompt: str, label: Any, sampling_params: SamplingParams, images: Sequence[Any] | None, version: int
-    ) -> Episode:
+    ) -> SentEpisode:
         """One episode. `version` is that of the weights as it begins."""
         self._engine.version = max(self._engine.version, version)
-        return await self._player.play(
+        _known_there.set(set())
+        episode = await self._player.play(
             prompt,
             label,
             sampling_params,
@@ -62,6 +100,19 @@ class EpisodeService:
             images,
             max_steps=self._settings.max_steps,
         )
+        await tell_of_images(placed for segment in episode.segments for placed in segment.images)
+        return SentEpisode.of(episode)
+
+
+async def tell_of_images(images: Iterable[PlacedImage]) -> None:
+    """From here on the parent has these images, until the episode ends: it is sent those that it does not have, from
+    other episodes and hosts too."""
+    known = _known_there.get()
+    new = {digest: image for digest, image in by_digest(images).items() if digest not in known}
+    if new:
+        if lacking := await ask("lacking_images", list(new)):
+            await ask("take_images", [new[digest] for digest in lacking], keep=False)
+        known |= new.keys()
 
 
 class AskingEngine:
@@ -78,6 +129,7 @@ class AskingEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
     ) -> Generation:
+        await tell_of_images(images)
         generation = read_generation(await ask("generate", PackedRequest.of(token_ids, sampling_params, images)))
         self._note(generation)
         return generation
@@ -85,6 +137,7 @@ class AskingEngine:
     async def stream(
         self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[PlacedImage] = ()
     ) -> AsyncGenerator[Generation]:
+        await tell_of_images(images)
         request = PackedRequest.of(token_ids, sampling_params, images)
         async with contextlib.aclosing(ask_stream("stream", request)) as parts:
             async for packed in parts:

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.agents.base import Episode, Player
-from openrlhf.agents.episode_worker import EpisodeSettings
+from openrlhf.agents.episode_worker import EpisodeSettings, SentEpisode
 from openrlhf.agents.host import (
     Host,
     HostCrashError,
@@ -23,9 +24,10 @@ from openrlhf.agents.host import (
     RemoteError,
     Reply,
 )
+from openrlhf.agents.images import BadImageError
 from openrlhf.rollout.base import Engine, EngineError
-from openrlhf.rollout.requests import EngineRequests, PackedRequest, RequestHandler
-from openrlhf.types import Prompt, SamplingParams
+from openrlhf.rollout.requests import EngineRequests, ImageStore, PackedRequest, RequestHandler
+from openrlhf.types import ImageInput, Prompt, SamplingParams
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,10 @@ EPISODES_PER_HOST = 128
 """Above this many at once, another host process takes its share."""
 SLOW_SECONDS = 5.0
 """A call of users' code that takes longer is named in the log, each time the record is broken."""
+
+
+_images: ContextVar[dict[str, ImageInput]] = ContextVar("images of this episode")
+"""By digest, those that its host has told of: they are needed until the episode has ended, and are here until then."""
 
 
 class EpisodeError(Exception):
@@ -76,16 +82,19 @@ class OwnEpisodes:
         pass
 
     async def play(self, prompt: Prompt, sampling_params: SamplingParams) -> Episode:
-        with waits.doing("at the engine"):
-            return await self._player.play(
-                prompt.text,
-                prompt.label,
-                sampling_params,
-                self._max_length,
-                self._tokenizer,
-                self._engine,
-                prompt.images or None,
-            )
+        try:
+            with waits.doing("at the engine"):
+                return await self._player.play(
+                    prompt.text,
+                    prompt.label,
+                    sampling_params,
+                    self._max_length,
+                    self._tokenizer,
+                    self._engine,
+                    prompt.images or None,
+                )
+        except BadImageError as error:
+            raise EpisodeError(str(error), retry=False) from error
 
     async def close(self) -> None:
         pass
@@ -114,6 +123,7 @@ class AgentEpisodes:
         self._file = Path(settings.agent_file).expanduser().resolve()
         self._engine = engine
         self._requests = requests or EngineRequests(engine)
+        self._kept = ImageStore()
         self._engine_failure: EngineError | None = None
         self._step_timeout = step_timeout
         self._slowest = slow_seconds
@@ -147,6 +157,8 @@ class AgentEpisodes:
     async def play(self, prompt: Prompt, sampling_params: SamplingParams) -> Episode:
         index = min(range(len(self._hosts)), key=self._playing.__getitem__)
         self._playing[index] += 1
+        images: dict[str, ImageInput] = {}
+        before = _images.set(images)
         try:
             with waits.doing(f"in the user's code ({self._file.name})"):
                 reply = await self._hosts[index].call_timed(
@@ -165,22 +177,34 @@ class AgentEpisodes:
             raise self._engine_failure or self._failed(error) from error
         finally:
             self._playing[index] -= 1
+            _images.reset(before)
         self._note_slow(reply, prompt)
-        episode: Episode = reply.value
-        return episode
+        sent: SentEpisode = reply.value
+        return sent.read(images)
 
     async def close(self) -> None:
         await asyncio.gather(*(host.close() for host in self._hosts))
 
-    async def _answer(self, name: str, request: PackedRequest) -> bytes:
-        assert name == "generate", name
-        with self._asking_the_engine():
-            return await self._requests.answer(request)
+    async def _answer(self, name: str, about: Any) -> Any:
+        """What a host asks, in the context of the episode that asks it (`_images`)."""
+        match name:
+            case "generate":
+                with self._asking_the_engine():
+                    return await self._requests.answer(about, _images.get())
+            case "lacking_images":
+                _images.get().update(self._kept.find(about))
+                return [digest for digest in about if digest not in _images.get()]
+            case "take_images":
+                for image in about:
+                    self._kept.keep(image)
+                    _images.get()[image.digest] = image
+                return None
+        raise LookupError(name)
 
     async def _answer_stream(self, name: str, request: PackedRequest) -> AsyncGenerator[bytes, None]:
         assert name == "stream", name
         with self._asking_the_engine():
-            async with contextlib.aclosing(self._requests.answer_parts(request)) as parts:
+            async with contextlib.aclosing(self._requests.answer_parts(request, _images.get())) as parts:
                 async for part in parts:
                     yield part
 
@@ -198,7 +222,7 @@ class AgentEpisodes:
         match error:
             case RemoteError(failure=failure) if failure.kind == "AgentError":
                 return EpisodeError(failure.text, retry=True)
-            case RemoteError(failure=failure) if failure.kind in ("AgentResultError", "UserFileError"):
+            case RemoteError(failure=failure) if failure.kind in ("AgentResultError", "UserFileError", "BadImageError"):
                 return EpisodeError(failure.text, retry=False)
             case RemoteError(failure=failure) if failure.kind == "AskError":
                 # What the engine refuses because of what it was asked is the agent's doing; anything else is not.

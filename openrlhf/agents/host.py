@@ -280,6 +280,8 @@ class _Question:
     was lost."""
     asked: Asked | None = None
     messages: list[Part | Answered] = field(default_factory=list)
+    keep: bool = True
+    """As `host_messages.Ask.keep`."""
 
     @property
     def is_open(self) -> bool:
@@ -612,7 +614,7 @@ class HostProcess:
         known = (question for question in call.questions if question.asked_by is None and question.text == text)
         question = next(known, None)
         if question is None:
-            question = _Question(text)
+            question = _Question(text, keep=ask.keep)
             call.questions.append(question)
         question.asked_by = process, ask.id
         for message in question.messages:
@@ -631,7 +633,7 @@ class HostProcess:
     def _on_answer(self, call: _Pending, question: _Question, message: Part | Answered | Refused) -> None:
         if question not in call.questions:
             return  # taken back
-        if isinstance(message, Refused):
+        if isinstance(message, Refused) or (isinstance(message, Answered) and not question.keep):
             call.questions.remove(question)
         else:
             question.messages.append(message)
@@ -939,7 +941,7 @@ class _LocalCall(UserCall):
         self._host = host
         self._loop = asyncio.get_running_loop()
 
-    async def ask(self, name: str, args: tuple[Any, ...]) -> Any:
+    async def ask(self, name: str, args: tuple[Any, ...], *, keep: bool = True) -> Any:
         with self.waiting_for_answer():
             return await self._on_its_loop(self._host.answers.whole(name, args))
 

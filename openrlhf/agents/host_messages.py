@@ -126,6 +126,8 @@ class Ask:
     name: str
     args: bytes
     stream: bool
+    keep: bool = True
+    """Whether the call hears the same answer when it runs again. What is long and only tells something is not kept."""
 
 
 @dataclass(frozen=True, slots=True)

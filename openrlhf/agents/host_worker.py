@@ -91,13 +91,13 @@ class AskError(Exception):
 # ------------------------------------------------------------------------------------ for services
 
 
-def ask(name: str, *args: Any) -> Coroutine[Any, Any, Any]:
-    """The parent's answer. Raises AskError with what was raised there.
+def ask(name: str, *args: Any, keep: bool = True) -> Coroutine[Any, Any, Any]:
+    """The parent's answer. Raises AskError with what was raised there. `keep`: as `host_messages.Ask.keep`.
 
     The call that asks is found by context when `ask` is called, so tasks and `asyncio.to_thread` may use it; for other
     threads and for servers keep a `contextvars.copy_context()` of the call and await `context.run(ask, …)`.
     """
-    return _current("ask").ask(name, args)
+    return _current("ask").ask(name, args, keep=keep)
 
 
 def ask_stream(name: str, *args: Any) -> AsyncGenerator[Any, None]:
@@ -262,7 +262,7 @@ class UserCall:
         self._waited = 0.0
         self._waits_since = 0.0
 
-    def ask(self, name: str, args: tuple[Any, ...]) -> Coroutine[Any, Any, Any]:
+    def ask(self, name: str, args: tuple[Any, ...], *, keep: bool = True) -> Coroutine[Any, Any, Any]:
         raise NotImplementedError
 
     def ask_stream(self, name: str, args: tuple[Any, ...]) -> AsyncGenerator[Any, None]:
@@ -388,8 +388,8 @@ class _Call(UserCall):
         self.task: asyncio.Task[_Outcome] | None = None
         self._runner = runner
 
-    async def ask(self, name: str, args: tuple[Any, ...]) -> Any:
-        with self._runner.asking(self, name, args, stream=False) as inbox:
+    async def ask(self, name: str, args: tuple[Any, ...], *, keep: bool = True) -> Any:
+        with self._runner.asking(self, name, args, stream=False, keep=keep) as inbox:
             return pickle.loads((await inbox.get()).value)
 
     async def ask_stream(self, name: str, args: tuple[Any, ...]) -> AsyncGenerator[Any, None]:
@@ -502,7 +502,9 @@ class CallRunner:
     # -------------------------------------------------------------------------------- asks
 
     @contextlib.contextmanager
-    def asking(self, call: _Call, name: str, args: tuple[Any, ...], *, stream: bool) -> Iterator[_Inbox]:
+    def asking(
+        self, call: _Call, name: str, args: tuple[Any, ...], *, stream: bool, keep: bool = True
+    ) -> Iterator[_Inbox]:
         """Ask, and take it back unless it has been answered by the end."""
         payload = pickle.dumps(args)
         inbox = _Inbox(call)
@@ -513,7 +515,7 @@ class CallRunner:
                     raise RuntimeError(f"ask({name!r}) of a call that has ended")
                 call.asks.add(ask_id)
                 self._inboxes[ask_id] = inbox
-            self.send(Ask(call.message.id, ask_id, name, payload, stream))
+            self.send(Ask(call.message.id, ask_id, name, payload, stream, keep))
             try:
                 yield inbox
             finally:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
 from openrlhf.agents.host_worker import run_user
-from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.images import (
+    BadImageError,
+    EpisodeImages,
+    begin_recording,
+    check_readable,
+    images_of,
+    read_text,
+)
 from openrlhf.agents.results import Start, describe_episode, parse_reset, parse_step
 from openrlhf.agents.user_calls import (
     AgentResultError,
@@ -55,20 +64,24 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """One episode. Each turn may take `sampling_params.max_tokens` tokens and the whole `max_length`.
 
         A first observation that leaves no room for a turn is cut from the left. Feedback becomes tokens when a turn
-        follows it: what nobody reads is in the text only.
+        follows it: what nobody reads is in the text only, and its images are nowhere.
         """
         environment = Environment(self.agent_instance_cls, hf_tokenizer)
         start = await environment.reset(prompt, label, images)
         params = sampling_params.copy()
-        prompt_ids = _tokenise(hf_tokenizer, start.observation)
-        recorder = TokenRecorder(prompt_ids[-max(1, max_length - (params.max_tokens or 1)) :])
+        with environment.blamed_for_images("reset") if start.images else contextlib.nullcontext():
+            first = _first_images(start, images or (), images_of(hf_tokenizer))
+            read = await read_text(hf_tokenizer, start.observation, first)
+            most = max_length - (params.max_tokens or 1)
+            recorder = begin_recording(read, most=most, what="the first observation")
         observation_text = start.observation
         score, total, truncated = 0.0, 0.0, False
         extra_logs: dict[str, float] = {}
-        seen = [*(images or ()), *start.images]
+        seen = [*first]
         for turn in count():
             room = max_length - len(recorder)
-            generation = await llm_engine.generate(recorder.token_ids, _turn_params(params, room=room, turn=turn))
+            turn_params = _turn_params(params, room=room, turn=turn)
+            generation = await llm_engine.generate(recorder.token_ids, turn_params, images=recorder.images)
             if not generation.token_ids:  # the episode would never end
                 raise RuntimeError(f"the engine answered {len(recorder)} tokens with none ({generation.finish_reason})")
             recorder.append_action(generation)
@@ -81,13 +94,15 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             extra_logs |= result.extra_logs
             seen += result.images
             observation_text += action_text + result.feedback
-            if result.done:
-                break
-            feedback_ids = _tokenise(hf_tokenizer, result.feedback)
-            if turn + 1 == max_steps or len(recorder) + len(feedback_ids) >= max_length:
+            with environment.blamed_for_images("step"):
+                check_readable(hf_tokenizer, result.images)
+                if result.done:
+                    break
+                feedback = await read_text(hf_tokenizer, result.feedback, result.images)
+            if turn + 1 == max_steps or len(recorder) + len(feedback.token_ids) >= max_length:
                 truncated = True
                 break
-            recorder.append_observation(feedback_ids)
+            recorder.append_observation(feedback.token_ids, feedback.images)
             if result.sampling_params is not None:
                 # An episode's randomness goes on when parameters made from nothing name no seed.
                 seed = params.seed if result.sampling_params.seed is None else result.sampling_params.seed
@@ -131,7 +146,10 @@ class Environment:
         self._instance: Any = None
 
     async def reset(self, prompt: str, label: Any, images: Any) -> Start:
-        states = {"observation": prompt, "label": label} | ({"images": images} if images else {})
+        states = {"observation": prompt, "label": label}
+        if images:
+            reader = images_of(self._tokenizer)
+            states["images"] = images if reader is None else await reader.pixels(images)
         with users_code(self._file):
             self._instance = await make_instance(self._cls)
             if not hasattr(self._instance, "reset"):
@@ -141,6 +159,15 @@ class Environment:
             return parse_reset(returned)
         except BadValueError as error:
             raise AgentResultError(f"{place_of(self._cls.reset)}: {error}") from None  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def blamed_for_images(self, method: str) -> Iterator[None]:
+        """What is wrong with images that `method` has returned, or given no place in its text, is its doing."""
+        try:
+            yield
+        except BadImageError as error:
+            place = place_of(getattr(self._cls, method)) if hasattr(self._cls, method) else place_of(self._cls)
+            raise AgentResultError(f"{place}: images of {method}: {error}") from None
 
     async def step(self, observation: str, action: str, label: Any, params: SamplingParams) -> StepResult:
         states = {
@@ -158,9 +185,13 @@ class Environment:
             raise AgentResultError(f"{place_of(self._cls.step)}: {error}") from None  # type: ignore[attr-defined]
 
 
-def _tokenise(hf_tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = hf_tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+def _first_images(start: Start, prompts: Sequence[Any], reader: EpisodeImages | None) -> Sequence[Any]:
+    """The images of the first observation: those that `reset` returned; or the prompt's and then those, if that is how
+    many marks its text has."""
+    if start.images is None:
+        return prompts
+    marks = 0 if reader is None else reader.count_marks(start.observation)
+    return [*prompts, *start.images] if marks == len(prompts) + len(start.images) else start.images
 
 
 def _turn_params(params: SamplingParams, *, room: int, turn: int) -> SamplingParams:

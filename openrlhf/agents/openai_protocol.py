@@ -119,9 +119,11 @@ def parse_chat_request(body: Any) -> ChatRequest:
                 f"chat_template_kwargs.{name} is not for requests: messages are rendered with the model's own template",
                 param="chat_template_kwargs",
             )
+    images: list[Any] = []
+    messages = read_messages(body.get("messages"), images)
     limits = [_given(body, name, int, "a whole number") for name in ("max_completion_tokens", "max_tokens")]
     return ChatRequest(
-        conversation=Conversation(read_messages(body.get("messages")), tools, options),
+        conversation=Conversation(messages, tools, options, images),
         model=_given(body, "model", str, "text") or MODEL,
         sampling={name: body[name] for name in SAMPLING if body.get(name) is not None},
         max_tokens=next((limit for limit in limits if limit is not None), None),
@@ -134,20 +136,27 @@ def parse_chat_request(body: Any) -> ChatRequest:
     )
 
 
-def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages as templates read them: content is text, arguments of calls are dicts. Raises ApiError."""
+def read_messages(value: Any, images: list[Any]) -> list[dict[str, Any]]:
+    """Messages as templates read them: content is text, or a list of texts and places of images, which are added to
+    `images`; arguments of calls are dicts. Raises ApiError."""
     messages = _list(value, "messages")
     if not messages:
         raise ApiError("messages is empty", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", images) for index, message in enumerate(messages)]
 
 
-def _message(value: Any, what: str) -> dict[str, Any]:
+def _message(value: Any, what: str, images: list[Any]) -> dict[str, Any]:
     given = _object(value, what)
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise ApiError(f"{what}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=what)
-    message: dict[str, Any] = {"role": ROLES[role], "content": _content(given.get("content"), f"{what}.content")}
+    before = len(images)
+    message: dict[str, Any] = {
+        "role": ROLES[role],
+        "content": _content(given.get("content"), f"{what}.content", images),
+    }
+    if len(images) > before and message["role"] not in ("user", "tool"):
+        raise ApiError(f"{what} of the {role} has an image: those of user and tool may", param=what)
     for name in ("name", "tool_call_id"):
         if given.get(name) is not None:
             message[name] = _text(given[name], f"{what}.{name}")
@@ -157,18 +166,32 @@ def _message(value: Any, what: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, what: str) -> str:
+def _content(value: Any, what: str, images: list[Any]) -> str | list[dict[str, Any]]:
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    texts = []
+    items: list[dict[str, Any]] = []
     for index, part in enumerate(_list(value, what)):
         part = _object(part, f"{what}[{index}]")
-        if part.get("type") != "text":
-            raise ApiError(f"{what}[{index}].type must be text, got {shown(part.get('type'))}", param=what)
-        texts.append(_given(part, "text", str, "text") or "")
-    return "".join(texts)
+        kind = part.get("type")
+        if kind == "image_url":
+            images.append(_image_url(part.get("image_url"), f"{what}[{index}].image_url"))
+            items.append({"type": "image"})
+        elif kind == "text":
+            items.append({"type": "text", "text": _given(part, "text", str, "text") or ""})
+        else:
+            raise ApiError(f"{what}[{index}].type must be text or image_url, got {shown(kind)}", param=what)
+    # Most templates of models that read text alone know no lists.
+    return items if any(item["type"] == "image" for item in items) else "".join(item["text"] for item in items)
+
+
+def _image_url(value: Any, what: str) -> str:
+    """A data URI, or a URL. Names of files are not for requests."""
+    url = _text(value.get("url") if isinstance(value, dict) else value, f"{what}.url")
+    if not url.lower().startswith(("data:", "http://", "https://")):
+        raise ApiError(f"{what}.url must be a data URI or an http(s) URL, got {shown(url)}", param=what)
+    return url
 
 
 def _call(value: Any, what: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
 from openrlhf.agents.host_worker import run_user, say
+from openrlhf.agents.images import images_of
 from openrlhf.agents.openai_session import ChatSession
 from openrlhf.agents.recording_engine import RecordingEngine, segments_from_calls
 from openrlhf.agents.results import after_prompt, parse_judgement
@@ -96,7 +97,8 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
                 f"{place}: the tokenizer of {_name(hf_tokenizer)} has no chat template, so it cannot read messages"
             )
         most = min(max_length, llm_engine.max_model_len)
-        engine = RecordingEngine(llm_engine, sampling_params=sampling_params, max_length=most)
+        reader = images_of(hf_tokenizer)
+        engine = RecordingEngine(llm_engine, sampling_params=sampling_params, max_length=most, images=reader)
         session = ChatSession(
             engine,
             hf_tokenizer,
@@ -110,7 +112,7 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
             "label": label,
             "session_id": session.id,
             "base_url": f"{self._server.url}/session/{session.id}/v1",
-            "images": images,
+            "images": images if reader is None or not images else await reader.pixels(images),
         }
         self._server.open(session)
         try:
@@ -203,5 +205,5 @@ def _name(tokenizer: Any) -> str:
 
 
 def _decode(tokenizer: Any, segment: Segment) -> str:
-    text: str = tokenizer.decode(after_prompt(segment), skip_special_tokens=False)
+    text: str = tokenizer.decode(after_prompt(segment, tokenizer), skip_special_tokens=False)
     return text

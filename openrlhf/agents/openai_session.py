@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any, NamedTuple
 
 from openrlhf.agents.chat_history import ChatHistory, ChatPrompt, TemplateError
+from openrlhf.agents.images import BadImageError, images_of
 from openrlhf.agents.openai_protocol import ApiError, ChatRequest
 from openrlhf.agents.recording_engine import RecordingEngine
 from openrlhf.agents.tool_calls import GrowingReply, Reply
@@ -19,6 +20,9 @@ BYTES_PER_TOKEN = 64
 """Bytes of JSON per token: tokens have about 4 characters, some have 16, and JSON may write each in 6 bytes."""
 LEAST_LIMIT = 1 << 20
 """Bytes of a request that are for everything else: tools, ids, and messages that are found to be too long."""
+LEAST_IMAGES = 64 << 20
+"""Bytes of a request that are for images, where the policy reads some: files in base64, all that the conversation has
+shown so far."""
 
 
 class Delta(NamedTuple):
@@ -56,7 +60,9 @@ class ChatTurn:
     async def whole(self) -> Delta:
         """The answer in one piece."""
         with _refusals():
-            generation = await self._session.engine.generate(self.prompt.token_ids, self._params)
+            generation = await self._session.engine.generate(
+                self.prompt.token_ids, self._params, images=self.prompt.images
+            )
         growing = GrowingReply(tools=self._request.calls_tools)
         return self._end(generation, growing, before=growing.feed(generation.text))
 
@@ -64,7 +70,7 @@ class ChatTurn:
         """The answer as it is written. Closing the iterator gives it up."""
         growing = GrowingReply(tools=self._request.calls_tools)
         with _refusals():
-            stream = self._session.engine.stream(self.prompt.token_ids, self._params)
+            stream = self._session.engine.stream(self.prompt.token_ids, self._params, images=self.prompt.images)
             async with contextlib.aclosing(stream) as parts:
                 async for part in parts:
                     content = growing.feed(part.text)
@@ -136,8 +142,9 @@ class ChatSession:
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes of a request. A larger one cannot fit into the context, whatever is in it."""
-        return LEAST_LIMIT + BYTES_PER_TOKEN * self.max_length
+        """The most bytes of a request. One with more text cannot fit into the context, whatever is in it."""
+        images = LEAST_IMAGES if images_of(self.tokenizer) is not None else 0
+        return LEAST_LIMIT + images + BYTES_PER_TOKEN * self.max_length
 
     def next_id(self) -> str:
         self._requests += 1
@@ -181,7 +188,7 @@ class ChatSession:
         """The prompt that the engine would read. Raises ApiError."""
         try:
             return self.history.prompt(request.conversation)
-        except TemplateError as error:
+        except (TemplateError, BadImageError) as error:
             raise ApiError(str(error), param="messages") from error
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import Generation, Segment
+from openrlhf.types import Generation, PlacedImage, Segment
 
 
 class TokenRecorder:
@@ -21,23 +21,30 @@ class TokenRecorder:
     >>> segment = recorder.segment()
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+        """`images` are those among the prompt's tokens."""
         self._token_ids: list[int] = []
         self._action_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._rewards: list[float] = []
         self._turn_ends: list[bool] = []
+        self._images: list[PlacedImage] = []
         self._has_logprobs = True
         self._turns = 0
         if not prompt_ids:
             raise ValueError("an episode must begin with at least one prompt token")
-        self.append_observation(prompt_ids)
+        self.append_observation(prompt_ids, images)
 
     @property
     def token_ids(self) -> list[int]:
         """All tokens so far; a copy, so that what an engine was given cannot change under it."""
         return list(self._token_ids)
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """The images among the tokens so far."""
+        return tuple(self._images)
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -47,9 +54,11 @@ class TokenRecorder:
         """Actions recorded so far."""
         return self._turns
 
-    def append_observation(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the policy reads: the prompt, or an environment's feedback."""
-        n = len(token_ids)
+    def append_observation(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+        """Tokens that the policy reads: the prompt, or an environment's feedback. An image's `start` counts from the
+        first of these tokens."""
+        n, before = len(token_ids), len(self._token_ids)
+        self._images += [PlacedImage(before + start, image) for start, image in images]
         self._grow(token_ids, [False] * n, [0.0] * n, [-1] * n)
 
     def append_action(self, generation: Generation, *, rewards: Sequence[float] | None = None) -> None:
@@ -80,6 +89,7 @@ class TokenRecorder:
             versions=_column(self._versions, np.int32),
             turn_rewards=_column(self._rewards, np.float32),
             turn_ends=_column(self._turn_ends, np.bool_),
+            images=self.images,
         )
 
     def _grow(

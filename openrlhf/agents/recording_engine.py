@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
+import dataclasses
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from openrlhf.agents.host_worker import AskError
+from openrlhf.agents.images import NO_IMAGES, EpisodeImages
 from openrlhf.agents.recorder import TokenRecorder
-from openrlhf.agents.values import as_sampling_params, as_token_ids
-from openrlhf.types import FinishReason, Generation, SamplingParams, Segment
+from openrlhf.agents.values import BadValueError, as_sampling_params, as_token_ids, shown
+from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams, Segment
 from openrlhf.utils.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -27,11 +28,20 @@ class EngineCall(NamedTuple):
 
     prompt_ids: list[int]
     generation: Generation
+    images: tuple[PlacedImage, ...] = ()
+    """Those among the tokens of the prompt."""
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens that the engine read, then those that it wrote."""
         return self.prompt_ids + self.generation.token_ids
+
+    def copy(self) -> EngineCall:
+        """With lists of its own; images are not written to."""
+        said = self.generation
+        logprobs = None if said.logprobs is None else list(said.logprobs)
+        own = dataclasses.replace(said, token_ids=list(said.token_ids), logprobs=logprobs, versions=list(said.versions))
+        return EngineCall(list(self.prompt_ids), own, self.images)
 
 
 class RecordingEngine:
@@ -41,8 +51,12 @@ class RecordingEngine:
     loop, such as that of a user's own server; what it is asked there is asked in the context of the episode.
     """
 
-    def __init__(self, engine: Engine, *, sampling_params: SamplingParams, max_length: int) -> None:
+    def __init__(
+        self, engine: Engine, *, sampling_params: SamplingParams, max_length: int, images: EpisodeImages | None = None
+    ) -> None:
+        """`images` prepares those that it is asked with; None: the policy reads none."""
         self._engine = engine
+        self._prepares = images
         self._episode = sampling_params
         self._max_length = max_length
         self._asked = 0
@@ -61,25 +75,43 @@ class RecordingEngine:
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 
-    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Generation:
+    async def generate(
+        self,
+        prompt_token_ids: Any,
+        sampling_params: Any,
+        multi_modal_data: Any = None,
+        *,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
         """Continue `prompt_token_ids` (list, array or tensor) until a stop, or `max_length` tokens in all.
+
+        `multi_modal_data={"image": …}` has the images of the prompt, one or a list, in any form. The token ids have one
+        image token for each, or all that the image processor makes of it. `images` are those that are prepared and
+        placed already; our own executors have no others.
 
         Each call of an episode has randomness of its own: a `seed` that is None or the episode's is made one for this
         call, so that asking the same thing twice gives two samples. Log-probs come whenever the run wants them.
         """
-        prompt_ids, params = self._question(prompt_token_ids, sampling_params, multi_modal_data)
+        prompt_ids, placed = await self._prompt(prompt_token_ids, multi_modal_data, images)
+        params = self._params(prompt_ids, sampling_params)
         with self._noting_failure():
-            generation = await self._on_behalf(self._engine.generate(prompt_ids, params))
-        self.record(EngineCall(prompt_ids, generation))
+            generation = await self._on_behalf(self._engine.generate(prompt_ids, params, placed))
+        self.record(EngineCall(prompt_ids, generation, placed))
         return generation
 
     async def stream(
-        self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None
+        self,
+        prompt_token_ids: Any,
+        sampling_params: Any,
+        multi_modal_data: Any = None,
+        *,
+        images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[Generation]:
         """`generate` in parts. An answer that is given up before its end is no part of the episode."""
-        prompt_ids, params = self._question(prompt_token_ids, sampling_params, multi_modal_data)
+        prompt_ids, placed = await self._prompt(prompt_token_ids, multi_modal_data, images)
+        params = self._params(prompt_ids, sampling_params)
         parts: list[Generation] = []
-        asked = self._engine.stream(prompt_ids, params)
+        asked = self._engine.stream(prompt_ids, params, placed)
         try:
             while True:
                 with self._noting_failure():
@@ -88,18 +120,27 @@ class RecordingEngine:
                     break
                 parts.append(part)
                 if part.finish_reason is not None:  # before it is handed out: nobody need ask for more
-                    self.record(EngineCall(prompt_ids, joined(parts)))
+                    self.record(EngineCall(prompt_ids, joined(parts), placed))
                 yield part
         finally:
             await self._on_behalf(_close(asked))
 
-    def _question(
-        self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any
-    ) -> tuple[list[int], SamplingParams]:
+    async def _prompt(
+        self, prompt_token_ids: Any, multi_modal_data: Any, images: Sequence[PlacedImage]
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """What the policy reads: token ids with all the tokens of their images. Raises BadValueError."""
         prompt_ids = as_token_ids(prompt_token_ids, what="prompt_token_ids")
+        sources = _sources(multi_modal_data)
+        if self._prepares is None:
+            if sources:
+                raise ValueError(f"multi_modal_data has {len(sources)} images, but {NO_IMAGES}")
+        elif not images:
+            found = self._prepares.place(prompt_ids, await self._prepares.prepare(sources))
+            return found.token_ids, found.images
+        return prompt_ids, tuple(images)
+
+    def _params(self, prompt_ids: list[int], sampling_params: Any) -> SamplingParams:
         params = as_sampling_params(sampling_params, what="sampling_params")
-        if multi_modal_data:
-            raise ValueError("multi_modal_data: this engine reads no pictures")
         if not prompt_ids:
             raise ValueError("prompt_token_ids is empty")
         room = self._max_length - len(prompt_ids)
@@ -112,7 +153,7 @@ class RecordingEngine:
         self._asked += 1
         params.max_tokens = min(params.max_tokens or room, room)
         params.logprobs = params.logprobs or self._episode.logprobs
-        return prompt_ids, params
+        return params
 
     async def _on_behalf(self, asking: Coroutine[Any, Any, T]) -> T:
         """Its result, run in the episode's context."""
@@ -133,15 +174,17 @@ class RecordingEngine:
 
     def record(self, call: EngineCall) -> None:
         """Remember a call as it is now: users' code may go on writing to the lists it was given."""
-        call = copy.deepcopy(call)
+        call = call.copy()
         self.calls.append(call)
         self._by_length[len(call.prompt_ids)].append(call)
 
-    def match_to_calls(self, token_ids: list[int], start: int, end: int) -> Generation | None:
+    def match_to_calls(
+        self, token_ids: list[int], start: int, end: int, images: Sequence[PlacedImage] = ()
+    ) -> Generation | None:
         """The generation of `token_ids[start:end]`, put together from recorded calls; None if some token is of none.
 
-        A token was sampled by a call if the call's prompt and its answer up to the token are equal to what
-        `token_ids` has there. Where an answer ends, the answer of another call may go on.
+        A token was sampled by a call if the call's prompt, its `images` included, and its answer up to the token are
+        equal to what `token_ids` has there. Where an answer ends, the answer of another call may go on.
         """
         logprobs: list[float] | None = []
         versions: list[int] = []
@@ -153,9 +196,10 @@ class RecordingEngine:
             # tokens before are compared as well: a log-prob is right only for the very tokens that the engine has read.
             matches = [
                 answer
-                for prompt_ids, answer in self._by_length.get(at, ())
+                for prompt_ids, answer, seen in self._by_length.get(at, ())
                 if answer.token_ids
                 and prompt_ids == token_ids[:at]
+                and _places(seen) == _places(images, before=at)
                 and answer.token_ids[: len(here)] == here[: len(answer.token_ids)]
             ]
             if not matches:
@@ -202,18 +246,41 @@ def segments_from_calls(calls: Sequence[EngineCall], *, reward: float | None = N
     for call in calls:
         if not call.generation.token_ids:
             continue
-        open_ = [r for r in recorders if call.prompt_ids[: len(r)] == r.token_ids]
+        open_ = [
+            r
+            for r in recorders
+            if call.prompt_ids[: len(r)] == r.token_ids and _places(call.images, before=len(r)) == _places(r.images)
+        ]
         recorder = max(open_, key=len, default=None)
         if recorder is None:
-            recorder = TokenRecorder(call.prompt_ids)
+            recorder = TokenRecorder(call.prompt_ids, call.images)
         else:
             recorders.remove(recorder)
-            recorder.append_observation(call.prompt_ids[len(recorder) :])
+            had = len(recorder)
+            new = [PlacedImage(start - had, image) for start, image in call.images if start >= had]
+            recorder.append_observation(call.prompt_ids[had:], new)
         recorder.append_action(call.generation)
         recorders.append(recorder)
     if recorders and reward is not None:
         recorders[-1].reward_turn(reward)
     return tuple(recorder.segment() for recorder in recorders)
+
+
+def _places(images: Sequence[PlacedImage], *, before: int | None = None) -> list[tuple[int, str]]:
+    """Which image is where: those of the same size have the same tokens."""
+    return [(start, image.digest) for start, image in images if before is None or start < before]
+
+
+def _sources(multi_modal_data: Any) -> list[Any]:
+    """From vLLM's {"image": one or a list}. Raises BadValueError."""
+    if multi_modal_data is None:
+        return []
+    if not isinstance(multi_modal_data, Mapping) or multi_modal_data.keys() - {"image"}:
+        raise BadValueError(f'multi_modal_data must be {{"image": images}}, got {shown(multi_modal_data)}')
+    images = multi_modal_data.get("image")
+    if images is None:
+        return []
+    return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 async def _next(parts: AsyncGenerator[T]) -> T | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrlhf.agents.base import Episode
+from openrlhf.agents.images import BadImageError, EpisodeImages, PlacedTokens, images_of
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.recording_engine import RecordingEngine, segments_from_calls
 from openrlhf.agents.values import (
@@ -22,7 +23,7 @@ from openrlhf.agents.values import (
     listed,
     shown,
 )
-from openrlhf.types import FinishReason, Generation, Segment, StepResult
+from openrlhf.types import FinishReason, Generation, PlacedImage, Segment, StepResult
 
 HIGHEST_LOGPROB = 1e-3
 """A log-prob is at most 0, give or take rounding."""
@@ -32,7 +33,8 @@ class Start(NamedTuple):
     """How an environment begins."""
 
     observation: str
-    images: tuple[Any, ...] = ()
+    images: tuple[Any, ...] | None = None
+    """None: those of the prompt."""
 
 
 class Judgement(NamedTuple):
@@ -53,7 +55,8 @@ def parse_reset(returned: Any) -> Start:
         raise BadValueError(f"reset's 'observation' must be text, got {shown(observation)}")
     if not observation:
         raise BadValueError("reset's 'observation' is empty: the policy must read something before it speaks")
-    return Start(observation, as_images(found.get("images"), what="reset's 'images'"))
+    images = found.get("images")
+    return Start(observation, None if images is None else as_images(images, what="reset's 'images'"))
 
 
 def parse_step(returned: Any) -> StepResult:
@@ -89,7 +92,8 @@ def parse_episode(
     """From the dict that `AgentExecutorBase.execute` describes. Raises BadValueError.
 
     Versions, and log-probs that are not given, are those of the engine's own answers. What stands after the last action
-    is left out of the tokens, because nothing is learned from it; what stands beyond `max_length` is cut.
+    is left out of the tokens, because nothing is learned from it; what stands beyond `max_length` is cut. The images
+    among the tokens are those that the engine was asked with.
     """
     expected = '{"observation_tokens": ids, "action_ranges": [(start, end), …], "reward": number or None, …}'
     found = _dict(returned, of="execute", expected=expected)
@@ -98,12 +102,12 @@ def parse_episode(
     truncated, kept = found.get("truncated"), found.get("images")
     given = [key for key in ("observation_tokens", "action_ranges") if found.get(key) is not None]
     if len(given) == 2:
-        tokens = _tokens_given(found, reward=reward, engine=engine, max_length=max_length, vocabulary=len(hf_tokenizer))
+        tokens = _tokens_given(found, reward=reward, engine=engine, max_length=max_length, tokenizer=hf_tokenizer)
     elif given:
         (missing,) = {"observation_tokens", "action_ranges"} - set(given)
         raise BadValueError(f"execute returned '{given[0]}' without '{missing}': give both, or neither")
     else:
-        tokens = _tokens_of_calls(found, reward=reward, engine=engine)
+        tokens = _tokens_of_calls(found, reward=reward, engine=engine, tokenizer=hf_tokenizer)
     return Episode(
         segments=tokens.segments,
         text=prompt + hf_tokenizer.decode(tokens.answer_ids, skip_special_tokens=False),
@@ -161,7 +165,7 @@ class _Tokens(NamedTuple):
 
     segments: tuple[Segment, ...]
     answer_ids: list[int]
-    """From the first action on, whatever follows the last one included."""
+    """From the first action on, whatever follows the last one included; an image is one token."""
     truncated: bool
     """Whether an answer of the engine met its token limit."""
     cut: bool = False
@@ -170,14 +174,25 @@ class _Tokens(NamedTuple):
 
 
 def _tokens_given(
-    found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine, max_length: int, vocabulary: int
+    found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine, max_length: int, tokenizer: Any
 ) -> _Tokens:
     """From `observation_tokens` and `action_ranges`, compared with the engine's calls."""
-    token_ids = as_token_ids(found["observation_tokens"], what="execute's 'observation_tokens'")
-    ranges = _ranges(found["action_ranges"], num_tokens=len(token_ids))
-    logprobs_T = _logprobs(found.get("rollout_log_probs"), num_tokens=len(token_ids), ranges=ranges)
-    rewards_T = _turn_rewards(found.get("turn_rewards"), num_tokens=len(token_ids), ranges=ranges, reward=reward)
+    given_ids = as_token_ids(found["observation_tokens"], what="execute's 'observation_tokens'")
+    given_ranges = _ranges(found["action_ranges"], num_tokens=len(given_ids))
+    logprobs_T = _logprobs(found.get("rollout_log_probs"), num_tokens=len(given_ids), ranges=given_ranges)
+    rewards_T = _turn_rewards(found.get("turn_rewards"), num_tokens=len(given_ids), ranges=given_ranges, reward=reward)
 
+    end_of_actions = given_ranges[-1][1]
+    token_ids, ranges = given_ids[:end_of_actions], given_ranges
+    images: tuple[PlacedImage, ...] = ()
+    if (reader := images_of(tokenizer)) is not None:
+        token_ids, images, origins = _with_images(token_ids, reader, engine)
+        moved = {origin: index for index, origin in enumerate(origins) if origin is not None}
+        ranges = [(moved[start], moved[end - 1] + 1) for start, end in given_ranges]
+        logprobs_T = None if logprobs_T is None else _moved(logprobs_T, origins)
+        rewards_T = _moved(rewards_T, origins)
+
+    vocabulary = len(tokenizer)
     kept = [(start, min(end, max_length)) for start, end in ranges if start < max_length]
     if not kept:
         raise BadValueError(f"execute's first action begins at token {ranges[0][0]}, but max_length is {max_length}")
@@ -186,12 +201,14 @@ def _tokens_given(
     rewards_T[final - 1] += (reward or 0.0) - sum(rewards_T[:final])
 
     _check_known(token_ids, 0, kept[0][0], vocabulary=vocabulary)
-    recorder = TokenRecorder(token_ids[: kept[0][0]])
+    recorder = TokenRecorder(token_ids[: kept[0][0]], [placed for placed in images if placed.start < kept[0][0]])
     unmatched_ranges, truncated = 0, False
     for start, end in kept:
-        _check_known(token_ids, len(recorder), start, vocabulary=vocabulary)
-        recorder.append_observation(token_ids[len(recorder) : start])
-        sampled = engine.match_to_calls(token_ids, start, end)
+        had = len(recorder)
+        _check_known(token_ids, had, start, vocabulary=vocabulary)
+        new = [PlacedImage(at - had, image) for at, image in images if had <= at < start]
+        recorder.append_observation(token_ids[had:start], new)
+        sampled = engine.match_to_calls(token_ids, start, end, images)
         if sampled is None:
             _check_known(token_ids, start, end, vocabulary=vocabulary)
             unmatched_ranges += 1
@@ -207,7 +224,7 @@ def _tokens_given(
         recorder.append_action(sampled, rewards=rewards_T[start:end])
     return _Tokens(
         segments=(recorder.segment(),),
-        answer_ids=token_ids[ranges[0][0] :],
+        answer_ids=_one_token_each(token_ids, images, tokenizer, start=ranges[0][0]) + given_ids[end_of_actions:],
         truncated=truncated,
         cut=final < ranges[-1][1],
         unmatched_ranges=unmatched_ranges,
@@ -224,7 +241,48 @@ def _check_known(token_ids: Sequence[int], start: int, end: int, *, vocabulary: 
             )
 
 
-def _tokens_of_calls(found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine) -> _Tokens:
+def _with_images(token_ids: list[int], reader: EpisodeImages, engine: RecordingEngine) -> PlacedTokens:
+    """The tokens with all those of their images, which are the images of a call: best of one whose prompt these tokens
+    begin with, the longest. Raises BadValueError."""
+    asked = sorted(engine.calls, key=lambda call: len(call.prompt_ids), reverse=True)
+    fitting: PlacedTokens | None = None
+    for images in [tuple(placed.image for placed in call.images) for call in asked] + [()]:
+        try:
+            placed = reader.place(token_ids, images)
+        except BadImageError:
+            continue
+        seen = [(at, image.digest) for at, image in placed.images]
+        for call in asked:
+            if call.prompt_ids == placed.token_ids[: len(call.prompt_ids)] and seen == [
+                (at, image.digest) for at, image in call.images
+            ]:
+                return placed
+        fitting = fitting or placed
+    if fitting is None:
+        raise BadValueError(
+            "execute's 'observation_tokens' have image tokens, and the images of no call of llm_engine.generate fit "
+            "them: give the tokens of the last call's prompt, with one image token for each image or all of them"
+        )
+    return fitting
+
+
+def _moved(column: list[float], origins: Sequence[int | None]) -> list[float]:
+    """The column of tokens among which there are those of images now, which have 0."""
+    return [0.0 if origin is None else column[origin] for origin in origins]
+
+
+def _one_token_each(
+    token_ids: Sequence[int], images: Sequence[PlacedImage], tokenizer: Any, *, start: int
+) -> list[int]:
+    """The tokens from `start` on, for a text: each image is one token, as in the text of a prompt."""
+    later = [PlacedImage(at - start, image) for at, image in images if at >= start]
+    reader = images_of(tokenizer)
+    return list(token_ids[start:]) if reader is None else reader.collapse(token_ids[start:], later)
+
+
+def _tokens_of_calls(
+    found: Mapping[Any, Any], *, reward: float | None, engine: RecordingEngine, tokenizer: Any
+) -> _Tokens:
     """From the engine's calls alone."""
     for key in ("rollout_log_probs", "turn_rewards"):
         if found.get(key) is not None:
@@ -234,15 +292,15 @@ def _tokens_of_calls(found: Mapping[Any, Any], *, reward: float | None, engine: 
         raise BadValueError("execute returned no 'observation_tokens' and never called llm_engine.generate")
     return _Tokens(
         segments=segments,
-        answer_ids=after_prompt(segments[-1]),
+        answer_ids=after_prompt(segments[-1], tokenizer),
         truncated=engine.calls[-1].generation.finish_reason is FinishReason.LENGTH,
     )
 
 
-def after_prompt(segment: Segment) -> list[int]:
-    """Its tokens from the first action on."""
-    ids: list[int] = segment.token_ids[int(segment.action_mask.int().argmax()) :].tolist()
-    return ids
+def after_prompt(segment: Segment, tokenizer: Any) -> list[int]:
+    """Its tokens from the first action on, for a text: an image is one token."""
+    start = int(segment.action_mask.int().argmax())
+    return _one_token_each(segment.token_ids.tolist(), segment.images, tokenizer, start=start)
 
 
 def _ranges(value: Any, *, num_tokens: int) -> list[tuple[int, int]]:

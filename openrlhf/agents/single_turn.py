@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
-from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.images import begin_recording, read_text
 from openrlhf.agents.results import describe_episode
+from openrlhf.models.image_processor import ExpandedText
 from openrlhf.types import FinishReason, SamplingParams
 from openrlhf.utils.randomness import derive_seed
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """Generates once. A prompt too long to leave room for the response is cut from the left."""
+    """Generates once. A prompt too long to leave room for the response is cut from the left, unless it has images:
+    then its episode fails."""
 
     _read: tuple[Any, str, list[int]] = (None, "", [])
     """Tokenizer, prompt, token ids of the last one: a prompt's samples begin one after the other."""
@@ -32,18 +34,21 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         *,
         max_steps: int | None = None,
     ) -> Episode:
-        """One episode; it has one turn, whatever `max_steps` says."""
-        if self._read[:2] != (hf_tokenizer, prompt):
-            self._read = (hf_tokenizer, prompt, hf_tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        prompt_ids = self._read[2]
-        wanted = sampling_params.max_tokens or max(1, max_length - len(prompt_ids))
-        recorder = TokenRecorder(prompt_ids[-max(1, max_length - wanted) :])
+        """One episode; it has one turn, whatever `max_steps` says. Raises BadImageError."""
+        if images:
+            read = await read_text(hf_tokenizer, prompt, images)
+        else:
+            if self._read[:2] != (hf_tokenizer, prompt):
+                self._read = (hf_tokenizer, prompt, (await read_text(hf_tokenizer, prompt, ())).token_ids)
+            read = ExpandedText(self._read[2], ())
+        wanted = sampling_params.max_tokens or max(1, max_length - len(read.token_ids))
+        recorder = begin_recording(read, most=max_length - wanted, what="the prompt")
         turn = sampling_params.copy(
             max_tokens=min(wanted, max_length - len(recorder)),
             seed=None if sampling_params.seed is None else derive_seed(sampling_params.seed, "turn", 0),
             detokenize=bool(sampling_params.stop),  # the text is made below
         )
-        generation = await llm_engine.generate(recorder.token_ids, turn)
+        generation = await llm_engine.generate(recorder.token_ids, turn, images=recorder.images)
         recorder.append_action(generation)
         return Episode(
             segments=(recorder.segment(),),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Episode
 from openrlhf.agents.host_worker import run_user
+from openrlhf.agents.images import images_of
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
 from openrlhf.agents.recording_engine import RecordingEngine
@@ -117,7 +118,8 @@ class UserAgent:
         *,
         max_steps: int | None = None,
     ) -> Episode:
-        recording = RecordingEngine(llm_engine, sampling_params=sampling_params, max_length=max_length)
+        reader = images_of(hf_tokenizer)
+        recording = RecordingEngine(llm_engine, sampling_params=sampling_params, max_length=max_length, images=reader)
         values: dict[str, Any] = {
             "prompt": prompt,
             "label": label,
@@ -125,7 +127,7 @@ class UserAgent:
             "max_length": max_length,
             "hf_tokenizer": hf_tokenizer,
             "llm_engine": recording,
-            "images": images,
+            "images": images if reader is None or not images or self._call is None else await reader.pixels(images),
             "max_steps": max_steps or MANY_STEPS,
             "result_queue": asyncio.Queue(),
         }

@@ -44,7 +44,8 @@ class ImageProcessor:
 
     def __init__(self, processor: Any, tokenizer: Any, *, placeholder: int) -> None:
         """`processor`: a transformers processor; `placeholder`: the token that features take the place of."""
-        self._processor = processor
+        self.processor = processor
+        """That of transformers, for users' code."""
         self._tokenizer = tokenizer
         self.placeholder = placeholder
         self.image_token: str = processor.image_token
@@ -83,7 +84,7 @@ class ImageProcessor:
         """What the model reads of this image. It takes milliseconds to seconds: call it outside of event loops."""
         image = image.convert("RGB")
         try:
-            found = self._processor(
+            found = self.processor(
                 text=[self.image_token], images=[image], add_special_tokens=False, return_tensors="pt"
             )
         except (ValueError, OSError, ZeroDivisionError) as error:
