@@ -218,30 +218,55 @@ class PlacedTokens(NamedTuple):
 def _find_places(token_ids: list[int], images: Sequence[ImageInput], *, token: int) -> list[tuple[int, int]] | None:
     """Where each image begins and ends among the tokens; None when images and image tokens do not come out even.
 
-    Users' code collapses some images to one token and leaves others as they are. Neighbours can be read in several
-    ways, [t t] as two images or one, so a way that ends nowhere is taken back.
+    Users' code collapses some images to one token and leaves others as they are. Raises BadImageError where that can be
+    read in two ways: [t t · t t] may be images of 1, 2 and 2 tokens, or of 2, 2 and 1.
     """
+    as_they_are = _search_places(token_ids, images, token=token, collapsed_first=False)
+    if sum(image.token_ids.count(token) for image in images) == token_ids.count(token):
+        return as_they_are  # none is collapsed
+    collapsed = _search_places(token_ids, images, token=token, collapsed_first=True)
+    if token_ids.count(token) != len(images) and as_they_are != collapsed:
+        read = [_runs_between(token_ids, places or ()) for places in (as_they_are, collapsed)]
+        if read[0] != read[1]:
+            raise BadImageError(
+                "some images have one token and some have all of theirs, side by side, so that it is not clear which "
+                "is which: give them all in one form"
+            )
+    return collapsed
+
+
+def _search_places(
+    token_ids: list[int], images: Sequence[ImageInput], *, token: int, collapsed_first: bool
+) -> list[tuple[int, int]] | None:
+    """The first way to read the tokens that comes out even."""
     hopeless: set[tuple[int, int]] = set()
 
-    def find(at: int, index: int) -> list[tuple[int, int]] | None:
+    def search(at: int, index: int) -> list[tuple[int, int]] | None:
         if (at, index) in hopeless:
             return None
         if index == len(images):
             return None if token in token_ids[at:] else []
         own = list(images[index].token_ids)
         for start in range(at, len(token_ids)):
-            ends = [start + len(own)] if token_ids[start : start + len(own)] == own else []
+            is_whole = token_ids[start] == own[0] and token_ids[start : start + len(own)] == own
+            ends = [start + len(own)] if is_whole else []
             if token_ids[start] == token and len(own) != 1:
                 ends.append(start + 1)
-            for end in ends:
-                if (found := find(end, index + 1)) is not None:
+            for end in reversed(ends) if collapsed_first else ends:
+                if (found := search(end, index + 1)) is not None:
                     return [(start, end), *found]
             if token_ids[start] == token:
                 break
         hopeless.add((at, index))
         return None
 
-    return find(0, 0)
+    return search(0, 0)
+
+
+def _runs_between(token_ids: list[int], places: Sequence[tuple[int, int]]) -> list[int]:
+    """How many other tokens stand before each image: the tokens become the same if these are."""
+    ends = [0, *(end for _, end in places)]
+    return [start - before for before, (start, _) in zip(ends, places, strict=False)]
 
 
 class ImageTokenizer:

@@ -17,6 +17,8 @@ class ScriptedEngine:
     def __init__(self, says: Callable[[list[int], SamplingParams], Sequence[int]]) -> None:
         self.says = says
         self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.shown: list[tuple[Any, ...]] = []
+        """The images of each call, with their places."""
         self.answered: list[Generation] = []
         self.version = 0
 
@@ -26,6 +28,7 @@ class ScriptedEngine:
         assert sampling_params.max_tokens >= 1
         call = len(self.asked)
         self.asked.append((list(token_ids), sampling_params.copy()))
+        self.shown.append(tuple(images))
         self.version = call
         await asyncio.sleep(0)
         wanted = list(self.says(list(token_ids), sampling_params))

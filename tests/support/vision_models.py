@@ -7,8 +7,10 @@ llava         plain positions, images of one size
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +67,33 @@ def write_vision_model(kind: str, folder: Path, *, seed: int = 0, dtype: torch.d
         own = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
         (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor", **own}))
     return folder
+
+
+TURNS = """\
+{%- for message in messages -%}
+{{ message.role }}={% if message.content is string %}{{ message.content }}{% else -%}
+{%- for item in message.content -%}
+{%- if item.type == 'image' %}{{ IMAGE }}{% else %}{{ item.text }}{% endif -%}
+{%- endfor -%}
+{%- endif %}!
+{%- endfor -%}
+{%- if add_generation_prompt %}assistant={% endif -%}
+"""
+"""A template whose generation prompt is the beginning of an assistant's message, so that turns can be put together."""
+
+
+@functools.cache
+def vision_tokenizer(kind: str) -> Any:
+    """The tokenizer and image processor of one of `KINDS`, as agents have them, with the template `TURNS`."""
+    from openrlhf.agents.images import image_tokenizer
+    from openrlhf.models.loading import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_vision_model(kind, Path(folder))
+        tokenizer = load_tokenizer(folder, use_fast=True, trust_remote_code=False)
+        mark = "<image>" if kind == "llava" else "<|vision_start|><|image_pad|><|vision_end|>"
+        tokenizer.chat_template = TURNS.replace("{{ IMAGE }}", mark)
+        return image_tokenizer(tokenizer, folder, allow_urls=False, trust_remote_code=False)
 
 
 def _tokenizer(image_mark: str, *specials: str) -> Any:

@@ -10,12 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import CharTokenizer, ScriptedEngine, bpe_tokenizer, says
+from vision_models import image, vision_tokenizer
 
 from openrlhf.agents.base import Episode
+from openrlhf.agents.images import BadImageError
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.user_agent import UserAgent, load_agent
+from openrlhf.agents.user_calls import AgentResultError
 from openrlhf.types import FinishReason, SamplingParams
-from openrlhf.utils.agent import AgentInstanceBase
+from openrlhf.utils.agent import AgentInstanceBase, next_user_turn
 from openrlhf.utils.randomness import derive_seed
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "python" / "agent_func.py"
@@ -135,11 +138,165 @@ def test_the_score_is_the_last_turns_and_logs_are_the_last_of_their_name():
     assert play(MultiTurnAgentExecutor(without), says("1")).score == 1.5  # the rewards so far
 
 
-def test_images_are_kept_in_the_order_they_came():
-    cls = environment({"environment_images": ["b", "c"]}, {}, reset={"observation": "look", "images": ("a",)})
-    episode = play(MultiTurnAgentExecutor(cls), says("1"), images=("prompt",))
-    assert episode.images == ("prompt", "a", "b", "c")
-    assert cls.made[0].started["images"] == ("prompt",)
+# Images -------------------------------------------------------------------------------------------------------------
+
+
+def looks(tokenizer, *texts: str) -> ScriptedEngine:
+    """Answers with these texts in turn, the last one again and again."""
+
+    def answer(prompt, params):
+        return tokenizer(texts[min(len(engine.asked), len(texts)) - 1])["input_ids"]
+
+    engine = ScriptedEngine(answer)
+    return engine
+
+
+class Sees(AgentInstanceBase):
+    """Shows another image with every answer, as a message of the user; three turns."""
+
+    def __init__(self, *args, **kwargs):
+        self.turn = 0
+
+    async def step(self, states, **kwargs):
+        self.turn += 1
+        feedback = next_user_turn(states["tokenizer"], "no <image> look", after=states["action_text"])
+        shown = {"environment_feedback": feedback, "environment_images": [image(self.turn, width=16 + 8 * self.turn)]}
+        return {"rewards": 0.5, "done": self.turn == 3} | shown
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_three_turns_with_an_image_each_are_the_tokens_of_one_rendering(kind):
+    tokenizer = vision_tokenizer(kind)
+    reader = tokenizer.episode_images
+    engine = looks(tokenizer, "7", "8 8", "9")
+    asked = [{"type": "image"}, {"type": "text", "text": "which?"}]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True
+    )
+    episode = play(
+        MultiTurnAgentExecutor(Sees),
+        engine,
+        prompt=prompt,
+        tokenizer=tokenizer,
+        images=(image(0),),
+        params=SamplingParams(),
+        max_length=1000,
+    )
+
+    messages = [{"role": "user", "content": asked}]
+    for said in ("7", "8 8"):
+        again = [{"type": "text", "text": "no "}, {"type": "image"}, {"type": "text", "text": " look"}]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": again}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    pictures = [image(0), image(1, width=24), image(2, width=32)]
+    whole = reader.processor.expand(text, [reader.processor.prepare(picture) for picture in pictures])
+    (segment,) = episode.segments
+    assert segment.token_ids.tolist() == whole.token_ids + tokenizer("9")["input_ids"]
+    places = [(at, picture.digest) for at, picture in whole.images]
+    assert [(at, picture.digest) for at, picture in segment.images] == places
+    # Each turn was asked with all that it has seen, and the same tensors all the time.
+    assert [len(shown) for shown in engine.shown] == [1, 2, 3]
+    assert all(now is then for now, then in zip(engine.shown[2], segment.images, strict=True))
+    assert [ids for ids, _ in engine.asked][2] == whole.token_ids
+    # The mask: what the policy said, and nothing of images.
+    assert tokenizer.decode(segment.token_ids[segment.action_mask]) == tokenizer.decode(
+        [token for said in ("7", "8 8", "9") for token in tokenizer(said)["input_ids"]]
+    )
+    assert episode.text.count("<image>") == 3 + (kind == "llava")  # feedback is told as it was written
+
+
+def shows(**turn):
+    return environment({"environment_images": [image(1)]} | turn, {})
+
+
+def test_images_without_a_mark_stand_before_the_feedback():
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    engine = looks(tokenizer, "1")
+    cls = environment({"environment_images": [image(1), image(2)], "environment_feedback": " no "}, {})
+    play(MultiTurnAgentExecutor(cls), engine, tokenizer=tokenizer)
+    once = "<|vision_start|><|image_pad|><|vision_end|>"
+    inputs = [tokenizer.episode_images.prepare_one(image(n)) for n in (1, 2)]
+    expected = tokenizer.episode_images.processor.expand(f"ask1{once}{once} no ", inputs)
+    assert engine.asked[1][0] == expected.token_ids
+    assert [at for at, _ in engine.shown[1]] == [at for at, _ in expected.images]
+
+
+def test_images_that_do_not_fit_end_the_episode_as_truncated():
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    tokens = len(tokenizer.episode_images.prepare_one(image(1)))
+    beside = len("ask1") + 2 + len("no")  # the vision tokens stand around the image's
+    for room, turns in ((beside + tokens, 1), (beside + tokens + 1, 2)):
+        cls = shows(environment_feedback="no")
+        episode = play(MultiTurnAgentExecutor(cls), looks(tokenizer, "1"), tokenizer=tokenizer, max_length=room)
+        (segment,) = episode.segments
+        assert (len(cls.made[0].told), len(segment.images)) == (turns, turns - 1)
+        assert episode.truncated == (turns == 1)
+
+
+def test_a_first_observation_with_images_is_not_cut():
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    with pytest.raises(BadImageError, match=r"has \d+ tokens with its 1 images, and room for 9: raise --data.max_len"):
+        play(
+            MultiTurnAgentExecutor(shows()),
+            looks(tokenizer, "1"),
+            tokenizer=tokenizer,
+            images=[image(0)],
+            max_length=10,
+        )
+
+
+@pytest.mark.parametrize(
+    ("observation", "returned", "seen"),
+    [
+        ("ask <image>", None, [0]),
+        ("<image> ask <image>", [1], [0, 1]),  # more than the prompt's
+        ("ask <image>", [1], [1]),  # in place of the prompt's
+        ("<image><image> ask", [0, 1], [0, 1]),
+        ("ask", [], []),
+    ],
+)
+def test_reset_says_which_images_the_policy_reads_first(observation, returned, seen):
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    reset = {"observation": observation}
+    if returned is not None:
+        reset["images"] = [image(n) for n in returned]
+    engine = looks(tokenizer, "1")
+    cls = environment({}, reset=reset)
+    play(MultiTurnAgentExecutor(cls), engine, tokenizer=tokenizer, images=[image(0)])
+    digests = [tokenizer.episode_images.prepare_one(image(n)).digest for n in seen]
+    assert [picture.digest for _, picture in engine.shown[0]] == digests
+    assert cls.made[0].started["images"][0].tobytes() == image(0).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("turn", "text"),
+    [
+        ({"environment_feedback": "<image> <image>"}, "has 2 marks of images .*, and 1 images belong to it"),
+        ({"environment_images": [b"no image"]}, "images of step: an image of 8 bytes"),
+        ({"environment_images": ["nowhere.png"]}, "nowhere.png"),
+    ],
+)
+def test_what_is_wrong_with_images_is_said_of_the_users_method(turn, text):
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    with pytest.raises(AgentResultError, match=rf"test_agents_multi_turn.py:\d+.*{text}"):
+        play(MultiTurnAgentExecutor(shows(**turn)), looks(tokenizer, "1"), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_images_for_a_policy_of_text_are_an_error(done):
+    with pytest.raises(AgentResultError, match=r"images of step: 1 came, but the policy of this run reads no images"):
+        play(MultiTurnAgentExecutor(shows(done=done)), says("1"))
+
+
+def test_feedback_that_spells_the_image_token_stays_text():
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    engine = looks(tokenizer, "1")
+    play(
+        MultiTurnAgentExecutor(environment({"environment_feedback": "<|image_pad|>?"}, {})), engine, tokenizer=tokenizer
+    )
+    assert engine.shown == [(), ()]
+    assert tokenizer.episode_images.processor.placeholder not in engine.asked[1][0]
+    assert len(engine.asked[1][0]) > len("ask1?")
 
 
 # Limits -------------------------------------------------------------------------------------------------------------

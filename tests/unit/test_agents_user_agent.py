@@ -273,9 +273,9 @@ def test_a_single_turn_executor_may_judge_its_own_answer(agent):
                 return {**result, "reward": torch.tensor([0.25]), "extra_logs": {"length": np.int64(3)}}
         """
     )
-    episode = play(player, says("12"), images=["picture"])
+    episode = play(player, says("12"))
     assert (shown(episode), episode.reward, episode.extra_logs) == (["ask[12]"], 0.25, {"length": 3.0})
-    assert (turn_rewards(episode), episode.images) == ([0.25], ("picture",))
+    assert turn_rewards(episode) == [0.25]
 
 
 def test_the_plain_single_turn_executor_leaves_the_reward_to_others(agent):

@@ -48,7 +48,7 @@ RAISING = {
     "execute asks beyond the limit": (execute("await llm_engine.generate(tokens * 99, sampling_params)"), 8, "ValueError: 495 prompt tokens leave no room for an answer in 100 tokens"),
     "execute asks without parameters": (execute("await llm_engine.generate(ids, {'temperature': 1})"), 8, "BadValueError: sampling_params must be sampling parameters"),
     "execute asks for what no engine does": (execute("from types import SimpleNamespace as P; await llm_engine.generate(ids, P(temperature=1, n=4))"), 8, "BadValueError: sampling_params cannot be used: n must be 1 (call n times instead), got 4"),
-    "execute shows pictures": (execute("await llm_engine.generate(ids, sampling_params, multi_modal_data={'image': 1})"), 8, "ValueError: multi_modal_data: this engine reads no pictures"),
+    "execute shows pictures": (execute("await llm_engine.generate(ids, sampling_params, multi_modal_data={'image': 1})"), 8, "ValueError: multi_modal_data has 1 images, but the policy of this run reads no images: it needs a model that does"),
 }  # fmt: skip
 
 RETURNING = {
