@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.values import BadValueError
+from openrlhf.data.image_places import MARK
 from openrlhf.data.images import ImageError, is_url, portable, read_image
-from openrlhf.data.templates import template_arguments
+from openrlhf.data.templates import image_places
 from openrlhf.models.image_processor import ExpandedText, ImageProcessor, ImageProcessorError
 from openrlhf.rollout.requests import num_bytes
 from openrlhf.types import ImageInput, PlacedImage
 
-MARK = "<image>"
-"""The place of an image in a text, whatever model reads it."""
 THREADS = 4
 """Images that are prepared at the same time, at most."""
 KEPT_BYTES = 512 << 20
@@ -55,7 +54,7 @@ class EpisodeImages:
         self.allow_urls = allow_urls
         self._tokenizer = tokenizer
         (self._image_token_id,) = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
-        self._mark = template_mark(tokenizer, processor.image_token)
+        self._written = image_places(processor, tokenizer, key="", most=0).written
         self._kept_bytes = kept_bytes
         self._bytes = 0
         self._prepared: OrderedDict[Any, Future[ImageInput]] = OrderedDict()
@@ -144,24 +143,26 @@ class EpisodeImages:
     def _with_tokens(self, text: str, count: int) -> str:
         """The text with one image token for each of `count` images."""
         token = self.processor.image_token
+        for reserved in self.processor.reserved_tokens:
+            if reserved != token and reserved in text:
+                raise BadImageError(f"the text spells {reserved}, which stands for something else than text")
         if text.count(token) == count:  # another `<image>` is text
             return text
         marks = self.count_marks(text)
         if marks == 0:
-            return self._mark * count + text
+            return self._written * count + text
         if marks != count:
             names = " or ".join(dict.fromkeys((token, MARK)))
             raise BadImageError(f"the text has {marks} marks of images ({names}), and {count} images belong to it")
-        return text.replace(MARK, self._mark)
+        return text.replace(MARK, self._written)
 
     def _plain(self, text: str) -> ExpandedText:
-        """The tokens of a text without images. Where it spells the image token, the token is written in two parts: it
-        would stand for an image that is not there."""
-        token = self.processor.image_token
-        first, *others = text.split(token)
-        token_ids = self._tokenise(first)
-        for part in others:
-            token_ids += self._tokenise(token[:1]) + self._tokenise(token[1:]) + self._tokenise(part)
+        """The tokens of a text without images. A token in it that would stand for an image, which is not there, is
+        written in two parts."""
+        token_ids: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, self.processor.reserved_tokens))})", text):
+            halves = (part[:1], part[1:]) if part in self.processor.reserved_tokens else (part,)
+            token_ids += [token for half in halves for token in self._tokenise(half)]
         return ExpandedText(token_ids, ())
 
     def _tokenise(self, text: str) -> list[int]:
@@ -337,21 +338,6 @@ def begin_recording(read: ExpandedText, *, most: int, what: str) -> TokenRecorde
             "--data.max_len, or give it fewer or smaller images"
         )
     return TokenRecorder(read.token_ids[-most:], read.images)
-
-
-def template_mark(tokenizer: Any, image_token: str) -> str:
-    """What the chat template writes for an image between two texts: the image token, and what stands around it."""
-    if not getattr(tokenizer, "chat_template", None):
-        return image_token
-    content = [{"type": "text", "text": "@@before@@"}, {"type": "image"}, {"type": "text", "text": "@@after@@"}]
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, **template_arguments(tokenizer)
-        )
-    except Exception:  # templates are programs; this one knows no images, and the token alone stands for them
-        return image_token
-    found = re.search("@@before@@(.*)@@after@@", text, re.DOTALL)
-    return found[1] if found is not None and found[1].count(image_token) == 1 else image_token
 
 
 def _bad(error: Exception) -> BadImageError:

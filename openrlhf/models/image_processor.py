@@ -120,7 +120,7 @@ class ImageProcessor:
 
     def _stated_number(self, width: int, height: int) -> int | None:
         try:
-            stated = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            stated = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
             return int(stated["num_image_tokens"][0])
         except Exception:  # a private method, which families have or have not: preparing an image always works
             return None

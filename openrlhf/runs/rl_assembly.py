@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts_for
 from openrlhf.agents.host import kill_every_host
+from openrlhf.agents.images import EpisodeImages, ImageTokenizer
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
 from openrlhf.config.commands import RLConfig
@@ -119,7 +120,7 @@ def _train(
         rounds = min(rounds, config.train.total_steps or rounds)
         played = min(len(prompts), rounds * config.rollout.batch_size)
         bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played), loop=loop))
-        episodes = held.enter_context(_started(_episodes(config, bound, tokenizer), loop, "episodes"))
+        episodes = held.enter_context(_started(_episodes(config, bound, tokenizer, images), loop, "episodes"))
         runner = EpisodeRunner(
             episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None
         )
@@ -287,9 +288,13 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: Pr
     )
 
 
-def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any) -> Episodes:
-    """The player of episodes: a user's agent in its hosts, or our own single turn in this process."""
+def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any, images: PromptImages | None) -> Episodes:
+    """The player of episodes: a user's agent in its hosts, or our own single turn in this process. `images`: of
+    `policy_images`."""
     if not config.train.agent_func_path:
+        if images is not None:
+            reader = EpisodeImages(images.processor, tokenizer, allow_urls=images.places.allow_urls)
+            tokenizer = ImageTokenizer(tokenizer, reader)
         return OwnEpisodes(
             SingleTurnAgentExecutor(), engine=bound.engine, tokenizer=tokenizer, max_length=config.data.max_len
         )
@@ -303,6 +308,8 @@ def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any) -> Episodes:
         max_model_len=bound.engine.max_model_len,
         chat_template=config.data.tokenizer_chat_template,
         template_arguments=tuple(config.data.template_arguments.items()),
+        images=images is not None,
+        allow_image_urls=config.data.allow_image_urls,
     )
     at_once = config.generate_batch_size * config.samples_per_prompt
     return AgentEpisodes(

@@ -217,7 +217,20 @@ BAD = [
     ({"messages": []}, "messages is empty"),
     ({"messages": "hi"}, "messages must be a list"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role must be one of"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content[0].type must be text"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "content[0].type must be text or image"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content[0].image_url.url must be text"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
+            ]
+        },
+        "1 came, but the policy of this run reads no images",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+        "must be a data URI or an http(s) URL",
+    ),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be a list"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vision_models import image, vision_tokenizer
 
-from openrlhf.agents.images import BadImageError, EpisodeImages, ImageTokenizer, template_mark
+from openrlhf.agents.images import BadImageError, EpisodeImages, ImageTokenizer
 from openrlhf.models.image_processor import ExpandedText
 from openrlhf.rollout.requests import num_bytes
 
@@ -187,31 +187,11 @@ def test_a_text_without_images_has_no_image_token_whatever_it_spells(kind):
     assert tokenizer.episode_images.expand("ab", ()) == ExpandedText(tokenizer("ab")["input_ids"], ())
 
 
-def test_the_mark_is_what_the_template_writes():
-    tokenizer = vision_tokenizer("qwen2_5_vl").tokenizer
-    assert template_mark(tokenizer, "<|image_pad|>") == AROUND
-    assert template_mark(vision_tokenizer("llava").tokenizer, "<image>") == "<image>"
-
-
-class Templated:
-    def __init__(self, template):
-        self.chat_template = template
-
-    def apply_chat_template(self, messages, **_):
-        return self.chat_template(messages[0]["content"])
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        None,
-        lambda content: "images first: T @@before@@@@after@@",
-        lambda content: "@@before@@TT@@after@@",
-        lambda content: content + 1,
-    ],
-)
-def test_without_a_template_for_images_the_token_alone_is_the_mark(template):
-    assert template_mark(Templated(template), "T") == "T"
+def test_no_text_beside_an_image_may_stand_for_a_video():
+    images, _ = reader()
+    with pytest.raises(BadImageError, match=r"spells <\|video_pad\|>"):
+        images.expand("<image><|video_pad|>", [images.prepare_one(image(1))])
+    assert len(images.expand("<|video_pad|>", ()).token_ids) > 1
 
 
 # Token ids ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_these_families_say_the_number_by_themselves(loaded, monkeypatch):
 
 def test_a_processor_that_says_it_wrong_is_not_believed(loaded, monkeypatch):
     tokenizer, right = loaded
-    wrong = ImageProcessor(right._processor, tokenizer, placeholder=right.placeholder)
+    wrong = ImageProcessor(right.processor, tokenizer, placeholder=right.placeholder)
     monkeypatch.setattr(wrong, "_stated_number", lambda width, height: 5)
     assert wrong.token_ids(40, 24) == right.token_ids(40, 24)
 
