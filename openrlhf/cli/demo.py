@@ -16,22 +16,28 @@ if TYPE_CHECKING:
 PROMPTS = 128
 """The number of prompts of an RL step."""
 
-MAX_STEPS = 62
-"""RL steps after which every training problem has been asked once."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make task and model, then run `train_ppo_ray` on them through the code path of every user's run."""
-    options, overrides = _parser().parse_known_args(argv)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(argv)
 
     import yaml
 
+    from openrlhf.config.fields import ConfigError
     from openrlhf.config.parser import enter
-    from openrlhf.demo import hunt, sorting
+    from openrlhf.demo import digits, hunt, sorting
     from openrlhf.observability.run_directory import free_directory
 
-    task = (hunt if options.agent else sorting).make_task(seed=options.seed)
-    name = "agent-demo" if options.agent else "demo"
+    kind, name = sorting, "demo"
+    if options.agent or options.images:
+        kind, name = (hunt, "agent-demo") if options.agent else (digits, "image-demo")
+    try:
+        task = kind.make_task(seed=options.seed)
+    except ConfigError as error:
+        parser.error(str(error))
+    if options.steps is not None and not 1 <= options.steps <= task.max_steps(PROMPTS):
+        parser.error(f"--steps must be 1 to {task.max_steps(PROMPTS)}: after that the problems repeat")
     run_dir = free_directory(Path(options.run_dir or f"runs/{name}-seed{options.seed}"))
     config_file = run_dir / "inputs" / "rl.yaml"
     config_file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +77,14 @@ def run(config: Any, task: Task, run_dir: Path, seed: int, command: Sequence[str
 
 def prepare(task: Task, inputs: Path, *, seed: int) -> None:
     """Write data and a warmed-up model to `inputs`: what a user would bring."""
-    from openrlhf.demo.model import warm_up, write_model
+    from openrlhf.demo.model import warm_up, write_model, write_vision_model
     from openrlhf.models.loading import silence_progress_bars
 
     silence_progress_bars()
     started = time.monotonic()
     task.write(inputs)
-    write_model(inputs / "model", seed=seed, characters=task.characters)
+    write = write_vision_model if task.has_images else write_model
+    write(inputs / "model", seed=seed, characters=task.characters)
     _say(f"Task: {task.description}.")
     _say(f"{len(task.train):,} problems to train on, {len(task.held_out)} others to measure on.")
     _say("Warm-up: supervised steps on a model with random weights.")
@@ -99,7 +106,8 @@ def rl_flags(task: Task, run_dir: Path, *, seed: int, steps: int) -> dict[str, A
         "data.label_key": "label",
         # Evaluation data has the same limit, and is measured on as a whole however short the run is.
         "data.max_samples": max(PROMPTS * steps, len(task.held_out)),
-        **({"train.total_steps": steps} if PROMPTS * steps < len(task.held_out) else {}),
+        **({"train.num_episodes": task.epochs} if task.epochs > 1 else {}),
+        **({"train.total_steps": steps} if task.epochs > 1 or PROMPTS * steps < len(task.held_out) else {}),
         **task.flags,
         "algo.advantage.estimator": "reinforce_baseline",
         "algo.kl.init_coef": 0,
@@ -122,13 +130,6 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _steps(text: str) -> int:
-    steps = int(text)
-    if not 1 <= steps <= MAX_STEPS:
-        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_STEPS}: after that the problems repeat")
-    return steps
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openrlhf demo",
@@ -138,9 +139,13 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--seed", type=int, default=0, help="of the task, the model and the training (default 0)")
-    parser.add_argument("--agent", action="store_true", help="a multi-turn task, played by an agent file")
-    parser.add_argument("--steps", type=_steps, help=f"RL steps, at most {MAX_STEPS} (default 50)")
-    parser.add_argument("--run_dir", help="folder of the run (default runs/[agent-]demo-seed<seed>, numbered if taken)")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--agent", action="store_true", help="a multi-turn task, played by an agent file")
+    kinds.add_argument("--images", action="store_true", help="read handwritten digits (needs the extra demo-images)")
+    parser.add_argument("--steps", type=int, help="RL steps (default 50; 120 with --images)")
+    parser.add_argument(
+        "--run_dir", help="folder of the run (default runs/[agent-|image-]demo-seed<seed>, numbered if taken)"
+    )
     return parser
 
 

@@ -377,15 +377,6 @@ def overlong_buffer_fits(config: RLConfig) -> Iterator[str]:
 
 
 @contradiction
-def vision_has_no_critic(config: RLConfig) -> Iterator[str]:
-    if config.data.max_images_per_prompt > 0 and config.uses_critic:
-        yield (
-            "--data.max_images_per_prompt > 0 works without a critic only: "
-            "choose another --algo.advantage.estimator than gae"
-        )
-
-
-@contradiction
 def reward_weights_match(config: RLConfig) -> Iterator[str]:
     reward = config.reward
     if reward.weights is None:

@@ -30,6 +30,10 @@ class Hunt:
     clues: str
 
     @property
+    def image(self) -> None:
+        return None
+
+    @property
     def prompt(self) -> str:
         return self.row + self.clues[0]
 

@@ -27,6 +27,10 @@ class Sorting:
     digits: str
 
     @property
+    def image(self) -> None:
+        return None
+
+    @property
     def prompt(self) -> str:
         return f"{self.digits}>"
 

@@ -27,6 +27,11 @@ class Problem(Protocol):
     @property
     def label(self) -> str: ...
 
+    @property
+    def image(self) -> bytes | None:
+        """The image that belongs to the prompt, in a file's format; None: there is none."""
+        ...
+
     def worked(self, rng: random.Random) -> Sequence[WorkedTurn]:
         """An example of how to go about it, for the warm-up."""
         ...
@@ -50,6 +55,16 @@ class Task:
     """The RL steps after which the model has learned the task."""
     flags: Mapping[str, Any]
     """The flags that a user would pass for this task."""
+    epochs: int = 1
+    """How often every problem may be asked."""
+
+    @property
+    def has_images(self) -> bool:
+        return any(problem.image is not None for problem in self.train)
+
+    def max_steps(self, prompts: int) -> int:
+        """The steps of so many prompts after which every problem has been asked as often as it may be."""
+        return self.epochs * len(self.train) // prompts
 
     @property
     def score(self) -> str:
@@ -57,7 +72,15 @@ class Task:
         return f"eval_{self.name}_pass1"
 
     def write(self, folder: Path) -> None:
-        """`train.jsonl` and `held_out.jsonl`, as users have them: one JSON object per line."""
+        """`train.jsonl` and `held_out.jsonl`, as users have them: one JSON object per line, images as files."""
         for side in ("train", "held_out"):
-            records = ({"input": p.prompt, "label": p.label, "datasource": self.name} for p in getattr(self, side))
+            records = []
+            for i, problem in enumerate(getattr(self, side)):
+                record = {"input": problem.prompt, "label": problem.label, "datasource": self.name}
+                if problem.image is not None:
+                    file = folder / side / f"{i:04d}.png"
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_bytes(problem.image)
+                    record["images"] = f"{side}/{file.name}"
+                records.append(record)
             (folder / f"{side}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")

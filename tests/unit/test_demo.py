@@ -8,7 +8,7 @@ import pytest
 from scripted_engine import CharTokenizer, ScriptedEngine
 
 from openrlhf.agents.user_agent import load_agent
-from openrlhf.cli.demo import MAX_STEPS, rl_flags
+from openrlhf.cli.demo import PROMPTS, rl_flags
 from openrlhf.config import parse
 from openrlhf.config.not_implemented import refuse_unbuilt
 from openrlhf.demo import hunt, sorting
@@ -93,8 +93,8 @@ def test_the_model_has_one_to_three_million_parameters(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_demo_flags_are_a_users_flags(module, tmp_path):
     task = module.make_task(seed=0)
-    flags = rl_flags(task, tmp_path, seed=0, steps=MAX_STEPS)
+    flags = rl_flags(task, tmp_path, seed=0, steps=task.max_steps(PROMPTS))
     config = parse("train_ppo_ray", [part for name, value in flags.items() for part in (f"--{name}", str(value))])
     refuse_unbuilt(config)
     assert config.data.max_samples <= len(task.train)
-    assert 1 <= task.steps <= MAX_STEPS
+    assert 1 <= task.steps <= task.max_steps(PROMPTS)

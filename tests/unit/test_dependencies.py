@@ -12,7 +12,7 @@ from test_layering import PACKAGE, imported_by
 
 ROOT = PACKAGE.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn"}
 """Where a package that is imported has another name than the distribution that has it."""
 BROUGHT_ALONG = {"triton": "torch, where it is built for CUDA; imported there alone"}
 USED_OTHERWISE = {
