@@ -45,8 +45,6 @@ RL: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
     Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
     Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
-    Unbuilt("--data.max_images_per_prompt", lambda c: c.data.max_images_per_prompt > 0, "images", "leave it out"),
-    Unbuilt("--actor.freeze_visual_encoder", lambda c: c.actor.freeze_visual_encoder, "images", "leave it out"),
 )
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {

@@ -358,7 +358,7 @@ def test_rewards_of_every_form_train(cli, reward, source):
             ["--actor.dual_clip bounds", "leave one of them out"],
         ),
         ({"algo__kl__target": 0.1}, ["--algo.kl.target adapts", "give --algo.kl.init_coef a value above 0"]),
-        ({"data__max_images_per_prompt": 2}, ["--data.max_images_per_prompt: not built yet", "leave it out"]),
+        ({"ds__ring_attn_size": 2}, ["--ds.ring_attn_size: not built yet", "leave it out"]),
         ({"config": "nope.yaml"}, ["--config nope.yaml: cannot be read"]),
     ],
 )
@@ -372,7 +372,7 @@ def test_a_flag_given_twice(cli):
     refused(cli("--train.seed", "1", "--train.seed", "2"), "--train.seed is given twice, as 1 and 2", rc=2)
 
 
-@pytest.mark.parametrize("overrides", [{"algo__advantage__estimator": "gae"}, {"data__max_images_per_prompt": 2}])
+@pytest.mark.parametrize("overrides", [{"algo__advantage__estimator": "gae"}, {"ds__ring_attn_size": 2}])
 def test_what_is_not_built_can_be_printed(cli, overrides, capfd):
     with pytest.raises(SystemExit) as ended:
         cli("--print_config", **overrides)

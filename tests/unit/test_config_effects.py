@@ -39,7 +39,7 @@ CONDITIONS = {
     "asks_reward_servers": ("--reward.remote_url r.py", "--reward.remote_url http://h/get_reward"),
     "ckpt.uses_folder": ("", "--ckpt.save_steps 5"),
     "data.apply_chat_template": ("", "--data.apply_chat_template"),
-    "data.max_images_per_prompt": ("", "--data.max_images_per_prompt 1 --algo.advantage.estimator reinforce"),
+    "data.max_images_per_prompt": ("", "--data.max_images_per_prompt 1"),
     "ds.lora.rank": ("", "--ds.lora.rank 4"),
     "ds.ring_attn_size!=1": ("", "--ds.ring_attn_size 2"),
     "ds.zero_stage=3": ("--ds.zero_stage 2", "--ds.zero_stage 3"),
@@ -97,7 +97,6 @@ SAMPLES = {
 # What else must be said for the flag to be accepted at all.
 COMPANIONS = {
     "algo.dynamic_filtering_enable": "--rollout.n_samples_per_prompt 4",
-    "data.max_images_per_prompt": "--algo.advantage.estimator reinforce",
     "data.multiturn": "--data.apply_chat_template",
     "rollout.abort_stragglers": "--rollout.vllm_generate_batch_size 2000",
     "rollout.vllm_generate_batch_size": "--train.async_enable",

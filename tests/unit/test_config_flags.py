@@ -96,7 +96,6 @@ COMPANIONS = {
     "train.partial_rollout_enable": ["--train.async_enable"],
     "data.multiturn": ["--data.apply_chat_template"],
     "algo.dynamic_filtering_enable": ["--rollout.n_samples_per_prompt", "4"],
-    "data.max_images_per_prompt": ["--algo.advantage.estimator", "reinforce"],
     "reward.overlong_buffer_len": ["--rollout.max_new_tokens", "64"],
 }
 

@@ -17,8 +17,6 @@ ASKS = {
     "--ds.tensor_parallel_size": "--ds_tensor_parallel_size 2",
     "--ds.ring_attn_size": "--ring_attn_size 2",
     "--ds.use_universal_ckpt": "--use_ds_universal_ckpt",
-    "--data.max_images_per_prompt": "--max_images_per_prompt 1",
-    "--actor.freeze_visual_encoder": "--freeze_visual_encoder",
     "--use_ms": "--use_ms",
 }
 

@@ -64,7 +64,6 @@ CASES = [
     ("responses_leave_room_for_prompts", "train_ppo_ray", "--max_new_tokens 2048", ["--rollout.max_new_tokens 2048", "--data.max_len 2048"], "--max_new_tokens 2047"),
     ("overlong_buffer_fits", "train_ppo_ray", "--overlong_buffer_len 65 --max_new_tokens 64", ["--reward.overlong_buffer_len 65", "--rollout.max_new_tokens 64"], "--overlong_buffer_len 64 --max_new_tokens 64"),
     ("overlong_buffer_fits", "train_ppo_ray", "--overlong_buffer_len 65 --max_len 64", ["--data.max_len 64"], ""),
-    ("vision_has_no_critic", "train_ppo_ray", "--max_images_per_prompt 1", ["--data.max_images_per_prompt", "--algo.advantage.estimator"], "--max_images_per_prompt 1 --advantage_estimator rloo"),
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url http://a,http://b --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.remote_url"], "--remote_rm_url http://a,http://b --reward.weights 1 2"),
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2 3", ["--reward.weights has 3 values for the 1"], "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2"),
     ("reward_weights_match", "train_ppo_ray", "--reward_pretrain r,s --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.model_name_or_path"], "--reward_pretrain r,s --reward.weights 1 2"),
