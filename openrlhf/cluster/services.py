@@ -17,7 +17,7 @@ from openrlhf.learners.rank import CriticLearners, RankLearners
 from openrlhf.learners.scorer import Scorer
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rewards.batching import Forward, Item
-from openrlhf.types import TrainingBatch
+from openrlhf.types import PlacedImage, TrainingBatch
 from openrlhf.weight_sync.probe import Probe
 
 
@@ -25,16 +25,16 @@ class Sequences(NamedTuple):
     """The sequences that a reward model is to judge, in the form in which Ray carries them to a rank."""
 
     token_ids: list[np.ndarray]
-    shared: list[int]
-    """As in `rewards.batching.Item`."""
+    others: list[tuple[int, tuple[PlacedImage, ...]]]
+    """The rest of each `rewards.batching.Item`."""
 
     @staticmethod
     def of(items: Sequence[Item]) -> Sequences:
-        return Sequences([item.token_ids.numpy() for item in items], [item.shared for item in items])
+        return Sequences([item.token_ids.numpy() for item in items], [item[1:] for item in items])
 
     def items(self) -> list[Item]:
         return [
-            Item(torch.from_numpy(ids.copy()), shared) for ids, shared in zip(self.token_ids, self.shared, strict=True)
+            Item(torch.from_numpy(ids.copy()), *rest) for ids, rest in zip(self.token_ids, self.others, strict=True)
         ]
 
 

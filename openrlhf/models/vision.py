@@ -116,19 +116,30 @@ _MOST_POSITIONS = 4096
 
 def _positions_up_to(body: Any, images: Sequence[PlacedImage]) -> Tensor:
     """[R, end + 1]: the positions up to the token after the last image."""
-    grids = torch.cat([image.tensors[_GRID].cpu() for _, image in images])
     known = _positions.setdefault(body, {})
-    key = (*((start, image.token_ids) for start, image in images), *map(tuple, grids.tolist()))
+    key = tuple((start, image.token_ids, *image.tensors[_GRID].flatten().tolist()) for start, image in images)
     if key not in known:
-        kinds_T = torch.zeros(1, images[-1].end + 1, dtype=torch.int32)  # 0: text, 1: image
-        for start, image in images:
-            kinds_T[0, start : start + len(image)] = (torch.tensor(image.token_ids) == image.placeholder).int()
         if len(known) >= _MOST_POSITIONS:
             known.clear()
-        # The method reads the number of tokens alone; which are of images is said by their kinds.
-        found, _ = body.get_rope_index(kinds_T.long(), mm_token_type_ids=kinds_T, image_grid_thw=grids)
-        known[key] = found.squeeze(1)
+        known[key] = _count_positions(body, images)
     return known[key]
+
+
+def _count_positions(body: Any, images: Sequence[PlacedImage]) -> Tensor:
+    """Image by image, each with the text before it and one token after it: the method takes two images without a token
+    in between for one. Positions after an image depend on those before it by a sum alone."""
+    parts, at, offset = [], 0, torch.tensor(0)
+    for start, image in images:
+        kinds_T = torch.zeros(1, start + len(image) - at + 1, dtype=torch.int32)  # 0: text, 1: image
+        kinds_T[0, start - at : -1] = (torch.tensor(image.token_ids) == image.placeholder).int()
+        # The method reads the number of tokens alone; which are of images is said by their kinds.
+        found, _ = body.get_rope_index(
+            kinds_T.long(), mm_token_type_ids=kinds_T, image_grid_thw=image.tensors[_GRID].cpu()
+        )
+        rows = found.squeeze(1) + offset
+        parts.append(rows[:, :-1])
+        at, offset = start + len(image), rows[0, -1]
+    return torch.cat([*parts, rows[:, -1:]], dim=1)
 
 
 def _batches(inputs: Sequence[ImageInput]) -> Iterator[list[dict[str, Tensor]]]:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from openrlhf.rewards.values import RewardValues
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import PlacedImage, Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,16 @@ class RewardRequest:
     token_ids: tuple[Tensor, ...] = ()
     """The tokens that the policy read and wrote, int64 [T] each: the same samples as `queries`, before they were text.
     Empty when there is only text."""
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
+    """The images among the tokens of each. Empty when no sample has any."""
 
     def __post_init__(self) -> None:
         if not len(self.queries) == len(self.prompts) == len(self.labels) > 0:
             raise ValueError("queries, prompts and labels must have equal, positive lengths")
         if len(self.token_ids) not in (0, len(self.queries)):
             raise ValueError(f"{len(self.token_ids)} token sequences for {len(self.queries)} queries")
+        if len(self.images) not in (0, len(self.token_ids)):
+            raise ValueError(f"images of {len(self.images)} samples for {len(self.token_ids)} token sequences")
 
     @staticmethod
     def of(prompt: Prompt, samples: Sequence[Trajectory]) -> RewardRequest:
@@ -42,6 +46,7 @@ class RewardRequest:
             name=prompt.where or f"prompt {prompt.ordinal}",
             # The last segment is the history that the last answer was given to; earlier ones were rewritten.
             token_ids=tuple(t.segments[-1].token_ids for t in samples),
+            images=images if any(images := tuple(t.segments[-1].images for t in samples)) else (),
         )
 
 

@@ -13,9 +13,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from itertools import zip_longest
 from typing import NamedTuple
 
 from torch import Tensor
+
+from openrlhf.types import PlacedImage
 
 
 class Item(NamedTuple):
@@ -25,6 +28,7 @@ class Item(NamedTuple):
     """int64 [T], on CPU."""
     shared: int
     """Leading tokens it has in common with the sequence queued before it."""
+    images: tuple[PlacedImage, ...] = ()
 
 
 Forward = Callable[[Sequence[Item]], Sequence[float]]
@@ -60,14 +64,19 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    async def score(self, sequences: Sequence[Tensor]) -> list[float]:
-        """One score per sequence (int64 [T], not empty), in order; raises what the forward of one of them raised."""
+    async def score(self, sequences: Sequence[Tensor], images: Sequence[tuple[PlacedImage, ...]] = ()) -> list[float]:
+        """One score per sequence (int64 [T], not empty), in order; raises what the forward of one of them raised.
+
+        `images`: those of each sequence; empty when there are none.
+        """
         if not sequences:
             return []
         loop = asyncio.get_running_loop()
         # One number for the whole request, not one per pair: samples that share the same beginning form one group.
-        shared = _common_prefix(sequences)
-        waiting = [_Waiting(Item(s, shared if i else 0), loop.create_future()) for i, s in enumerate(sequences)]
+        placed = images or ((),) * len(sequences)
+        shared = _common_prefix(sequences, placed)
+        items = [Item(s, shared if i else 0, placed[i]) for i, s in enumerate(sequences)]
+        waiting = [_Waiting(item, loop.create_future()) for item in items]
         self._waiting.extend(waiting)
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._drive(), name="reward model")
@@ -115,11 +124,18 @@ class Batcher:
         return batch
 
 
-def _common_prefix(sequences: Sequence[Tensor]) -> int:
-    """How many tokens all sequences begin with, each keeping at least one of its own."""
+def _common_prefix(sequences: Sequence[Tensor], images: Sequence[tuple[PlacedImage, ...]]) -> int:
+    """How many tokens, and images among them, all sequences begin with, each keeping at least one token of its own."""
     room = min(len(sequence) for sequence in sequences) - 1
     first = sequences[0][:room]
     for other in sequences[1:]:
         differs = (first != other[: len(first)]).nonzero()
         first = first[: int(differs[0])] if len(differs) else first
-    return len(first)
+    length = len(first)
+    # Two images of one size have the same tokens; and a beginning that is shared never ends inside of an image.
+    for nth in zip_longest(*images):
+        found = [placed for placed in nth if placed is not None]
+        same = len(found) == len(nth) and len({(placed.start, placed.image.digest) for placed in found}) == 1
+        if not same or found[0].end > length:
+            return min(length, *(placed.start for placed in found))
+    return length

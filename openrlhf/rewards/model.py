@@ -103,7 +103,11 @@ class RewardModel(RewardReader):
     def score(self, batch: Sequence[Item]) -> list[float]:
         """One packed forward; neighbours compute what they share once."""
         sequences = [item.token_ids for item in batch]
-        tokens = PackedTokens.from_sequences(sequences, [torch.zeros_like(s, dtype=torch.bool) for s in sequences])
+        tokens = PackedTokens.from_sequences(
+            sequences,
+            [torch.zeros_like(s, dtype=torch.bool) for s in sequences],
+            images=[item.images for item in batch],
+        )
         tokens = dataclasses.replace(tokens, shared_prefixes=(0, *(item.shared for item in batch[1:])))
         tokens = tokens.to(self._device)
         with on_device(self._model, self._device, offload=self._offload):
@@ -144,7 +148,7 @@ class RewardModelSource:
 
     async def score(self, request: RewardRequest) -> Sequence[Reward]:
         try:
-            scores = self._reader.checked(await self._batcher.score(self._sequences(request)))
+            scores = self._reader.checked(await self._batcher.score(self._sequences(request), request.images))
         except RewardError as error:
             raise RewardError(f"{request.name}: {error}") from error
         except RewardGoneError:
@@ -158,7 +162,16 @@ class RewardModelSource:
 
     def _sequences(self, request: RewardRequest) -> list[Tensor]:
         if self._reads_tokens and request.token_ids:
-            return self._reader.cut([token_ids.cpu() for token_ids in request.token_ids])
+            whole = [token_ids.cpu() for token_ids in request.token_ids]
+            read = self._reader.cut(whole)
+            if request.images and any(len(one) < len(all_) for one, all_ in zip(read, whole, strict=True)):
+                raise RewardError("a sample with images is longer than --data.max_len, and would lose its beginning")
+            return read
+        if request.images:
+            raise RewardError(
+                f"reward model {self._reader.name} has another vocabulary than the policy, so it cannot read the "
+                "tokens of images: take one that was made from the same model"
+            )
         return self._reader.read(request.queries)
 
 

@@ -124,7 +124,8 @@ def load_reward_model(
     offload: bool = False,
 ) -> RewardModel:
     """The reward model at `path` as the flags say, ready to score. `offload`: it waits in CPU memory."""
-    settings = LoadSettings(device=device, ds=config.ds, model=_trust(config), flag=FLAG)
+    images = isinstance(config, RLConfig) and config.data.max_images_per_prompt > 0
+    settings = LoadSettings(device=device, ds=config.ds, model=_trust(config), flag=FLAG, images=images)
     with reading_model(path, flag=FLAG):
         tokenizer = _tokenizer(path, config)
         model = load_value_model(path, settings, fresh_head=False, normalise=config.reward.normalize_enable)

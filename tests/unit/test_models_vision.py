@@ -20,7 +20,7 @@ from openrlhf.models.body import decoder_body, with_any_image
 from openrlhf.models.image_processor import ImageProcessor, unsampled_tokens
 from openrlhf.models.loading import LoadSettings, ModelLoadError, load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import tower_names
-from openrlhf.types import PackedTokens, Segment
+from openrlhf.types import PackedTokens, PlacedImage, Segment
 from openrlhf.weight_sync.base import PolicyWeights
 from openrlhf.weight_sync.probe import probe_tokens
 
@@ -195,6 +195,18 @@ def test_positions_go_on_after_an_image(family, policy):
     ]
     assert rows.tolist() == expected
     assert vision.position_ids(body, 7, segment.images).tolist() == [row[:7] for row in expected]
+
+
+def test_positions_of_images_without_a_token_in_between(family, policy):
+    """Written by hand without the tokens that stand around an image."""
+    image = family.inputs[0]  # 3 × 2 features
+    rows = vision.position_ids(decoder_body(policy.model), 14, [PlacedImage(1, image), PlacedImage(7, image)])
+    if rows is not None:
+        assert rows.tolist() == [
+            [0, 1, 1, 1, 1, 1, 1, 4, 4, 4, 4, 4, 4, 7],
+            [0, 1, 1, 1, 2, 2, 2, 4, 4, 4, 5, 5, 5, 7],
+            [0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7],
+        ]
 
 
 def test_placeholders_have_no_share_in_the_distribution(family, policy):

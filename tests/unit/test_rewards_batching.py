@@ -8,7 +8,8 @@ import pytest
 import torch
 from patience import patience
 
-from openrlhf.rewards.batching import Batcher
+from openrlhf.rewards.batching import Batcher, _common_prefix
+from openrlhf.types import ImageInput, PlacedImage
 
 
 class Forward:
@@ -108,3 +109,20 @@ def test_of_a_request_that_failed_the_rest_is_not_computed(forward):
 
     assert asyncio.run(run()) == [5.0]
     assert len(forward.batches) < 5
+
+
+class TestImages:
+    """Samples of one prompt share what they have in common, and not the images of others."""
+
+    def prefix(self, *sequences: tuple[list[int], list[PlacedImage]]) -> int:
+        return _common_prefix([torch.tensor(ids) for ids, _ in sequences], [tuple(placed) for _, placed in sequences])
+
+    def test_what_is_shared(self):
+        a, b = (ImageInput(tensors={}, token_ids=(9, 9), placeholder=9, digest=name, size=(1, 1)) for name in "ab")
+        one = ([1, 9, 9, 2, 3], [PlacedImage(1, a)])
+        assert self.prefix(one, ([1, 9, 9, 2, 4], [PlacedImage(1, a)])) == 4
+        assert self.prefix(one, ([1, 9, 9, 2, 4], [PlacedImage(1, b)])) == 1  # another image of the same size
+        assert self.prefix(one, ([1, 9, 9, 5, 4], [PlacedImage(1, a)])) == 3
+        later = ([1, 9, 9, 2, 9, 9, 3], [PlacedImage(1, a), PlacedImage(4, b)])
+        assert self.prefix(later, ([1, 9, 9, 2, 9, 9, 4], [PlacedImage(1, a), PlacedImage(4, a)])) == 4
+        assert self.prefix(([9, 9, 1], [PlacedImage(0, a)]), ([9, 9], [PlacedImage(0, a)])) == 0  # one token is its own
