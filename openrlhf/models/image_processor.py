@@ -69,7 +69,7 @@ class ImageProcessor:
             return None
         placeholder = placeholder_of(config)
         try:
-            processor = _load_processor(path, config, tokenizer, trust_remote_code=trust_remote_code)
+            processor = load_processor(path, config, tokenizer, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
             raise ImageProcessorError(
                 f"{path}: the image processor of {config.model_type} cannot be loaded: {error}"
@@ -155,14 +155,18 @@ class ImageProcessor:
 
     def blank(self) -> ImageInput:
         """A small black image, for a forward in which only its shape matters."""
-        from PIL import Image
-
-        return self.prepare(Image.new("RGB", (32, 32)))
+        return self.prepare(blank_image())
 
 
 def has_vision(config: Any) -> bool:
     """Whether a model's configuration has a vision tower."""
     return getattr(config, "vision_config", None) is not None
+
+
+def blank_image() -> Image:
+    from PIL import Image
+
+    return Image.new("RGB", (32, 32))
 
 
 def placeholder_of(config: Any) -> int:
@@ -193,7 +197,7 @@ def digest_of(tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> str:
     return found.hexdigest()
 
 
-def _load_processor(path: Any, config: Any, tokenizer: Any, *, trust_remote_code: bool) -> Any:
+def load_processor(path: Any, config: Any, tokenizer: Any, *, trust_remote_code: bool) -> Any:
     """The processor of text and images, without one of videos: that of many families needs torchvision, of which there
     is no build that works beside every torch. Pillow resizes images just as well."""
     from transformers import AutoImageProcessor, ProcessorMixin

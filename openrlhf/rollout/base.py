@@ -132,12 +132,17 @@ def check_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size: in
     return room
 
 
-def check_images(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
-    """ValueError for images that are not in their order, each on its own tokens."""
-    end = 0
+def check_images(token_ids: Sequence[int], images: Sequence[PlacedImage], *, unsampled: Sequence[int] = ()) -> None:
+    """ValueError for images that are not in their order, each on its own tokens, and for a token of `unsampled`, which
+    stands for an image, that belongs to none."""
+    end, outside = 0, list[int]()
     for start, image in images:
         if start < end:
             raise ValueError(f"the image at token {start} stands before token {end}, where the one before it ends")
+        outside += token_ids[end:start]
         end = start + len(image)
         if tuple(token_ids[start:end]) != image.token_ids:
             raise ValueError(f"the tokens from {start} on are not those of the image {image.digest}")
+    outside += token_ids[end:]
+    if stray := sorted(set(unsampled).intersection(outside)):
+        raise ValueError(f"the prompt has the token {stray[0]}, which stands for an image, and no image belongs to it")

@@ -66,6 +66,8 @@ def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, 
         seed=config.train.seed,
         deterministic=config.train.full_determinism_enable,
         engines=engines,
+        max_images=config.data.max_images_per_prompt,
+        keep_image_features=config.actor.freeze_visual_encoder,
     )
 
 

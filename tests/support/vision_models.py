@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from openrlhf.demo.model import make_tokenizer
 
@@ -64,6 +65,7 @@ def write_vision_model(kind: str, folder: Path, *, seed: int = 0, dtype: torch.d
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
     if kind == "llava":
+        _name_as_published(folder / "model.safetensors")
         own = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
         (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor", **own}))
     return folder
@@ -94,6 +96,12 @@ def vision_tokenizer(kind: str) -> Any:
         mark = "<image>" if kind == "llava" else "<|vision_start|><|image_pad|><|vision_end|>"
         tokenizer.chat_template = TURNS.replace("{{ IMAGE }}", mark)
         return image_tokenizer(tokenizer, folder, allow_urls=False, trust_remote_code=False)
+
+
+def _name_as_published(file: Path) -> None:
+    """Transformers leaves this prefix out of the files of a model that it has not loaded from some."""
+    weights = {name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def _tokenizer(image_mark: str, *specials: str) -> Any:

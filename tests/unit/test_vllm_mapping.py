@@ -131,6 +131,13 @@ def test_workers_live_beside_their_scheduler_unless_there_are_several_or_somebod
     assert engine_arguments(settings, gpu=gpu)["distributed_executor_backend"] == expected
 
 
+@pytest.mark.parametrize("images", [0, 3])
+def test_an_engine_reads_so_many_images_of_a_prompt_and_nothing_else(images):
+    arguments = engine_arguments(VllmSettings(model="m", max_model_len=64, max_images=images), gpu=True)
+    assert arguments["limit_mm_per_prompt"] == {"image": images, "video": 0, "audio": 0}
+    assert arguments["mm_processor_cache_gb"] == 0
+
+
 def test_sockets_are_made_in_the_runs_folder_or_where_their_names_are_short_enough(tmp_path, monkeypatch):
     """A socket's path has at most 107 bytes, of which 60 are those of its name and of the engine's own folder."""
     long = tmp_path / ("x" * 48)

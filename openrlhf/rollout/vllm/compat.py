@@ -2,24 +2,45 @@
 against this file; what the other files of this folder use is documented.
 
 InProcessExecutor          a worker beside its scheduler, for engines of one part on a CPU
+WorkerProcesses            workers in processes of their own, where torchvision is missing
 num_output_tokens          how far requests are
 LayerwiseLoad              new weights, layer by layer, as if from a checkpoint
+never_sample               tokens that stand for images are out of every distribution
+ImageInputs                images that are prepared already, in the form of vLLM's engine
+use_pillow                 image processors of models where torchvision is missing
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.util
 import os
-from typing import Any
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
+from transformers import AutoConfig, AutoTokenizer, BatchFeature
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import mm_input
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models import registry as model_registry
+from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.platforms import current_platform
+from vllm.transformers_utils import processor as vllm_processors
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from openrlhf.models.image_processor import load_processor
 from openrlhf.rollout.vllm.settings import SOCKETS, THREADS
+from openrlhf.types import ImageInput, PlacedImage
+
+_T = TypeVar("_T")
 
 
 class InProcessExecutor(UniProcExecutor):
@@ -28,6 +49,7 @@ class InProcessExecutor(UniProcExecutor):
     the time, and no step of the model goes from process to process."""
 
     def _init_executor(self) -> None:
+        use_pillow()
         torch.set_num_threads(int(os.environ[THREADS]))  # a worker allows it no more
         super()._init_executor()
 
@@ -37,6 +59,14 @@ class InProcessExecutor(UniProcExecutor):
         if method.startswith("file://") and (folder := os.environ.get(SOCKETS)):
             method = f"file://{folder}/{os.path.basename(method)}"
         return method, rank, local_rank
+
+
+class WorkerProcesses(MultiprocExecutor):
+    """vLLM's own, in a process that does without torchvision: the scheduler there asks for the sizes of images too."""
+
+    def _init_executor(self) -> None:
+        use_pillow()
+        super()._init_executor()
 
 
 def num_output_tokens(llm: AsyncLLM) -> dict[str, int]:
@@ -100,10 +130,139 @@ class LayerwiseLoad:
     def _pack_again(self) -> None:
         """On a CPU layers multiply with packed copies of their weights, and two kinds of them nothing else renews: a
         tied head is loaded as an embedding, and experts are packed only when their kernel is first made."""
-        head = getattr(self._model, "lm_head", None)
-        if head is not None and hasattr(head, "quant_method"):
-            head.quant_method.process_weights_after_loading(head)
+        # By every name that it has: an image-text model's head is that of the language model in it, and some models
+        # have a tied head by the name of the embedding first.
+        for name, layer in self._model.named_modules(remove_duplicate=False):
+            if name.rpartition(".")[2] == "lm_head" and hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
         for layer in self._model.modules():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def image_arguments() -> dict[str, Any]:
+    """Of the engine: pixels come normalised. Newer versions would do it on the device, and take ours for bytes."""
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    return {"mm_device_do_normalize": False} if "mm_device_do_normalize" in known else {}
+
+
+def never_sample(worker: Any, token_ids: Sequence[int]) -> None:
+    """Logits of these tokens are -inf from here on, for every request and for the log-probs of prompts.
+
+    vLLM's own ways (bad words, biases, logits processors) are about single requests, and leave prompts out.
+    """
+    model = worker.model_runner.get_model()
+    banned = torch.tensor(token_ids, device=worker.device)
+    compute = model.compute_logits
+
+    def without_banned(*arguments: Any, **options: Any) -> torch.Tensor | None:
+        logits = compute(*arguments, **options)
+        return None if logits is None else logits.index_fill_(-1, banned, -torch.inf)  # None: another rank has them
+
+    model.compute_logits = without_banned
+
+
+class ImageInputs:
+    """Makes prompts with prepared images. The names that a model's images have in vLLM, and how they are put into
+    batches, are asked from vLLM's own processor of the model; it processes no image."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._processor = llm.renderer.get_mm_processor()
+        self._dtype = llm.model_config.dtype
+        self.tokenizer = self._processor.info.get_tokenizer()
+
+    def prompt(self, token_ids: list[int], images: Sequence[PlacedImage]) -> Any:
+        items = MultiModalKwargsItems({"image": [self._item(image) for _, image in images]})
+        hashes = {"image": [image.digest for _, image in images]}
+        return mm_input(token_ids, items, hashes, {"image": [_range(placed) for placed in images]})
+
+    def difference(self, ours: ImageInput, image: Any) -> str | None:
+        """What vLLM's own processor makes of this image that is not in `ours`, in words; None: nothing.
+
+        vLLM's models read what its processors give, and a worker that misses something ends the engine.
+        """
+        text = self._processor.dummy_inputs.get_dummy_text({"image": 1})
+        theirs = self._processor(text, self._processor.info.parse_mm_data({"image": [image]}))
+        (item,), (place,) = theirs["mm_kwargs"].require_data()["image"], theirs["mm_placeholders"]["image"]
+        if place.get_num_embeds() != ours.num_features:
+            return f"{place.get_num_embeds()} tokens for an image that the processor gives {ours.num_features}"
+        wanted, given = _shapes(item), _shapes(self._item(ours))
+        if wanted != given:
+            return f"inputs of an image {wanted}, and the processor gives {given}"
+        return None
+
+    def _item(self, image: ImageInput) -> MultiModalKwargsItem:
+        inputs = BatchFeature({name: self._in_its_dtype(tensor) for name, tensor in image.tensors.items()})
+        (item,) = MultiModalKwargsItems.from_hf_inputs(inputs, self._processor._get_mm_fields_config(inputs, {}))[
+            "image"
+        ]
+        return item
+
+    def _in_its_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As vLLM's own processors do: not all of its models convert what they are given."""
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _shapes(item: MultiModalKwargsItem) -> dict[str, tuple[int, ...]]:
+    found = {name: element.data for name, element in item.items()}
+    return {name: tuple(data.shape) if isinstance(data, torch.Tensor) else () for name, data in sorted(found.items())}
+
+
+def _range(placed: PlacedImage) -> PlaceholderRange:
+    """From the first placeholder to the last: models count positions from there. Other tokens that stand for the image
+    are text to vLLM; those between placeholders are marked."""
+    token_ids, placeholder = placed.image.token_ids, placed.image.placeholder
+    first, last = token_ids.index(placeholder), len(token_ids) - 1 - token_ids[::-1].index(placeholder)
+    is_embed = torch.tensor(token_ids[first : last + 1]) == placeholder
+    return PlaceholderRange(
+        offset=placed.start + first, length=last + 1 - first, is_embed=None if bool(is_embed.all()) else is_embed
+    )
+
+
+def use_pillow() -> None:
+    """Let this process run image-text models where torchvision is missing: not every torch has a build of it.
+
+    vLLM needs it three times, though it gets images that are prepared. The modules of its models import transformers'
+    processors for a function or a type, and these import `torchvision.transforms.v2`, so an empty module has this name;
+    `torchvision` itself stays missing, and transformers goes on with Pillow. vLLM looks at a model's class in a process
+    that knows nothing of this, to keep CUDA out of this one: where torchvision is missing there is none. And it loads
+    the model's processor, to ask for sizes and to make images to profile with: it gets ours (`models.image_processor`).
+    """
+    if _without_torchvision():
+        sys.modules.setdefault(_TRANSFORMS, _empty_transforms())
+        model_registry._run_in_subprocess = _run_here
+        vllm_processors.cached_get_processor = _processor_by_pillow
+
+
+def use_pillow_in_its_processes(config: VllmConfig) -> None:
+    """`use_pillow` also where the scheduler of this engine will be. Workers call it themselves."""
+    if _without_torchvision() and config.parallel_config.distributed_executor_backend == "mp":
+        config.parallel_config.distributed_executor_backend = WorkerProcesses
+
+
+def _without_torchvision() -> bool:
+    return importlib.util.find_spec("torchvision") is None
+
+
+def _run_here(fn: Callable[[], _T]) -> _T:
+    return fn()
+
+
+_TRANSFORMS = "torchvision.transforms.v2"
+
+
+def _empty_transforms() -> types.ModuleType:
+    module = types.ModuleType(_TRANSFORMS)
+    module.functional = types.ModuleType(f"{_TRANSFORMS}.functional")  # type: ignore[attr-defined]
+    return module
+
+
+@functools.lru_cache
+def _processor_by_pillow(path: str, *_: Any, tokenizer: Any = None, trust_remote_code: bool = False, **__: Any) -> Any:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    processor = load_processor(path, config, tokenizer, trust_remote_code=trust_remote_code)
+    processor.video_processor = processor.image_processor  # of which vLLM asks the sizes, though no video may come
+    return processor

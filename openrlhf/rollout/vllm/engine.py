@@ -32,7 +32,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf.rollout.base import ControlledEngine, EngineError, NoWeightsError, check_prompt
+from openrlhf.models.image_processor import ImageProcessor, blank_image, unsampled_tokens
+from openrlhf.rollout.base import ControlledEngine, EngineError, NoWeightsError, check_images, check_prompt
 from openrlhf.rollout.generated_text import eos_token_ids
 from openrlhf.rollout.vllm import compat
 from openrlhf.rollout.vllm.sampling import sampling_arguments
@@ -81,7 +82,8 @@ class _Request:
     """(token, version): from this token on that version samples."""
     handed_out: int = 0
     """Tokens given to a stream."""
-    prompt: TokensPrompt = field(kw_only=True)
+    prompt: Any = field(kw_only=True)
+    """As vLLM takes it: tokens, with images or without."""
     arguments: dict[str, Any] = field(kw_only=True)
     texts: PartTexts | None = field(kw_only=True)
     """None: no text, or vLLM's own where it looks for stop strings."""
@@ -124,6 +126,7 @@ class VllmEngine:
         except (OSError, ValueError) as error:
             raise VllmError(f"{settings.model} is no model that an engine could load: {error}") from error
         self._vocab_size = int(config.get_text_config().vocab_size)
+        self._unsampled = unsampled_tokens(config)
         self._ends = eos_token_ids(
             SimpleNamespace(config=config, generation_config=_generation_config(settings.model)), tokenizer
         )
@@ -135,13 +138,20 @@ class VllmEngine:
             owned = {OWNER: str(os.getpid()), SOCKETS: self._sockets, "VLLM_RPC_BASE_PATH": self._sockets}
             with environment(wanted | owned):
                 self._llm: AsyncLLM | None = self._thread.run(
-                    _start(settings, gpu=gpu), "to start", deadline=START_SECONDS
+                    _start(settings, unsampled=self._unsampled, gpu=gpu), "to start", deadline=START_SECONDS
                 )
         except Exception as error:
             self._thread.close()
             shutil.rmtree(self._sockets, ignore_errors=True)
             raise VllmError(f"vLLM did not start with {settings.model}: {error}") from error
         waits.add_progress_source(self._work_done)
+        self._images: compat.ImageInputs | None = None
+        if settings.max_images and self._unsampled:
+            try:
+                self._images = _image_inputs(self._llm, settings)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def llm(self) -> AsyncLLM:
@@ -207,7 +217,7 @@ class VllmEngine:
         """Cached keys and values are forgotten, those of running requests too."""
         self._paused = True
         if not self._given_away:  # one that sleeps samples nothing
-            await self.ask(self.llm.pause_generation(mode="keep", clear_cache=True), "to stop sampling")
+            await self.ask(self._stop(), "to stop sampling")
         if self._updating:
             await self.ask(self.llm.collective_rpc("forget_blocks"), "to forget unfinished weights")
             self._updating = False
@@ -332,16 +342,20 @@ class VllmEngine:
     def _make_request(
         self, token_ids: Sequence[int], params: SamplingParams, images: Sequence[PlacedImage]
     ) -> _Request:
-        if images:
-            raise ValueError("this engine reads no images")
         prompt = [int(token) for token in token_ids]
         room = check_prompt(prompt, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        if len(images) > (most := self.settings.max_images if self._images else 0):
+            limit = f"the engine reads at most {most} (--data.max_images_per_prompt)"
+            raise ValueError(f"a prompt has {len(images)} images, and {limit}")
+        check_images(prompt, images, unsampled=self._unsampled)
         wants_text = params.detokenize and not params.stop and self.tokenizer is not None
         return _Request(
             name=str(next(self._numbers)),
             params=params,
             starts=[(0, self._version)],
-            prompt=TokensPrompt(prompt_token_ids=prompt),
+            prompt=self._images.prompt(prompt, images)
+            if self._images and images
+            else TokensPrompt(prompt_token_ids=prompt),
             arguments=sampling_arguments(
                 params,
                 room=room,
@@ -401,6 +415,12 @@ class VllmEngine:
             text=text,
         )
 
+    async def _stop(self) -> None:
+        """vLLM's caches are those of keys and values and that of encoded images."""
+        await self.llm.pause_generation(mode="keep", clear_cache=not self.settings.keep_image_features)
+        if self.settings.keep_image_features:
+            await self.llm.reset_prefix_cache(reset_running_requests=True)
+
     async def _resume(self, version: int) -> None:
         for name, count in compat.num_output_tokens(self.llm).items():
             request = self._running.get(name)
@@ -414,15 +434,31 @@ class VllmEngine:
             await self.llm.resume_generation()
 
 
-async def _start(settings: VllmSettings, *, gpu: bool) -> AsyncLLM:
-    arguments = AsyncEngineArgs(**engine_arguments(settings, gpu=gpu))
+async def _start(settings: VllmSettings, *, unsampled: Sequence[int], gpu: bool) -> AsyncLLM:
+    compat.use_pillow()
+    arguments = AsyncEngineArgs(**engine_arguments(settings, gpu=gpu), **compat.image_arguments())
     config = arguments.create_engine_config()
+    compat.use_pillow_in_its_processes(config)
     if not gpu:
         _check_heads(config)
     llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
     if not gpu and settings.pipeline_parallel_size > 1:
         await llm.collective_rpc("run_once")
+    if unsampled:
+        await llm.collective_rpc("never_sample", args=(list(unsampled),))
     return llm
+
+
+def _image_inputs(llm: AsyncLLM, settings: VllmSettings) -> compat.ImageInputs:
+    """Raises VllmError for a model whose images vLLM reads in another form than the model's processor gives them in: a
+    request with one would end its workers."""
+    inputs = compat.ImageInputs(llm)
+    processor = ImageProcessor.load(settings.model, inputs.tokenizer, trust_remote_code=settings.trust_remote_code)
+    if processor is None:
+        raise VllmError(f"{settings.model} reads no images (--data.max_images_per_prompt)")
+    if difference := inputs.difference(processor.blank(), blank_image()):
+        raise VllmError(f"vLLM cannot be given the images of {settings.model}: it reads {difference}")
+    return inputs
 
 
 def _check_heads(config: VllmConfig) -> None:

@@ -53,6 +53,10 @@ class VllmSettings:
     """Whether requests sample with their own seeds, at a price."""
     engines: int = 1
     """Such as this one, at most, on a machine: they share its cores where it has no GPU."""
+    max_images: int = 0
+    """Most images of one prompt. 0: a model that could read some has no tower for them here."""
+    keep_image_features: bool = False
+    """Whether what the tower made of images outlives a push of weights: only where the tower is not trained."""
 
     @property
     def parts(self) -> int:
@@ -83,6 +87,10 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "enforce_eager": settings.enforce_eager or not gpu,
+        "limit_mm_per_prompt": {"image": settings.max_images, "video": 0, "audio": 0},
+        # Images come processed, so there is nothing to keep. vLLM's two copies of this cache, in two processes, are
+        # emptied one after the other by a push, and a request in between would find its image in one of them alone.
+        "mm_processor_cache_gb": 0,
     }
     if gpu:
         arguments |= {

@@ -29,6 +29,9 @@ class WorkerExtension:
         owner = int(os.environ.get(OWNER, os.getpid()))
         if owner != os.getpid():
             exit_with_parent(owner, leaving_nothing_in=os.environ.get(SOCKETS))
+        from openrlhf.rollout.vllm.compat import use_pillow
+
+        use_pillow()
         return super().__new__(cls)
 
     def take_blocks(self, messages: Sequence[dict[str, Any]]) -> None:
@@ -41,6 +44,11 @@ class WorkerExtension:
 
     def forget_blocks(self) -> None:
         _weights_of(self)[1].forget()
+
+    def never_sample(self, token_ids: Sequence[int]) -> None:
+        from openrlhf.rollout.vllm.compat import never_sample
+
+        never_sample(self, token_ids)
 
     def run_once(self) -> None:
         """A stage of a pipeline makes room for what the stage before sends it in its first forward with nothing in it,

@@ -1,0 +1,35 @@
+"""A worker of vLLM that says what it was given: which tensors its tower has read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from openrlhf.models.image_processor import digest_of
+from openrlhf.rollout.vllm.worker import WorkerExtension
+
+NAME = f"{__name__}.WatchingExtension"
+
+
+class WatchingExtension(WorkerExtension):
+    _seen: list[dict[str, torch.Tensor]]
+
+    def watch_images(self) -> None:
+        """From here on; what was seen before is forgotten."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        if "_seen" not in vars(self):
+            embed = model.embed_multimodal
+
+            def watched(**inputs: Any) -> Any:
+                self._seen.append({name: t.clone() for name, t in inputs.items() if isinstance(t, torch.Tensor)})
+                return embed(**inputs)
+
+            model.embed_multimodal = watched
+        self._seen = []
+
+    def digest_of_images(self) -> tuple[int, str]:
+        """How many times the tower has read something, and the digest of all that, in its order."""
+        names = self._seen[0] if self._seen else ()
+        joined = {name: torch.cat([inputs[name] for inputs in self._seen]) for name in names}
+        return len(self._seen), digest_of(joined, ())
