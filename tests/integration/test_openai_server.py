@@ -1,10 +1,13 @@
 """The real `openai` client against the server: what it is told, what is recorded, what happens when things go wrong."""
 
 import asyncio
+import base64
 import contextlib
+import copy
 import gc
 import http.client
 import importlib.util
+import io
 import json
 import socket
 import threading
@@ -18,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import patience
 from scripted_engine import bpe_tokenizer
+from vision_models import TURNS, image, vision_tokenizer
 
 from openrlhf.agents.openai_http import AgentServer
 from openrlhf.agents.openai_session import ChatSession
@@ -51,14 +55,14 @@ class Program(OpenAIServerAgentExecutor):
         return {"reward": 1.0}
 
 
-def play(program, engine, *, max_length=500, max_steps=None, **params):
+def play(program, engine, *, max_length=500, max_steps=None, tokenizer=TOKENIZER, **params):
     """The episode, and what the program found."""
     if not isinstance(program, OpenAIServerAgentExecutor):
         program = Program(program)
     params = SamplingParams(**{"seed": 7} | params)
 
     async def main():
-        return await program.play("hi", "5", params, max_length, TOKENIZER, engine, max_steps=max_steps)
+        return await program.play("hi", "5", params, max_length, tokenizer, engine, max_steps=max_steps)
 
     return asyncio.run(main()), getattr(program, "result", None)
 
@@ -211,6 +215,93 @@ class TestSampling:
         engine = Speaker(TOKENIZER, "yes")
         play(body, engine)
         assert engine.asked[0][1].seed != engine.asked[1][1].seed
+
+
+def data_uri(picture) -> str:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def shows(text, *pictures, role="user"):
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(picture)}} for picture in pictures]
+    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
+
+
+class TestImages:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_images_of_a_conversation_are_read_and_recorded_once(self, stream):
+        tokenizer = vision_tokenizer("qwen2_5_vl")
+        engine = Speaker(tokenizer, "7", "8")
+
+        async def ask(client, messages):
+            if not stream:
+                return (await create(client, messages)).choices[0].message.content
+            parts = [part async for part in await create(client, messages, stream=True)]
+            return "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+
+        async def body(client):
+            messages = [shows("which?", image(0))]
+            messages += [{"role": "assistant", "content": await ask(client, messages)}]
+            messages += [shows("and?", image(1, width=40), image(2))]
+            return await ask(client, messages), messages
+
+        # The policy ends with a token that the template does not write.
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.tokenizer = copy.deepcopy(tokenizer.tokenizer)
+        eos = tokenizer.tokenizer.eos_token
+        tokenizer.tokenizer.chat_template = TURNS.replace("{%- endif %}!", "{%- endif %}" + eos).replace(
+            "{{ IMAGE }}", "<|vision_start|><|image_pad|><|vision_end|>"
+        )
+        episode, (last, messages) = play(body, engine, tokenizer=tokenizer)
+        assert last == "8"
+        for message in messages[::2]:
+            message["content"] = [{"type": "image"} if "image_url" in part else part for part in message["content"]]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        reader = tokenizer.episode_images
+        pictures = [image(0), image(1, width=40), image(2)]
+        whole = reader.processor.expand(text, [reader.prepare_one(picture) for picture in pictures])
+        (segment,) = episode.segments
+        assert segment.token_ids.tolist()[:-2] == whole.token_ids
+        assert [(at, shown.digest) for at, shown in segment.images] == [
+            (at, shown.digest) for at, shown in whole.images
+        ]
+        assert [len(shown) for shown in engine.shown] == [1, 3]
+        assert engine.shown[1][0].image is engine.shown[0][0].image
+        assert episode.text.count("<|image_pad|>") == 2  # of the second question
+
+    @pytest.mark.parametrize(
+        ("message", "text"),
+        [
+            (shows("a") | {"content": [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]}, "3 bytes"),
+            (
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/a.png"}}]},
+                "--data.allow_image_urls",
+            ),
+            (shows("a", image(0), role="assistant"), "those of user and tool may"),
+            (shows("a<|image_pad|>", image(0)), "or a message spells the token"),
+        ],
+    )
+    def test_images_that_cannot_be_read_are_named(self, message, text):
+        async def body(client):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(client, [message])
+            await create(client)
+            return caught.value.body["message"]
+
+        tokenizer = vision_tokenizer("qwen2_5_vl")
+        _, said = play(body, Speaker(tokenizer, "7"), tokenizer=tokenizer)
+        assert text in said
+
+    def test_images_that_leave_no_room_make_the_episode_truncated(self):
+        async def body(client):
+            await create(client, [{"role": "user", "content": "a"}])
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 30 tokens"):
+                await create(client, [shows("a", image(0, width=64, height=64))])
+
+        tokenizer = vision_tokenizer("qwen2_5_vl")
+        episode, _ = play(body, Speaker(tokenizer, "7"), tokenizer=tokenizer, max_length=30)
+        assert episode.truncated
 
 
 BAD = [

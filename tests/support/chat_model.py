@@ -142,6 +142,8 @@ class Speaker:
         self._texts = texts
         self._seconds = seconds_per_token
         self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.shown: list[tuple[Any, ...]] = []
+        """The images of each call, with their places."""
         self.sampled = 0
         self.given_up = 0
         self.version = 0
@@ -151,13 +153,14 @@ class Speaker:
     ) -> Generation:
         from openrlhf.agents.recording_engine import joined
 
-        return joined([part async for part in self.stream(token_ids, sampling_params)])
+        return joined([part async for part in self.stream(token_ids, sampling_params, images)])
 
     async def stream(
         self, token_ids: Sequence[int], sampling_params: SamplingParams, images: Sequence[Any] = ()
     ) -> AsyncGenerator[Generation]:
         call = len(self.asked)
         self.asked.append((list(token_ids), sampling_params.copy()))
+        self.shown.append(tuple(images))
         text = self._texts[min(call, len(self._texts) - 1)]
         whole = [*self.spell(text), self._tokenizer.eos_token_id]
         ids = whole[: sampling_params.max_tokens]

@@ -7,10 +7,19 @@ import pytest
 from chat_model import CALCULATOR, TEMPLATES, Speaker, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vision_models import image, vision_tokenizer
 
-from openrlhf.agents.chat_history import ChatHistory, Conversation, TemplateError, action_text, next_user_turn
+from openrlhf.agents.chat_history import (
+    ChatHistory,
+    Conversation,
+    TemplateError,
+    action_text,
+    next_user_turn,
+    spell_tools,
+)
+from openrlhf.agents.images import BadImageError
 from openrlhf.agents.recording_engine import EngineCall, segments_from_calls
-from openrlhf.agents.tool_calls import GrowingReply
+from openrlhf.agents.tool_calls import GrowingReply, Reply
 from openrlhf.types import FinishReason, Generation
 
 TOKENIZER = chat_tokenizer()
@@ -318,3 +327,70 @@ class TestHelpers:
         said = "<|im_start|>5 < 6<|im_end|><|endoftext|>"
         assert action_text(TOKENIZER, said) == "5 < 6"
         assert action_text(TOKENIZER, TOKENIZER(said)["input_ids"]) == "5 < 6"
+
+
+class TestImages:
+    """A conversation that shows images as it goes on."""
+
+    def shows(self, text):
+        return {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
+
+    def after(self, tokenizer, *, second_time=0, template_role="user"):
+        """The first prompt, and that of a conversation which goes on from it, with an image more. `second_time`: which
+        image the client shows as the first then."""
+        history = ChatHistory(tokenizer)
+        messages = [self.shows("which?")]
+        first = history.prompt(Conversation(messages, images=[image(0)]))
+        written = tokenizer("7")["input_ids"]
+        history.remember(first, written, Reply("7"))
+        messages = [*messages, {"role": "assistant", "content": "7"}, {**self.shows("sure?"), "role": template_role}]
+        later = history.prompt(Conversation(messages, images=[image(second_time), image(1, width=40)]))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return first, later, text
+
+    @pytest.mark.parametrize("role", ["user", "tool"])
+    @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
+    def test_a_history_that_grows_keeps_its_images_and_is_one_rendering(self, kind, role):
+        tokenizer = vision_tokenizer(kind)
+        first, later, text = self.after(tokenizer, template_role=role)
+        inputs = [tokenizer.episode_images.prepare_one(picture) for picture in (image(0), image(1, width=40))]
+        whole = tokenizer.episode_images.expand(text, inputs)
+        assert (later.token_ids, later.continues) == (whole.token_ids, True)
+        assert later.images == whole.images
+        assert later.images[0] is first.images[0]
+
+    def test_another_image_of_the_same_size_is_another_past(self):
+        tokenizer = vision_tokenizer("qwen2_5_vl")
+        first, later, _ = self.after(tokenizer, second_time=5)
+        assert later.token_ids[: len(first.token_ids)] == first.token_ids
+        assert not later.continues
+
+    def test_a_message_that_spells_the_image_token(self):
+        """Beside an image it would be taken for one; alone it is text."""
+        tokenizer = vision_tokenizer("qwen2_5_vl")
+        history = ChatHistory(tokenizer)
+        with pytest.raises(TemplateError, match="the messages have 1 images, and the chat template shows 2"):
+            history.prompt(Conversation([self.shows("a<|image_pad|>")], images=[image(0)]))
+        alone = history.prompt(Conversation([user("a<|image_pad|>")]))
+        assert tokenizer.episode_images.processor.placeholder not in alone.token_ids
+
+    def test_a_template_that_leaves_images_out_is_an_error(self):
+        tokenizer = copy.copy(vision_tokenizer("qwen2_5_vl"))
+        tokenizer.tokenizer = copy.deepcopy(tokenizer.tokenizer)
+        tokenizer.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}!{% endfor %}"
+        with pytest.raises(TemplateError, match="the chat template shows 0"):
+            ChatHistory(tokenizer).prompt(Conversation([self.shows("a")], images=[image(0)]))
+
+    def test_images_for_a_model_of_text_are_an_error(self):
+        with pytest.raises(BadImageError, match="the policy of this run reads no images"):
+            ChatHistory(TOKENIZER).prompt(Conversation([self.shows("a")], images=[image(0)]))
+
+    def test_answers_of_tools_with_images_are_spelled_out_where_the_template_knows_no_tools(self):
+        answer = {"role": "tool", "content": [{"type": "image"}]}
+        asked = Conversation([user("hi"), answer, {"role": "tool", "content": "5"}], [CALCULATOR], {}, [image(0)])
+        spelled = spell_tools(asked)
+        assert spelled.images == [image(0)]
+        (content,) = [message["content"] for message in spelled.messages if message.get("answers")]
+        assert [item.get("text", item["type"]) for item in content] == [
+            "<tool_response>\n", "image", "\n</tool_response>", "\n", "<tool_response>\n5\n</tool_response>",
+        ]  # fmt: skip

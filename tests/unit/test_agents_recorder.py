@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import describe_episode
-from openrlhf.types import FinishReason, Generation
+from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage
 from openrlhf.utils.randomness import derive_seed
 
 
@@ -110,3 +110,25 @@ def test_seeds_depend_on_every_part_and_on_nothing_else():
     parts = [(1, "train", 2, 3), (0, "train", 2, 3), (1, "eval", 2, 3), (1, "train", 23), (1, "train", 2, 4)]
     assert len({derive_seed(*p) for p in parts}) == len(parts)
     assert all(0 <= derive_seed(*p) < 2**63 for p in parts)
+
+
+def picture(digest: str, tokens: int = 3) -> ImageInput:
+    return ImageInput(tensors={}, token_ids=(90,) * tokens, placeholder=90, digest=digest)
+
+
+def test_images_are_recorded_where_their_tokens_are():
+    recorder = TokenRecorder([10, 90, 90, 90], [PlacedImage(1, picture("a"))])
+    recorder.append_action(said([1, 2]))
+    recorder.append_observation([90, 90, 12, 90], [PlacedImage(0, picture("b", 2)), PlacedImage(3, picture("c", 1))])
+    asked_with = recorder.images
+    recorder.append_action(said([3]))
+    assert [(at, image.digest) for at, image in asked_with] == [(1, "a"), (6, "b"), (9, "c")]
+    segment = recorder.segment()
+    assert segment.images == asked_with
+    assert segment.action_mask.tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True]
+
+
+def test_an_image_that_is_not_where_it_should_be_is_refused():
+    recorder = TokenRecorder([10, 11, 12, 13], [PlacedImage(1, picture("a"))])
+    with pytest.raises(ValueError, match="the tokens from 1 on are not those of the image a"):
+        recorder.segment()

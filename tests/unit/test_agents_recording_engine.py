@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
+from vision_models import image, vision_tokenizer
 
 from openrlhf.agents.recording_engine import EngineCall, RecordingEngine, segments_from_calls
-from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, SamplingParams
 
 
 def call(prompt: str, answer: str, *, version: int = 0, reason: FinishReason = FinishReason.STOP) -> EngineCall:
@@ -183,3 +184,87 @@ def test_an_error_of_the_engine_is_remembered():
     with pytest.raises(ConnectionError) as caught:
         asyncio.run(engine.generate([1], SamplingParams()))
     assert engine.failure is caught.value
+
+
+# Images -------------------------------------------------------------------------------------------------------------
+
+
+def picture(digest: str) -> ImageInput:
+    """Of three tokens, which are `@` here."""
+    return ImageInput(tensors={}, token_ids=(ord("@"),) * 3, placeholder=ord("@"), digest=digest)
+
+
+def with_images(one: EngineCall, *images: tuple[int, str]) -> EngineCall:
+    return one._replace(images=tuple(PlacedImage(at, picture(digest)) for at, digest in images))
+
+
+def places(images) -> list[tuple[int, str]]:
+    return [(at, image.digest) for at, image in images]
+
+
+def test_calls_with_other_images_of_the_same_size_are_other_histories():
+    """The tokens are the same: the images alone tell that the second call does not go on from the first."""
+    segments = segments_from_calls(
+        [
+            with_images(call("a@@@", "B"), (1, "x")),
+            with_images(call("a@@@Bc", "D"), (1, "y")),
+            with_images(call("a@@@Bc@@@", "E"), (1, "x"), (6, "z")),
+        ]
+    )
+    assert ["".join(map(chr, s.token_ids.tolist())) for s in segments] == ["a@@@BcD", "a@@@Bc@@@E"]
+    assert [places(s.images) for s in segments] == [[(1, "y")], [(1, "x"), (6, "z")]]
+
+
+def test_an_answer_belongs_to_the_images_before_it():
+    engine = recording(
+        with_images(call("a@@@", "B", version=1), (1, "x")), with_images(call("a@@@", "B", version=2), (1, "y"))
+    )
+    ids = [ord(c) for c in "a@@@Bc@@@"]
+    for digest, versions in (("x", [1]), ("y", [2])):
+        images = [PlacedImage(1, picture(digest)), PlacedImage(6, picture("later"))]
+        assert engine.match_to_calls(ids, 4, 5, images).versions == versions
+    assert engine.match_to_calls(ids, 4, 5, [PlacedImage(1, picture("z"))]) is None
+
+
+def asked_with(*questions, kind="qwen2_5_vl"):
+    """An episode's engine after these questions (text, images), and the scripted one behind it."""
+    tokenizer = vision_tokenizer(kind)
+    inner = ScriptedEngine(lambda *_: tokenizer("5")["input_ids"])
+    engine = RecordingEngine(inner, sampling_params=SamplingParams(), max_length=500, images=tokenizer.episode_images)
+
+    async def main():
+        for token_ids, images in questions:
+            await engine.generate(token_ids, SamplingParams(), multi_modal_data=images)
+
+    asyncio.run(main())
+    return engine, inner
+
+
+def test_one_token_for_an_image_or_all_of_them_is_the_same_question():
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    text = "ab<|vision_start|><|image_pad|><|vision_end|>c"
+    once = tokenizer(text)["input_ids"]
+    whole = tokenizer.episode_images.expand(text, [tokenizer.episode_images.prepare_one(image(1))])
+    engine, inner = asked_with(
+        (once, {"image": image(1)}), (whole.token_ids, {"image": [image(1)]}), (tokenizer("ab")["input_ids"], {})
+    )
+    assert [ids for ids, _ in inner.asked] == [whole.token_ids, whole.token_ids, tokenizer("ab")["input_ids"]]
+    assert inner.shown == [whole.images, whole.images, ()]
+    assert [c.images for c in engine.calls] == inner.shown
+    assert engine.calls[0].images[0].image is inner.shown[0][0].image  # not a copy of its tensors
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"image": []}, "stands for an image"),
+        (None, "stands for an image"),
+        ({"image": [1, 2]}, "an image must be"),
+        ({"video": 1}, "multi_modal_data must be"),
+        ([3], "multi_modal_data must be"),
+    ],
+)
+def test_images_that_do_not_fit_the_tokens_are_an_error(data, text):
+    once = vision_tokenizer("qwen2_5_vl")("a<|image_pad|>")["input_ids"]
+    with pytest.raises(ValueError, match=text):
+        asked_with((once, data))

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from scripted_engine import CharTokenizer, ScriptedEngine, says
+from vision_models import image, vision_tokenizer
 
+from openrlhf.agents.images import BadImageError
 from openrlhf.agents.results import parse_step
 from openrlhf.agents.user_agent import load_agent
+from openrlhf.agents.user_calls import AgentResultError
 from openrlhf.agents.values import as_sampling_params
 from openrlhf.types import SamplingParams
 from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
@@ -526,3 +529,123 @@ def test_numbers_are_float32_from_the_start():
 )  # fmt: skip
 def test_episodes_share_a_loop_when_the_file_says_so_or_keeps_what_belongs_to_one(agent, text, shared):
     assert agent(INSTANCE, EXECUTOR, text).shared_loop is shared
+
+
+# Images -------------------------------------------------------------------------------------------------------------
+
+LOOKS = """
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        import io
+        from PIL import Image
+        is_vlm = hasattr(hf_tokenizer, "image_processor")
+        assert is_vlm and all(isinstance(picture, Image.Image) for picture in images)
+        made = hf_tokenizer(text=[prompt], images=images, return_tensors="pt", add_special_tokens=False)
+        whole = made["input_ids"][0].tolist()
+        once = hf_tokenizer.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        said = (await llm_engine.generate(FORM, sampling_params, multi_modal_data={"image": images})).outputs[0]
+        more = hf_tokenizer(" <|vision_start|><|image_pad|><|vision_end|>?", add_special_tokens=False)["input_ids"]
+        tokens = FORM + said.token_ids + more
+        images = images + [images[0].rotate(90, expand=True)]
+        again = (await llm_engine.generate(tokens, sampling_params, multi_modal_data={"image": images})).outputs[0]
+        ranges = [(len(FORM), len(FORM) + 2), (len(tokens), len(tokens) + 2)]
+        feedback = hf_tokenizer(" <|image_pad|>!")["input_ids"]  # which nobody reads
+        result = {"reward": 1.0}
+        if RETURNS:
+            result["observation_tokens"] = tokens + again.token_ids + feedback
+            result["action_ranges"] = ranges
+            result["rollout_log_probs"] = [0.0] * len(FORM) + [-1.0, -2.0] + [0.0] * len(more) + [-3.0, -4.0]
+            result["rollout_log_probs"] += [0.0] * len(feedback)
+            result["turn_rewards"] = [0.25, 0.75]
+        return result
+"""
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("form", ["once", "whole"])
+def test_an_executor_may_show_images_in_either_form_and_what_was_read_is_trained_on(agent, form, returns):
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    reader = tokenizer.episode_images
+    engine = ScriptedEngine(lambda *_: tokenizer("55")["input_ids"])
+    around = "<|vision_start|><|image_pad|><|vision_end|>"
+    prompt = f"ab{around}{around}"
+    pictures = [image(1, width=24), image(2, width=40)]
+    player = agent(LOOKS.replace("FORM", form).replace("RETURNS", str(returns)))
+    episode = asyncio.run(player.play(prompt, "", SamplingParams(), 500, tokenizer, engine, pictures))
+
+    inputs = [reader.prepare_one(picture) for picture in (*pictures, pictures[0].rotate(90, expand=True))]
+    whole = reader.expand(f"{prompt}55 {around}?", inputs)
+    (segment,) = episode.segments
+    assert segment.token_ids.tolist() == [*whole.token_ids, *tokenizer("55")["input_ids"]]
+    assert [(at, shown.digest) for at, shown in segment.images] == [(at, shown.digest) for at, shown in whole.images]
+    assert [ids for ids, _ in engine.asked][1] == whole.token_ids
+    actions = segment.action_mask.nonzero().flatten().tolist()
+    first = len(reader.expand(prompt, inputs[:2]).token_ids)
+    assert actions == [first, first + 1, len(whole.token_ids), len(whole.token_ids) + 1]
+    assert segment.versions[segment.action_mask].tolist() == [0, 0, 1, 1]
+    assert episode.unmatched_ranges == 0
+    said = segment.rollout_logprobs[segment.action_mask].tolist()
+    assert said == ([-1.0, -2.0, -3.0, -4.0] if returns else pytest.approx([0.0, -0.01, -1.0, -1.01]))
+    assert turn_rewards(episode) == ([0.25, 0.75] if returns else [1.0])
+    # In the text an image is one token, as in the prompt; what nobody read is told too.
+    assert episode.text.startswith(prompt)
+    assert episode.text.count("<|image_pad|>") == 3 + returns
+
+
+def test_tokens_of_images_that_the_engine_never_saw_are_an_error(agent):
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    player = agent(
+        """
+        class AgentExecutor(AgentExecutorBase):
+            async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+                said = await llm_engine.generate(hf_tokenizer(prompt)["input_ids"], sampling_params)
+                tokens = hf_tokenizer("a<|image_pad|>")["input_ids"] + said.token_ids
+                return {"reward": 1, "observation_tokens": tokens, "action_ranges": [(2, 3)]}
+        """
+    )
+    engine = ScriptedEngine(lambda *_: tokenizer("5")["input_ids"])
+    with pytest.raises(AgentResultError, match=r"agent.py:\d+.*the images of no call of llm_engine.generate fit them"):
+        asyncio.run(player.play("a", "", SamplingParams(), 500, tokenizer, engine))
+
+
+@pytest.mark.parametrize("base", ["SingleTurnAgentExecutor", "MultiTurnAgentExecutor"])
+def test_the_dict_of_an_episode_with_images_is_the_same_episode(agent, base):
+    """Our own executors through a user's `execute`, which has the engine that records."""
+    tokenizer = vision_tokenizer("llava")
+    instance = """
+    class AgentInstance(AgentInstanceBase):
+        def __init__(self):
+            self.turn = 0
+        async def step(self, states):
+            from PIL import Image
+            self.turn += 1
+            pictures = [Image.new("RGB", (8, 8), "red")] if self.turn == 1 else []
+            return {"rewards": 1, "done": self.turn == 2, "environment_images": pictures}
+    """
+    made = "def __init__(self):\n            super().__init__(AgentInstance)" if base.startswith("Multi") else ""
+    executor = f"""
+    class AgentExecutor({base}):
+        {made or "pass"}
+    """
+    through = executor + "    async def execute(self, *args):\n            return await super().execute(*args)\n    "
+    found = []
+    for source in (executor, through):
+        engine = ScriptedEngine(lambda *_: tokenizer("5")["input_ids"])
+        player = agent(instance, source)
+        found.append(asyncio.run(player.play("ask<image>", "", SamplingParams(), 500, tokenizer, engine, [image(1)])))
+    (plain,), (described,) = (episode.segments for episode in found)
+    assert plain.token_ids.equal(described.token_ids)
+    assert plain.action_mask.equal(described.action_mask)
+    assert [(at, picture.digest) for at, picture in plain.images] == [(at, p.digest) for at, p in described.images]
+    assert len(plain.images) == (2 if made else 1)
+    assert found[0].reward == found[1].reward
+
+
+def test_a_prompt_with_images_is_not_cut(agent):
+    tokenizer = vision_tokenizer("llava")
+    player = agent("class AgentExecutor(SingleTurnAgentExecutor):\n    pass\n")
+    engine = ScriptedEngine(lambda *_: tokenizer("5")["input_ids"])
+    play_it = player.play("a<image>", "", SamplingParams(max_tokens=4), 20, tokenizer, engine, [image(1)])
+    with pytest.raises(BadImageError, match="the prompt has 17 tokens with its 1 images, and room for 16"):
+        asyncio.run(play_it)
+    assert engine.asked == []
