@@ -105,14 +105,14 @@ class EpisodeService:
 
 
 async def tell_of_images(images: Iterable[PlacedImage]) -> None:
-    """From here on the parent has these images, until the episode ends: it is sent those that it does not have, from
-    other episodes and hosts too."""
+    """From here on the parent has these images, until the episode ends: it is sent those that it has from no other
+    episode or host either."""
     known = _known_there.get()
     new = {digest: image for digest, image in by_digest(images).items() if digest not in known}
     if new:
-        if lacking := await ask("lacking_images", list(new)):
+        while lacking := await ask("lacking_images", list(new)):
             await ask("take_images", [new[digest] for digest in lacking], keep=False)
-        known |= new.keys()
+        known.update(new)
 
 
 class AskingEngine:

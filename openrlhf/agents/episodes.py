@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,6 +102,52 @@ class OwnEpisodes:
         pass
 
 
+class ArrivingImages:
+    """The images of episodes on their way from the hosts. Each is sent once for all who need it at the time, and is
+    kept for those who come later. From any event loop."""
+
+    def __init__(self, kept: ImageStore) -> None:
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._coming: dict[str, tuple[dict[str, ImageInput], Future[ImageInput | None]]] = {}
+        """The images that an episode, known by its own `images`, is to send. None: it has ended without."""
+
+    async def lacking(self, digests: Sequence[str], images: dict[str, ImageInput]) -> list[str]:
+        """Which of these the episode is to send now, before it asks again; none: `images` has them all.
+
+        What another episode is to send is waited for, but not by who has to send something himself: two might wait for
+        each other.
+        """
+        while True:
+            with self._lock:
+                images |= self._kept.find(digests)
+                missing = [digest for digest in digests if digest not in images]
+                own = [digest for digest in missing if digest not in self._coming]
+                self._coming |= {digest: (images, Future()) for digest in own}
+                if own or not missing:
+                    return own
+                _, coming = self._coming[missing[0]]
+            if (image := await asyncio.shield(asyncio.wrap_future(coming))) is not None:
+                images[image.digest] = image
+
+    def take(self, arrived: Sequence[ImageInput], images: dict[str, ImageInput]) -> None:
+        for image in arrived:
+            images[image.digest] = image
+            with self._lock:
+                self._kept.keep(image)
+                _, coming = self._coming.pop(image.digest, (images, None))
+            if coming is not None:
+                coming.set_result(image)
+
+    def give_up(self, images: dict[str, ImageInput]) -> None:
+        """The episode has ended: what it has not sent comes from those who wait for it."""
+        with self._lock:
+            unsent = [digest for digest, (sender, _) in self._coming.items() if sender is images]
+            futures = [self._coming.pop(digest)[1] for digest in unsent]
+        for coming in futures:
+            coming.set_result(None)
+
+
 class AgentEpisodes:
     """A user's agent, in host processes that load its file once each. A host asks the engine that is here.
 
@@ -123,7 +171,7 @@ class AgentEpisodes:
         self._file = Path(settings.agent_file).expanduser().resolve()
         self._engine = engine
         self._requests = requests or EngineRequests(engine)
-        self._kept = ImageStore()
+        self._arriving = ArrivingImages(ImageStore())
         self._engine_failure: EngineError | None = None
         self._step_timeout = step_timeout
         self._slowest = slow_seconds
@@ -178,6 +226,7 @@ class AgentEpisodes:
         finally:
             self._playing[index] -= 1
             _images.reset(before)
+            self._arriving.give_up(images)
         self._note_slow(reply, prompt)
         sent: SentEpisode = reply.value
         return sent.read(images)
@@ -192,13 +241,9 @@ class AgentEpisodes:
                 with self._asking_the_engine():
                     return await self._requests.answer(about, _images.get())
             case "lacking_images":
-                _images.get().update(self._kept.find(about))
-                return [digest for digest in about if digest not in _images.get()]
+                return await self._arriving.lacking(about, _images.get())
             case "take_images":
-                for image in about:
-                    self._kept.keep(image)
-                    _images.get()[image.digest] = image
-                return None
+                return self._arriving.take(about, _images.get())
         raise LookupError(name)
 
     async def _answer_stream(self, name: str, request: PackedRequest) -> AsyncGenerator[bytes, None]:
