@@ -110,7 +110,7 @@ async def tell_of_images(images: Iterable[PlacedImage]) -> None:
     known = _known_there.get()
     new = {digest: image for digest, image in by_digest(images).items() if digest not in known}
     if new:
-        while lacking := await ask("lacking_images", list(new)):
+        while lacking := await ask("lacking_images", list(new), keep=False):
             await ask("take_images", [new[digest] for digest in lacking], keep=False)
         known.update(new)
 

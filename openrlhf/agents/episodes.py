@@ -122,8 +122,10 @@ class ArrivingImages:
             with self._lock:
                 images |= self._kept.find(digests)
                 missing = [digest for digest in digests if digest not in images]
-                own = [digest for digest in missing if digest not in self._coming]
-                self._coming |= {digest: (images, Future()) for digest in own}
+                new = [digest for digest in missing if digest not in self._coming]
+                self._coming |= {digest: (images, Future()) for digest in new}
+                # A process may have died with what its episode was to send.
+                own = [digest for digest in missing if self._coming[digest][0] is images]
                 if own or not missing:
                     return own
                 _, coming = self._coming[missing[0]]

@@ -158,9 +158,11 @@ def test_two_episodes_that_need_the_same_images_do_not_wait_for_each_other():
         arriving, first, second = ArrivingImages(ImageStore()), {}, {}
         assert await arriving.lacking(["a"], first) == ["a"]
         assert await arriving.lacking(["b", "a"], second) == ["b"]
-        waits_for_b = asyncio.create_task(arriving.lacking(["a", "b"], first))
-        await asyncio.sleep(0)
+        assert await arriving.lacking(["b", "a"], first) == ["a"]  # what it has to send comes first
         arriving.take([picture("a")], first)
+        waits_for_b = asyncio.create_task(arriving.lacking(["b", "a"], first))
+        await asyncio.sleep(0)
+        assert not waits_for_b.done()
         arriving.take([picture("b")], second)
         assert await waits_for_b == []
         assert await arriving.lacking(["b", "a"], second) == []
@@ -173,6 +175,7 @@ def test_what_an_episode_ended_without_sending_comes_from_who_waits_for_it():
     async def main():
         arriving, first, second, third = ArrivingImages(ImageStore(0)), {}, {}, {}
         assert await arriving.lacking(["a"], first) == ["a"]
+        assert await arriving.lacking(["a"], first) == ["a"]  # another process that plays the same episode again
         waiting = [asyncio.create_task(arriving.lacking(["a"], images)) for images in (second, third)]
         await asyncio.sleep(0)
         assert not any(task.done() for task in waiting)
