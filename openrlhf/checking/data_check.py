@@ -121,10 +121,10 @@ def read(config: TrainerConfig) -> tuple[TokenisedSet[Any] | PromptSet, Any]:
         tokenizer = policy_tokenizer(config)
         images = policy_images(config, tokenizer)
         return prompts_of(config, tokenizer, evaluation=False, images=images), tokenizer
-    from openrlhf.runs.supervised_assembly import samples_of, tokenizer_of
+    from openrlhf.runs.supervised_assembly import images_of, samples_of, tokenizer_of
 
     tokenizer = tokenizer_of(config)
-    return samples_of(config, tokenizer), tokenizer
+    return samples_of(config, tokenizer, images=images_of(config, tokenizer)), tokenizer
 
 
 def show(samples: TokenisedSet[Any] | PromptSet, index: int, tokenizer: Any) -> ShownRecord:
@@ -152,15 +152,17 @@ def shown_image(image: bytes | str) -> str:
 
 
 def shown_text(example: Example, tokenizer: Any, name: str = "") -> ShownText:
-    """Its text, cut where what is learnt begins and ends."""
-    ids, parts, end, before = example.token_ids.tolist(), [], 0, ""
-    for learnt, tokens in groupby(example.target_mask.tolist()):
+    """Its text, cut where what is learnt begins and ends; an image is its placeholder, once."""
+    ids, mask, parts, end, before = example.token_ids.tolist(), example.target_mask.tolist(), [], 0, ""
+    for placed in reversed(example.images):
+        ids[placed.start : placed.end], mask[placed.start : placed.end] = [placed.image.placeholder], [False]
+    for learnt, tokens in groupby(mask):
         end += len(list(tokens))
         # A piece by itself may lose a space: the text grows, and the piece is what it grows by.
         text = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         parts.append(TextPart(text[len(before) :], learnt))
         before = text
-    return ShownText(name=name, parts=tuple(parts), tokens=len(ids), learnt=int(example.target_mask.sum()))
+    return ShownText(name=name, parts=tuple(parts), tokens=len(example), learnt=int(example.target_mask.sum()))
 
 
 def lines_of(record: ShownRecord, purpose: str) -> list[str]:

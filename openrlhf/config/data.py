@@ -49,6 +49,17 @@ class DataSection(TokenizerSection):
         False
     )
 
+    image_key: Annotated[str, Flag("record key of images", flat="image_key", only_with=".max_images_per_prompt")] = (
+        "images"
+    )
+    max_images_per_prompt: Annotated[
+        int, Flag("images a prompt or a record may have; > 0 turns vision on", flat="max_images_per_prompt", at_least=0)
+    ] = 0
+    allow_image_urls: Annotated[
+        bool,
+        Flag("fetch images that are http(s) URLs; off unless you trust the data", only_with=".max_images_per_prompt"),
+    ] = False
+
     @property
     def template_arguments(self) -> dict[str, Any]:
         """`chat_template_kwargs` as values."""
@@ -141,13 +152,3 @@ class PromptDataSection(DataSection):
             at_least=0,
         ),
     ] = 0
-    image_key: Annotated[str, Flag("record key of images", flat="image_key", only_with=".max_images_per_prompt")] = (
-        "images"
-    )
-    max_images_per_prompt: Annotated[
-        int, Flag("images a prompt may have; > 0 turns vision on", flat="max_images_per_prompt", at_least=0)
-    ] = 0
-    allow_image_urls: Annotated[
-        bool,
-        Flag("fetch images that are http(s) URLs; off unless you trust the data", only_with=".max_images_per_prompt"),
-    ] = False

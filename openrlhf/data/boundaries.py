@@ -17,6 +17,8 @@ from openrlhf.data.files import DataError
 HUGE = 1_000_000
 """Characters of a text of which only the part that may be kept is tokenised."""
 
+ImageTokens = tuple[int, ...]
+"""The tokens that stand for an image."""
 Span = tuple[int, int]
 """Characters `start : end` of a text."""
 
@@ -50,6 +52,8 @@ class Tokens(NamedTuple):
     prompt_length: int
     """How many tokens come before the first that is learnt, in the text before it was cut."""
     truncated: bool
+    images: tuple[Span, ...] = ()
+    """The tokens of each image, in the text before it was cut."""
 
 
 class Encoder:
@@ -59,21 +63,29 @@ class Encoder:
       goes unlearnt, and what tells two answers to a prompt apart is always among their targets.
     - End-of-sequence is added as a token, where it is due and not there already. It is learnt.
     - Texts longer than `max_len` tokens are cut at the right; those do not end, and get no end-of-sequence.
+    - In place of the image token stand all tokens of the image. None of them is ever learnt.
 
     Special tokens written in the text are recognised, none are added. A slow tokenizer has no offsets: it serves for
     texts that are learnt as a whole, and is refused for others.
     """
 
-    def __init__(self, tokenizer: Any, *, max_len: int) -> None:
+    def __init__(self, tokenizer: Any, *, max_len: int, image_token: str | None = None) -> None:
+        """`image_token`: what stands for an image in a text; it is a single token."""
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
         self.max_len = max_len
         self.tokenizer = _with_true_offsets(tokenizer) if tokenizer.is_fast else tokenizer
+        self.image_token_id = None if image_token is None else int(tokenizer.convert_tokens_to_ids(image_token))
 
-    def encode(self, texts: Sequence[MarkedText]) -> list[Tokens]:
+    def encode(self, texts: Sequence[MarkedText], images: Sequence[Sequence[ImageTokens]] = ()) -> list[Tokens]:
+        """`images`: the tokens of each text's images, in the order in which they stand in it."""
         if not texts:
             return []
-        texts = [self._beginning(text) if len(text.text) > HUGE else text for text in texts]
+        images = images or [()] * len(texts)
+        texts = [
+            self._beginning(text) if len(text.text) > HUGE and not own else text
+            for text, own in zip(texts, images, strict=True)
+        ]
         with_offsets = any(text.learnt is not None for text in texts)
         if with_offsets and not self.tokenizer.is_fast:
             raise DataError(
@@ -90,8 +102,8 @@ class Encoder:
         )
         offsets = encoded["offset_mapping"] if with_offsets else [None] * len(texts)
         return [
-            self._tokens(text, np.array(ids, dtype=np.int32), of)
-            for text, ids, of in zip(texts, encoded["input_ids"], offsets, strict=True)
+            self._tokens(text, np.array(ids, dtype=np.int32), of, own)
+            for text, ids, of, own in zip(texts, encoded["input_ids"], offsets, images, strict=True)
         ]
 
     def _beginning(self, text: MarkedText) -> MarkedText:
@@ -99,8 +111,14 @@ class Encoder:
         most = max(HUGE, (self.max_len + 1) * longest_token(self.tokenizer))
         return text if len(text.text) <= most else text._replace(text=text.text[:most], closed=False)
 
-    def _tokens(self, text: MarkedText, ids: np.ndarray, offsets: Sequence[Span] | None) -> Tokens:
+    def _tokens(
+        self, text: MarkedText, ids: np.ndarray, offsets: Sequence[Span] | None, images: Sequence[ImageTokens]
+    ) -> Tokens:
         targets = np.ones(len(ids), dtype=bool) if text.learnt is None else tokens_in(text.learnt, offsets or ())
+        spans: list[Span] = []
+        if images:
+            assert self.image_token_id is not None
+            ids, targets, spans = with_images(ids, targets, images, image_token_id=self.image_token_id)
         prompt_length = int(targets.argmax()) if targets.any() else len(ids)
         eos = self.tokenizer.eos_token_id
         if text.closed and (len(ids) == 0 or ids[-1] != eos):
@@ -108,7 +126,22 @@ class Encoder:
         truncated = len(ids) > self.max_len
         ids, targets = ids[: self.max_len], targets[: self.max_len].copy()
         targets[:1] = False
-        return Tokens(ids, targets, prompt_length, truncated)
+        return Tokens(ids, targets, prompt_length, truncated, tuple(spans))
+
+
+def with_images(
+    ids: np.ndarray, targets: np.ndarray, images: Sequence[ImageTokens], *, image_token_id: int
+) -> tuple[np.ndarray, np.ndarray, list[Span]]:
+    """Ids and targets with all tokens of each image in the place of its one token, and which these are."""
+    places = np.flatnonzero(ids == image_token_id)
+    lengths = np.ones(len(ids), dtype=np.int64)
+    lengths[places] = [len(image) for image in images]
+    ends = np.cumsum(lengths)
+    ids, targets = np.repeat(ids, lengths), np.repeat(targets, lengths)
+    spans: list[Span] = list(zip((ends - lengths)[places].tolist(), ends[places].tolist(), strict=True))
+    for (start, end), image in zip(spans, images, strict=True):
+        ids[start:end], targets[start:end] = image, False
+    return ids, targets, spans
 
 
 def without_common_beginning(first: Tokens, second: Tokens) -> list[Tokens]:

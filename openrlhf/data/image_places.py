@@ -12,13 +12,15 @@ In a record without images `<image>` is text like any other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from openrlhf.data.files import DataError, Record
-from openrlhf.data.images import SOURCE_KEYS, ImageError, is_url, portable
+from openrlhf.data.images import SOURCE_KEYS, ImageError, image_size, is_url, portable, read_image
+from openrlhf.models.image_processor import ImageProcessor
+from openrlhf.types import ImageInput
 
 MARK = "<image>"
 """What users write where an image belongs."""
@@ -122,6 +124,10 @@ class ImagePlaces:
                 "with --data.tokenizer_chat_template"
             )
 
+    def require_plain(self, text: str) -> None:
+        """Raises DataError for a text without images in which one of the model's tokens for images is written."""
+        self._refuse_reserved([text], images=True)
+
     def own_images(self, record: Record) -> list[Any]:
         """What is under the key: none, one or several images."""
         return listed_images(record.get(self.key))
@@ -165,6 +171,43 @@ class ImagePlaces:
         return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class DataImages:
+    """How the images of records are found, and how a model reads them."""
+
+    places: ImagePlaces
+    processor: ImageProcessor
+
+    def under(self, key: str) -> DataImages:
+        """The same for records that have their images under this key."""
+        return DataImages(replace(self.places, key=key), self.processor)
+
+    def token_ids(self, image: bytes | str) -> tuple[int, ...] | None:
+        """The tokens of what `images.portable` returned, known by its size; None for a URL, which is not fetched.
+        Raises ImageError and ImageProcessorError."""
+        size = image_size(image)
+        return None if size is None else self.processor.token_ids(*size)
+
+    def prepare(self, image: bytes | str) -> ImageInput:
+        """Raises ImageError and ImageProcessorError."""
+        return self.processor.prepare(read_image(image, allow_urls=self.places.allow_urls))
+
+
+def place_in_text(text: str, record: Record, places: ImagePlaces | None, folder: Path | None) -> PlacedText:
+    """`ImagePlaces.in_text`; without `places` the text has no images."""
+    return PlacedText(text) if places is None else places.in_text(text, record, folder=folder)
+
+
+def place_in_messages(
+    messages: Sequence[Mapping[str, Any]], record: Record, places: ImagePlaces | None, folder: Path | None
+) -> PlacedMessages:
+    """`ImagePlaces.in_messages`; without `places` an image among the messages is an error."""
+    if places is not None:
+        return places.in_messages(messages, record, folder=folder)
+    refuse_images(messages)
+    return PlacedMessages([dict(message) for message in messages])
+
+
 def listed_images(value: Any) -> list[Any]:
     """None, one or several: a null and an empty text, which is what an empty cell of a table is, are none."""
     if isinstance(value, list | tuple):
@@ -178,6 +221,21 @@ def is_image(item: Any) -> bool:
         return False
     kind = item.get("type")
     return kind in IMAGE_TYPES or (kind is None and _source(item) is not None)
+
+
+def image_sources(record: Record, key: str) -> Iterator[Any]:
+    """Every image of a record as it is written there: those under the key, and those in messages."""
+    for value in (*listed_images(record.get(key)), *_items_of(record)):
+        while isinstance(value, Mapping):
+            value = next((value[name] for name in SOURCE_KEYS if value.get(name) is not None), None)
+        yield value
+
+
+def _items_of(record: Record) -> Iterator[Any]:
+    for messages in record.values():
+        for message in messages if isinstance(messages, list | tuple) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            yield from filter(is_image, content if isinstance(content, list | tuple) else ())
 
 
 def refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -139,7 +139,7 @@ def _from_text(text: str, folder: Path | None) -> bytes | str:
     if text.startswith("file://"):
         return _find(unquote(text.removeprefix("file://localhost").removeprefix("file://")), folder)
     # A path may look like base64, and the base64 of a JPEG begins as an absolute path does.
-    if text.startswith(_BASE64_BEGINNINGS) and _BASE64.fullmatch(text) and _existing(text, folder) is None:
+    if text.startswith(_BASE64_BEGINNINGS) and _BASE64.fullmatch(text) and existing_file(text, folder) is None:
         return _from_base64(text)
     return _find(text, folder)
 
@@ -155,7 +155,7 @@ def _from_base64(text: str) -> bytes:
 
 
 def _find(path: str, folder: Path | None) -> str:
-    found = _existing(path, folder)
+    found = existing_file(path, folder)
     if found is None:
         given = Path(path).expanduser()
         looked = [] if given.is_absolute() else [*([folder.absolute()] if folder else []), Path.cwd()]
@@ -164,7 +164,7 @@ def _find(path: str, folder: Path | None) -> str:
     return found
 
 
-def _existing(path: str, folder: Path | None) -> str | None:
+def existing_file(path: str, folder: Path | None) -> str | None:
     """The absolute path of this file: beside the data file first, then in the working directory."""
     expanded = os.path.expanduser(path)
     for base in (*([folder] if folder else []), Path.cwd()):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.data.boundaries import MarkedText
 from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.files import DataError, Record
+from openrlhf.data.image_places import ImagePlaces, is_image, place_in_messages, place_in_text
 from openrlhf.data.reading import (
     Reading,
     SkipReason,
@@ -22,6 +24,8 @@ from openrlhf.data.reading import (
 from openrlhf.data.templates import read_messages, read_text, read_value
 
 Messages = list[dict[str, Any]]
+Illustrated = tuple[MarkedText, tuple[bytes | str, ...]]
+"""A text and its images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +77,14 @@ class PairFormat:
     input_template: str | None = None
     apply_chat_template: bool = False
     answers_only: bool = True
+    places: ImagePlaces | None = None
 
-    def read(self, record: Record, tokenizer: Any) -> Reading:
+    def read(self, record: Record, tokenizer: Any, folder: Path | None = None) -> Reading:
         read = self._chats if self.apply_chat_template else self._plain
+        (chosen, chosen_images), (rejected, rejected_images) = read(record, tokenizer, folder)
         return Reading(
-            read(record, tokenizer),
+            (chosen, rejected),
+            images=(chosen_images, rejected_images),
             value=_margin(record.get(self.margin_key), key=self.margin_key),
             undivided=self.answers_only and not self.apply_chat_template and self.prompt_key is None,
         )
@@ -88,18 +95,26 @@ class PairFormat:
             read_value(record, self.rejected_key, flag="--data.rejected_key"),
         )
 
-    def _plain(self, record: Record, tokenizer: Any) -> tuple[MarkedText, MarkedText]:
+    def _plain(self, record: Record, tokenizer: Any, folder: Path | None) -> tuple[Illustrated, Illustrated]:
         chosen, rejected = (
             read_text(value, key=key)
             for value, key in zip(self._values(record), (self.chosen_key, self.rejected_key), strict=True)
         )
         if self.prompt_key is None:
-            return whole_text(chosen), whole_text(rejected)
+            placed = [place_in_text(text, record, self.places, folder) for text in (chosen, rejected)]
+            first, second = ((whole_text(text), images) for text, images in placed)
+            return first, second
         prompt = read_text(read_value(record, self.prompt_key, flag="--data.prompt_key"), key=self.prompt_key)
-        texts = tuple(plain_text(prompt, answer, input_template=self.input_template) for answer in (chosen, rejected))
-        return texts[0], texts[1]
+        if not prompt.strip():
+            raise Unusable(SkipReason.EMPTY_PROMPT)
+        prompt, images = place_in_text(prompt, record, self.places, folder)
+        first, second = (
+            (plain_text(prompt, answer, input_template=self.input_template, places=self.places), images)
+            for answer in (chosen, rejected)
+        )
+        return first, second
 
-    def _chats(self, record: Record, tokenizer: Any) -> tuple[MarkedText, MarkedText]:
+    def _chats(self, record: Record, tokenizer: Any, folder: Path | None) -> tuple[Illustrated, Illustrated]:
         prompt: Messages = []
         if self.prompt_key is not None:
             value = read_value(record, self.prompt_key, flag="--data.prompt_key")
@@ -108,19 +123,25 @@ class PairFormat:
             [*prompt, *read_messages(value, role="assistant", key=key)]
             for value, key in zip(self._values(record), (self.chosen_key, self.rejected_key), strict=True)
         )
+        same = chosen[:-1] == rejected[:-1]
+        chosen, chosen_images = place_in_messages(chosen, record, self.places, folder)
+        rejected, rejected_images = place_in_messages(rejected, record, self.places, folder)
         if not self.answers_only:
-            return whole_chat(chosen, tokenizer), whole_chat(rejected, tokenizer)
+            return (whole_chat(chosen, tokenizer), chosen_images), (whole_chat(rejected, tokenizer), rejected_images)
         if self.prompt_key is not None:
             first = len(prompt)
         elif not chosen or not rejected:
             raise Unusable(SkipReason.EMPTY_RESPONSE)
-        elif chosen[:-1] != rejected[:-1]:
+        elif not same:
             raise Unusable(SkipReason.OTHER_PROMPT)
         else:
             first = len(chosen) - 1
         if first == 0:
             raise Unusable(SkipReason.EMPTY_PROMPT)
-        return chat_text(chosen, tokenizer, first=first), chat_text(rejected, tokenizer, first=first)
+        return (
+            (chat_text(chosen, tokenizer, first=first), chosen_images),
+            (chat_text(rejected, tokenizer, first=first), rejected_images),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,21 +153,32 @@ class JudgedFormat:
     label_key: str = "label"
     input_template: str | None = None
     apply_chat_template: bool = False
+    places: ImagePlaces | None = None
 
-    def read(self, record: Record, tokenizer: Any) -> Reading:
+    def read(self, record: Record, tokenizer: Any, folder: Path | None = None) -> Reading:
         prompt = read_value(record, self.prompt_key, flag="--data.prompt_key")
         response = read_value(record, self.response_key, flag="--data.response_key")
         desirable = read_label(record, key=self.label_key)
         if not self.apply_chat_template:
-            texts = read_text(prompt, key=self.prompt_key), read_text(response, key=self.response_key)
-            text = plain_text(*texts, input_template=self.input_template)
+            asked, answer = read_text(prompt, key=self.prompt_key), read_text(response, key=self.response_key)
+            if not asked.strip():
+                raise Unusable(SkipReason.EMPTY_PROMPT)
+            asked, images = place_in_text(asked, record, self.places, folder)
+            text = plain_text(asked, answer, input_template=self.input_template, places=self.places)
         else:
             messages = read_messages(prompt, role="user", key=self.prompt_key)
             if not messages:
                 raise Unusable(SkipReason.EMPTY_PROMPT)
-            answer = read_messages(response, role="assistant", key=self.response_key)
-            text = chat_text([*messages, *answer], tokenizer, first=len(messages))
-        return Reading((text,), value=float(desirable))
+            first = len(messages)
+            messages += read_messages(response, role="assistant", key=self.response_key)
+            messages, images = place_in_messages(messages, record, self.places, folder)
+            if any(is_image(item) for message in messages[first:] for item in message["content"] or ()):
+                raise DataError(
+                    f"its {self.response_key!r} has an image: answers are read after other prompts too, and an image "
+                    "belongs to the prompt"
+                )
+            text = chat_text(messages, tokenizer, first=first)
+        return Reading((text,), value=float(desirable), images=(images,))
 
 
 class PairSet(TokenisedSet[Pair]):

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -15,12 +14,11 @@ import numpy as np
 
 from openrlhf.data.boundaries import HUGE, longest_token
 from openrlhf.data.files import DataError
-from openrlhf.data.image_places import ImagePlaces, PlacedText, listed_images
-from openrlhf.data.images import image_size, read_image
+from openrlhf.data.image_places import DataImages, PlacedText, listed_images
 from openrlhf.data.sources import Record, Records, named, warn_left_out
 from openrlhf.data.templates import known_keys, render_prompt, usable_template
-from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError
-from openrlhf.types import ImageInput, Prompt
+from openrlhf.models.image_processor import ImageProcessorError
+from openrlhf.types import Prompt
 from openrlhf.utils.randomness import shuffled
 
 logger = logging.getLogger(__name__)
@@ -32,27 +30,6 @@ _ROOM = "raise --data.max_len or lower --rollout.max_new_tokens"
 
 DECODED = 32
 """Records with images that are read to their last pixel before a run begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptImages:
-    """How the images of prompts are found, and how many tokens they have."""
-
-    places: ImagePlaces
-    processor: ImageProcessor
-
-    def under(self, key: str) -> PromptImages:
-        """The same for records that have their images under this key."""
-        return PromptImages(replace(self.places, key=key), self.processor)
-
-    def num_tokens(self, image: bytes | str) -> int:
-        """Raises ImageError and ImageProcessorError. The size of what a URL names is not known: 1."""
-        size = image_size(image)
-        return 1 if size is None else len(self.processor.token_ids(*size))
-
-    def prepare(self, image: bytes | str) -> ImageInput:
-        """Raises ImageError and ImageProcessorError."""
-        return self.processor.prepare(read_image(image, allow_urls=self.places.allow_urls))
 
 
 def _datasource(record: Record) -> str:
@@ -83,7 +60,7 @@ class PromptSet(Sequence[Prompt]):
         label_key: str | None = None,
         apply_chat_template: bool = False,
         input_template: str | None = None,
-        images: PromptImages | None = None,
+        images: DataImages | None = None,
         image_key: str = "images",
         max_prompt_tokens: int | None = None,
         long_prompts: str = "cut",
@@ -259,7 +236,8 @@ class PromptSet(Sequence[Prompt]):
             for image in prompt.images:
                 with self._about(rows[index] if rows else None):
                     assert self._images is not None
-                    lengths[index] += self._images.num_tokens(image) - 1
+                    token_ids = self._images.token_ids(image)
+                    lengths[index] += 0 if token_ids is None else len(token_ids) - 1
         return lengths
 
     def _render(self, row: int, record: Record) -> PlacedText:

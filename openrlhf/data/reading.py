@@ -15,10 +15,12 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from openrlhf.data.boundaries import MarkedText, Span
 from openrlhf.data.files import DataError, Record
+from openrlhf.data.image_places import ImagePlaces
 from openrlhf.data.templates import fill_template, render_chat, says_something, template_arguments
 
 
@@ -33,6 +35,7 @@ class SkipReason(StrEnum):
     OTHER_PROMPT = "compare answers to different prompts"
     EQUAL = "compare an answer with itself"
     EQUAL_CUT = "compare answers that differ only beyond --data.max_len"
+    LONG_IMAGE = "have an image that --data.max_len would cut"
 
 
 class Unusable(Exception):
@@ -52,18 +55,30 @@ class Reading(NamedTuple):
     """The number that goes with them: a margin, or a label."""
     undivided: bool = False
     """The record does not say where the answers of a pair begin: the prompt is what both texts begin with."""
+    images: tuple[tuple[bytes | str, ...], ...] = ()
+    """The images of each text, as `images.portable` returns them; empty where no text has any."""
 
 
 class Format(Protocol):
     """Which keys of a record hold what, and how they become text. A frozen dataclass: its `repr` is its identity."""
 
-    def read(self, record: Record, tokenizer: Any) -> Reading:
-        """Raises DataError for a record that is wrong, and Unusable for one to leave out."""
+    @property
+    def places(self) -> ImagePlaces | None:
+        """Where the records have images; None: they have none."""
+        ...
+
+    def read(self, record: Record, tokenizer: Any, folder: Path | None = None) -> Reading:
+        """`folder`: that of the data file, for images by relative paths. Raises DataError for a record that is wrong,
+        and Unusable for one to leave out."""
         ...
 
 
-def plain_text(prompt: str, response: str, *, input_template: str | None) -> MarkedText:
-    """`prompt`, in its template, and then `response`, which is learnt."""
+def plain_text(
+    prompt: str, response: str, *, input_template: str | None, places: ImagePlaces | None = None
+) -> MarkedText:
+    """`prompt`, in its template, and then `response`, which is learnt and has no images."""
+    if places is not None:
+        places.require_plain(response)
     if not prompt.strip():
         raise Unusable(SkipReason.EMPTY_PROMPT)
     if not response.strip():
@@ -132,6 +147,8 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 
 def _words(message: Mapping[str, Any]) -> str:
     content = message["content"]
+    if isinstance(content, list) and len(content) == 1:
+        content = content[0].get("text")
     return content.strip() if isinstance(content, str) else ""
 
 
@@ -161,7 +178,8 @@ def _span(text: str, messages: Messages, index: int, tokenizer: Any) -> Span:
         return len(before or ""), max(len(before or ""), len(after.rstrip("\n")))
 
     marked = [*messages]
-    marked[index] = {**messages[index], "content": _MARK}
+    as_items = isinstance(messages[index]["content"], list)
+    marked[index] = {**messages[index], "content": [{"type": "text", "text": _MARK}] if as_items else _MARK}
     whole, part = _render(marked, tokenizer), _render(marked[: index + 1], tokenizer)
     what = f"message {index + 1} of the conversation"
     if whole is None or part is None or not whole.count(_MARK) == part.count(_MARK) == 1:

@@ -43,13 +43,13 @@ def recognise(records: Records, format: AnyFormat, *, flag: str) -> AnyFormat:
             found = _judged(record, format)
         case _:
             found = _prompt(record, format)
+    if not isinstance(found, PromptFormat) and found.places is not None:
+        found = replace(found, places=replace(found.places, key=_image_key(record, found.places.key)))
     if found != format:
         changed = [(field.name, getattr(found, field.name)) for field in fields(found)]
-        flags = [
-            f"--data.{name}" if value is True else f"--data.{name} {value}"
-            for name, value in changed
-            if value != getattr(format, name)
-        ]
+        changed = [(name, value) for name, value in changed if value != getattr(format, name)]
+        changed = [("image_key", value.key) if name == "places" else (name, value) for name, value in changed]
+        flags = [f"--data.{name}" if value is True else f"--data.{name} {value}" for name, value in changed]
         logger.info("%s: its records have the keys %s; read as with %s", flag, ", ".join(record), " ".join(flags))
     return found
 
@@ -93,9 +93,12 @@ def _prompt(record: Record, format: PromptFormat) -> PromptFormat:
     if format.input_key == PromptFormat().input_key and format.input_key not in record:
         usual = (key for key in ("prompt", "messages") if key in record)
         format = replace(format, input_key=next(usual, format.input_key))
-    if format.image_key == PromptFormat().image_key and format.image_key not in record and "image" in record:
-        format = replace(format, image_key="image")
+    format = replace(format, image_key=_image_key(record, format.image_key))
     return replace(format, apply_chat_template=format.apply_chat_template or is_chat(record.get(format.input_key)))
+
+
+def _image_key(record: Record, key: str) -> str:
+    return "image" if key == PromptFormat().image_key and key not in record and "image" in record else key
 
 
 def is_chat(value: Any) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.data.files import DataError, Record
-from openrlhf.data.image_places import ImagePlaces, PlacedText, refuse_images
+from openrlhf.data.image_places import ImagePlaces, PlacedText, place_in_messages, place_in_text
 
 if TYPE_CHECKING:
     from openrlhf.models.image_processor import ImageProcessor
@@ -42,17 +42,11 @@ def render_prompt(
     messages = read_messages(value, role="user", key=input_key)
     if not any(says_something(message) for message in messages):
         return PlacedText("")
-    images: tuple[bytes | str, ...] = ()
     if apply_chat_template:
-        if places is None:
-            refuse_images(messages)
-        else:
-            messages, images = places.in_messages(messages, record, folder=folder)
+        messages, images = place_in_messages(messages, record, places, folder)
         text = render_chat(messages, tokenizer, add_generation_prompt=True)
     else:
-        text = read_text(value, key=input_key)
-        if places is not None:
-            text, images = places.in_text(text, record, folder=folder)
+        text, images = place_in_text(read_text(value, key=input_key), record, places, folder)
         text = text if input_template is None else fill_template(input_template, text)
     if places is not None:
         places.require_tokens(text, images)

@@ -40,11 +40,14 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from openrlhf.data.boundaries import Encoder, Tokens, without_common_beginning
+from openrlhf.data.boundaries import Encoder, ImageTokens, Tokens, without_common_beginning
 from openrlhf.data.files import DataError
+from openrlhf.data.image_places import DataImages, ImagePlaces, image_sources
+from openrlhf.data.images import existing_file
 from openrlhf.data.reading import Format, Reading, SkipReason, Unusable
 from openrlhf.data.sources import Record, Records
 from openrlhf.data.templates import template_arguments
+from openrlhf.models.image_processor import ImageProcessorError
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,12 @@ class Columns:
     """int64 [N, K]"""
     truncated: np.ndarray
     """bool [N, K]"""
+    images: np.ndarray
+    """int64 [N, K]: how many images a sequence has."""
+    image_spans: np.ndarray
+    """int64 [I, 2]: where they begin and end in their sequences."""
+    image_keys: np.ndarray
+    """int64 [I]: equal for equal sources."""
     ids: np.ndarray
     """int32 [T]"""
     targets: np.ndarray
@@ -89,6 +98,7 @@ def tokenise(
     format: Format,
     encoder: Encoder,
     *,
+    images: DataImages | None = None,
     workers: int | None = None,
     cache_dir: Path | None = None,
     flag: str,
@@ -96,9 +106,11 @@ def tokenise(
     """The samples of `records` in their order.
 
     `workers` processes; None: as many as are worth their start. With a `cache_dir` the processes of a machine share
-    the work: one does it. Raises DataError.
+    the work: one does it. `images`: how many tokens the images of the records have. Raises DataError.
     """
-    work = _Work(format, encoder)
+    work = _Work(format, encoder, images)
+    if images is not None:
+        workers = 1  # a processor cannot be copied into another process; of an image only its size is read
     make = functools.partial(_tokenise, records, work, workers=workers, flag=flag)
     if cache_dir is None:
         return make()
@@ -118,36 +130,54 @@ class RecordError(Exception):
 class _Work:
     format: Format
     encoder: Encoder
+    images: DataImages | None = None
 
-    def run(self, first_row: int, records: Sequence[Record]) -> Columns:
-        """The samples of neighbouring records."""
+    def run(self, first_row: int, records: Sequence[tuple[Record, Path | None]]) -> Columns:
+        """The samples of neighbouring records, each with the folder of its file."""
         read: list[tuple[int, Reading]] = []
+        images: list[list[ImageTokens]] = []
         out = _Builder()
-        for row, record in enumerate(records, start=first_row):
+        for row, (record, folder) in enumerate(records, start=first_row):
             try:
-                read.append((row, self.format.read(record, self.encoder.tokenizer)))
+                reading = self.format.read(record, self.encoder.tokenizer, folder)
+                images += self._image_tokens(reading)
+                read.append((row, reading))
             except Unusable as unusable:
                 out.skip(row, unusable.reason)
-            except DataError as error:
+            except (DataError, ImageProcessorError) as error:
                 raise RecordError(row, str(error)) from error
-        encoded = iter(self.encoder.encode([text for _, reading in read for text in reading.texts]))
+        encoded = iter(self.encoder.encode([text for _, reading in read for text in reading.texts], images))
         for row, reading in read:
             sequences = [next(encoded) for _ in reading.texts]
             if reading.undivided:
                 sequences = without_common_beginning(*sequences)
-            if reason := self._unusable(sequences):
+            if reason := self._unusable(sequences, reading):
                 out.skip(row, reason)
             else:
                 out.add(row, reading, sequences)
         return out.columns()
 
-    def _unusable(self, sequences: Sequence[Tokens]) -> SkipReason | None:
+    def _image_tokens(self, reading: Reading) -> list[list[ImageTokens]]:
+        """The tokens of the images of each text. What a URL names is fetched for it."""
+        if self.images is None:
+            return [[] for _ in reading.texts]
+        for text, sources in zip(reading.texts, reading.images, strict=True):
+            self.images.places.require_tokens(text.text, sources)
+        return [
+            [self.images.token_ids(image) or self.images.prepare(image).token_ids for image in sources]
+            for sources in reading.images
+        ]
+
+    def _unusable(self, sequences: Sequence[Tokens], reading: Reading) -> SkipReason | None:
+        if any(end > self.encoder.max_len for tokens in sequences for _, end in tokens.images):
+            return SkipReason.LONG_IMAGE
         # Two tokens of an answer and its end are the least that is worth a forward.
         if any(0 < tokens.prompt_length >= self.encoder.max_len - 2 for tokens in sequences):
             return SkipReason.LONG_PROMPT
         if not all(tokens.targets.any() for tokens in sequences):
             return SkipReason.NOTHING_LEFT
-        if len(sequences) == 2 and np.array_equal(sequences[0].ids, sequences[1].ids):
+        same_images = len({*reading.images}) <= 1
+        if len(sequences) == 2 and same_images and np.array_equal(sequences[0].ids, sequences[1].ids):
             return SkipReason.EQUAL_CUT if any(tokens.truncated for tokens in sequences) else SkipReason.EQUAL
         return None
 
@@ -173,11 +203,22 @@ class _Builder:
             altered=np.array([any(t.altered for t in reading.texts) for _, reading, _ in self.samples], dtype=bool),
             lengths=np.array([len(tokens.ids) for tokens in sequences], dtype=np.int64).reshape(n, -1 if n else 1),
             truncated=np.array([tokens.truncated for tokens in sequences], dtype=bool).reshape(n, -1 if n else 1),
+            images=np.array([len(tokens.images) for tokens in sequences], dtype=np.int64).reshape(n, -1 if n else 1),
+            image_spans=np.array([span for tokens in sequences for span in tokens.images], np.int64).reshape(-1, 2),
+            image_keys=np.array(
+                [_key(source) for _, reading, _ in self.samples for sources in reading.images for source in sources],
+                dtype=np.int64,
+            ),
             ids=np.concatenate([np.empty(0, np.int32), *(tokens.ids for tokens in sequences)]),
             targets=np.concatenate([np.empty(0, bool), *(tokens.targets for tokens in sequences)]),
             skipped=np.array([row for row, _ in self.skipped], dtype=np.int64),
             reasons=np.array([reason for _, reason in self.skipped], dtype=np.int8),
         )
+
+
+def _key(source: bytes | str) -> int:
+    written = source if isinstance(source, bytes) else source.encode()
+    return int.from_bytes(hashlib.blake2b(written, digest_size=8).digest(), signed=True)
 
 
 # ---------------------------------------------------------------------------------------------- all chunks
@@ -203,9 +244,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _chunks(records: Records) -> Iterator[tuple[int, list[Record]]]:
+def _chunks(records: Records) -> Iterator[tuple[int, list[tuple[Record, Path | None]]]]:
     for start in range(0, len(records), CHUNK):
-        yield start, [records[row] for row in range(start, min(start + CHUNK, len(records)))]
+        rows = range(start, min(start + CHUNK, len(records)))
+        yield start, [(records[row], records.folder(row)) for row in rows]
 
 
 def _in_turn(records: Records, work: _Work) -> Iterator[Columns]:
@@ -242,7 +284,7 @@ def _start_worker(pickled: bytes) -> None:
     _worker_job = pickle.loads(pickled)
 
 
-def _run_in_worker(start: int, chunk: list[Record]) -> Columns:
+def _run_in_worker(start: int, chunk: list[tuple[Record, Path | None]]) -> Columns:
     assert _worker_job is not None
     return _worker_job.run(start, chunk)
 
@@ -253,7 +295,7 @@ def _joined(parts: list[Columns]) -> Columns:
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in _as_dict(parts[0])}
     for part in parts:
         for name, array in _as_dict(part).items():
-            arrays[name].append(array.reshape(-1, width) if name in ("lengths", "truncated") else array)
+            arrays[name].append(array.reshape(-1, width) if name in ("lengths", "truncated", "images") else array)
     return Columns(**{name: np.concatenate(some) for name, some in arrays.items()})
 
 
@@ -277,11 +319,21 @@ def _fingerprint(records: Records, work: _Work) -> str:
         json.dumps(tokenizer.chat_template),
         json.dumps(template_arguments(tokenizer)),
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else _slow_vocabulary(tokenizer),
+        *([work.images.processor.settings, *_image_files(records, work.images.places)] if work.images else []),
     ]
     texts = (json.dumps(records[row], default=repr) for row in range(len(records)))
     for part in chain(about, texts):
         digest.update(f"{len(part)}:".encode() + part.encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def _image_files(records: Records, places: ImagePlaces) -> Iterator[str]:
+    """Which files the images are, by their times and sizes: another image may have another number of tokens."""
+    for row in range(len(records)):
+        for source in image_sources(records[row], places.key):
+            if isinstance(source, str) and (path := existing_file(source, records.folder(row))):
+                status = os.stat(path)
+                yield f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def _slow_vocabulary(tokenizer: Any) -> str:

@@ -130,6 +130,12 @@ class ImageProcessor:
 
         return self.prepare(Image.new("RGB", (width, height))).token_ids
 
+    @property
+    def settings(self) -> str:
+        """What its results depend on, for the names of what is kept of them."""
+        own = {name: value for name, value in vars(self.processor).items() if isinstance(value, int | float | str)}
+        return f"{type(self.processor).__name__} {own} {self.processor.image_processor.to_json_string()}"
+
     def expand(self, text: str, images: Sequence[ImageInput]) -> ExpandedText:
         """The tokens of a text in which every image has one image token. Raises ImageProcessorError when the numbers
         differ: an image without a place, or a place without an image, would be lost without a word."""

@@ -21,7 +21,7 @@ from openrlhf.config.rules import required
 from openrlhf.config.schema import to_dict
 from openrlhf.config.training import TrainSection
 from openrlhf.data.files import hub_reachable, offline
-from openrlhf.data.prompts import PromptImages
+from openrlhf.data.image_places import DataImages
 from openrlhf.data.templates import image_places, set_chat_template
 from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError
 from openrlhf.models.loading import ModelLoadError, load_tokenizer
@@ -113,7 +113,7 @@ def policy_tokenizer(config: RLConfig) -> Any:
     return set_chat_template(tokenizer, config.data.tokenizer_chat_template, config.data.template_arguments)
 
 
-def policy_images(config: RLConfig, tokenizer: Any) -> PromptImages | None:
+def policy_images(config: RLConfig, tokenizer: Any) -> DataImages | None:
     """How the images of prompts are found and processed, in whatever process; None for a run without images.
 
     `tokenizer`: that of `policy_tokenizer`. Raises ModelLoadError.
@@ -132,7 +132,7 @@ def policy_images(config: RLConfig, tokenizer: Any) -> PromptImages | None:
         most=data.max_images_per_prompt,
         allow_urls=data.allow_image_urls,
     )
-    return PromptImages(places, processor)
+    return DataImages(places, processor)
 
 
 def load_image_processor(path: str, tokenizer: Any, *, trust_remote_code: bool, flag: str) -> ImageProcessor:

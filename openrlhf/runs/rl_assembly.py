@@ -20,7 +20,8 @@ from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
-from openrlhf.data.prompts import PromptImages, PromptSet, PromptStream
+from openrlhf.data.image_places import DataImages
+from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.recognition import PromptFormat, recognise
 from openrlhf.data.sources import load_records
 from openrlhf.observability.ledger import TrainedLedger
@@ -252,7 +253,7 @@ def _checkpointer(
     )
 
 
-def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: PromptImages | None = None) -> PromptSet:
+def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: DataImages | None = None) -> PromptSet:
     """Training or evaluation prompts, rendered and checked. `images`: of `policy_images`."""
     flag = "--eval.dataset" if evaluation else "--data.prompt_dataset"
     records = load_records(
@@ -288,7 +289,7 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: Pr
     )
 
 
-def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any, images: PromptImages | None) -> Episodes:
+def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any, images: DataImages | None) -> Episodes:
     """The player of episodes: a user's agent in its hosts, or our own single turn in this process. `images`: of
     `policy_images`."""
     if not config.train.agent_func_path:

@@ -22,11 +22,12 @@ from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig, SupervisedC
 from openrlhf.config.effects import newly_without_effect
 from openrlhf.config.rules import required
 from openrlhf.data.examples import ExampleFormat, ExampleSet, TokenisedSet
+from openrlhf.data.image_places import DataImages, listed_images
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
 from openrlhf.data.recognition import recognise
 from openrlhf.data.schedule import Schedule
-from openrlhf.data.sources import load_records
-from openrlhf.data.templates import set_chat_template
+from openrlhf.data.sources import Records, load_records
+from openrlhf.data.templates import image_places, set_chat_template
 from openrlhf.data.tokenisation import default_folder
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import experts_per_token
@@ -40,6 +41,7 @@ from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
     create_run_directory,
+    load_image_processor,
     reading_model,
     warn_of_few_steps,
     warn_of_positions,
@@ -109,9 +111,13 @@ def _train(
 ) -> RunResult:
     distribution, ranks = place.distribution, place.distribution.ranks
     tokenizer = tokenizer_of(config)
+    images = images_of(config, tokenizer)
     kind = OBJECTIVES[_kind(config)]
-    samples = samples_of(config, tokenizer)
-    held_out = samples_of(config, tokenizer, evaluation=True) if config.eval.dataset else kind.stand_in(samples)
+    samples = samples_of(config, tokenizer, images=images)
+    if config.eval.dataset:
+        held_out: Any = samples_of(config, tokenizer, evaluation=True, images=images)
+    else:
+        held_out = kind.stand_in(samples)
     schedule = Schedule(
         samples.lengths,
         batch_size=config.train.batch_size,
@@ -375,8 +381,25 @@ def tokenizer_of(config: SupervisedConfig) -> Any:
     return set_chat_template(tokenizer, config.data.tokenizer_chat_template, config.data.template_arguments)
 
 
-def samples_of(config: SupervisedConfig, tokenizer: Any, *, evaluation: bool = False) -> TokenisedSet[Any]:
-    """Training or evaluation data, checked and tokenised. Raises DataError."""
+def images_of(config: SupervisedConfig, tokenizer: Any) -> DataImages | None:
+    """How the images of records are found and processed; None for a run without. Raises ModelLoadError."""
+    path, data = required(config.model.model_name_or_path), config.data
+    if not data.max_images_per_prompt:
+        return None
+    with reading_model(path, flag=MODEL_FLAG):
+        processor = load_image_processor(
+            path, tokenizer, trust_remote_code=config.model.trust_remote_code, flag=MODEL_FLAG
+        )
+    most, key = data.max_images_per_prompt, data.image_key
+    return DataImages(
+        image_places(processor, tokenizer, key=key, most=most, allow_urls=data.allow_image_urls), processor
+    )
+
+
+def samples_of(
+    config: SupervisedConfig, tokenizer: Any, *, evaluation: bool = False, images: DataImages | None = None
+) -> TokenisedSet[Any]:
+    """Training or evaluation data, checked and tokenised. `images`: of `images_of`. Raises DataError."""
     kind = OBJECTIVES[_kind(config)]
     flag = "--eval.dataset" if evaluation else "--data.dataset"
     records = load_records(
@@ -388,15 +411,28 @@ def samples_of(config: SupervisedConfig, tokenizer: Any, *, evaluation: bool = F
         trust_remote_code=config.data.trust_remote_code,
         flag=flag,
     )
+    given = kind.format(config)
+    if images is None:
+        _warn_of_unread_images(records, config.data.image_key, flag=flag)
+    else:
+        given = dataclasses.replace(given, places=images.places)
     return kind.samples(
         records,
-        recognise(records, kind.format(config), flag=flag),
+        recognise(records, given, flag=flag),
         tokenizer=tokenizer,
+        image_processor=images.processor if images else None,
         max_len=config.data.max_len,
         workers=config.data.dataloader_num_workers or None,
         cache_dir=default_folder(),
         flag=flag,
     )
+
+
+def _warn_of_unread_images(records: Records, key: str, *, flag: str, looked_at: int = 100) -> None:
+    if any(listed_images(records[row].get(key)) for row in range(min(len(records), looked_at))):
+        logger.warning(
+            "%s: records have something under %r, which is not read: --data.max_images_per_prompt is 0", flag, key
+        )
 
 
 def _example_format(config: SFTConfig) -> ExampleFormat:

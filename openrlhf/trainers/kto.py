@@ -128,7 +128,9 @@ class Mismatched(Sequence["Example"]):
         self._sizes: list[tuple[int, int]] = []
         for answer in answers:
             prompt = _prompt(answer.example)
-            prompts.append(hashlib.blake2b(prompt.numpy().tobytes(), digest_size=16).digest())
+            # Images of the same size have the same tokens.
+            asked = prompt.numpy().tobytes() + repr(answer.example.image_keys).encode()
+            prompts.append(hashlib.blake2b(asked, digest_size=16).digest())
             self._sizes.append((len(prompt), len(answer.example.token_ids) - len(prompt)))
         self._partner = _partners(prompts, seed=seed)
         self.lengths = [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from openrlhf.backends.offload import on_device
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.types import PackedTokens
+from openrlhf.types import PackedTokens, PlacedImage
 
 if TYPE_CHECKING:
     from openrlhf.data.preferences import Pair
@@ -23,19 +23,37 @@ def pack_pairs(pairs: Sequence[Pair]) -> PackedTokens:
     once for both.
     """
     answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    shared = [n for pair in pairs for n in (0, common_beginning(pair.chosen.token_ids, pair.rejected.token_ids))]
+    images = [answer.images for answer in answers]
+    shared = [
+        n
+        for pair, chosen, rejected in zip(pairs, images[0::2], images[1::2], strict=True)
+        for n in (0, common_beginning(pair.chosen.token_ids, pair.rejected.token_ids, chosen, rejected))
+    ]
     return PackedTokens.from_sequences(
         [answer.token_ids for answer in answers],
         [answer.target_mask for answer in answers],
         shared_prefixes=shared,
+        images=images,
     )
 
 
-def common_beginning(first: Tensor, second: Tensor) -> int:
-    """The number of equal tokens at the beginning of both. Each keeps at least one token of its own."""
+def common_beginning(
+    first: Tensor,
+    second: Tensor,
+    first_images: Sequence[PlacedImage] = (),
+    second_images: Sequence[PlacedImage] = (),
+) -> int:
+    """The number of equal tokens at the beginning of both. Each keeps at least one token of its own.
+
+    Other images may have the same tokens: those and what follows are not shared, and no image is shared in part.
+    """
     room = min(len(first), len(second)) - 1
     differs = (first[:room] != second[:room]).nonzero()
-    return int(differs[0]) if len(differs) else room
+    common = int(differs[0]) if len(differs) else room
+    for one, other in zip(first_images, second_images, strict=False):
+        if one.start < common and (one.end > common or one.image.digest != other.image.digest):
+            return one.start
+    return common
 
 
 def answer_logprobs(module: nn.Module, tokens: PackedTokens) -> Tensor:

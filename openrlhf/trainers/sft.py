@@ -51,7 +51,9 @@ class SFTObjective:
 
 def pack(examples: Sequence[Example]) -> PackedTokens:
     """Lay examples end to end; their targets are the actions."""
-    return PackedTokens.from_sequences([e.token_ids for e in examples], [e.target_mask for e in examples])
+    return PackedTokens.from_sequences(
+        [e.token_ids for e in examples], [e.target_mask for e in examples], images=[e.images for e in examples]
+    )
 
 
 if TYPE_CHECKING:

@@ -53,6 +53,8 @@ class Example:
     token_ids: torch.Tensor
     target_mask: torch.Tensor
     where: str = ""
+    images: tuple = ()
+    image_keys: tuple = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

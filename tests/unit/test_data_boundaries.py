@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, tokenizer
 
-from openrlhf.data.boundaries import Encoder, MarkedText, tokens_in
+from openrlhf.data.boundaries import Encoder, MarkedText, tokens_in, with_images
 from openrlhf.data.files import DataError
 
 TEXTS = st.text(st.sampled_from("ab c=A:.\n é日</s>the"), min_size=1, max_size=20)
@@ -205,3 +205,30 @@ def test_the_tokenizer_itself_is_left_as_it_was():
     before = made("a  b", return_offsets_mapping=True)["offset_mapping"]
     Encoder(made, max_len=9)
     assert made("a  b", return_offsets_mapping=True)["offset_mapping"] == before
+
+
+def test_images_take_the_places_of_their_tokens():
+    """9 stands for an image. Of what is around images the target stays what it was; that of images is never learnt."""
+    ids, targets = np.array([1, 9, 2, 9, 9, 3]), np.array([False, True, True, True, False, True])
+    ids, targets, spans = with_images(ids, targets, [(7, 7, 8), (7,), (7, 8)], image_token_id=9)
+    assert ids.tolist() == [1, 7, 7, 8, 2, 7, 7, 8, 3]
+    assert targets.tolist() == [False, False, False, False, True, False, False, False, True]
+    assert spans == [(1, 4), (5, 6), (6, 8)]
+
+
+def test_images_count_with_all_their_tokens():
+    """The prompt "a<|start|>" and the answer "b", </s>: with an image of four tokens for <|start|> five and two."""
+    tokenizer_ = tokenizer()
+    limited = Encoder(tokenizer_, max_len=6, image_token="<|start|>")
+    text = MarkedText.of("a<|start|>b", [(10, 11)])
+    (tokens,) = limited.encode([text], [[(5, 5, 5, 5)]])
+    assert tokens.ids.tolist() == [
+        tokenizer_.convert_tokens_to_ids("a"),
+        5,
+        5,
+        5,
+        5,
+        tokenizer_.convert_tokens_to_ids("b"),
+    ]
+    assert (tokens.prompt_length, tokens.truncated, tokens.images) == (5, True, ((1, 5),))
+    assert tokens.targets.tolist() == [False] * 5 + [True]

@@ -6,9 +6,15 @@ import pytest
 import torch
 from jsonl_records import written
 from small_tokenizers import tokenizer
+from vision_models import image as picture
+from vision_models import write_vision_model
 
 from openrlhf.data.examples import Example, ExampleFormat, ExampleSet
 from openrlhf.data.files import DataError
+from openrlhf.data.templates import image_places
+from openrlhf.models.image_processor import ImageProcessor
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.trainers.sft import pack
 from openrlhf.types import PackedTokens
 
 CHATML = (
@@ -201,3 +207,174 @@ def test_an_example_checks_itself():
         Example(token_ids=torch.tensor([1, 2]), target_mask=torch.tensor([True, True]))
     with pytest.raises(ValueError, match="mask of shape"):
         Example(token_ids=torch.tensor([1, 2]), target_mask=torch.tensor([False]))
+
+
+class TestImages:
+    """With the processor of a small Qwen2.5-VL: 8 × 8 pixels are one token, so an image of 24 × 16 has six."""
+
+    @pytest.fixture(scope="class")
+    def vision(self, tmp_path_factory):
+        folder = write_vision_model("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+        made = load_tokenizer(folder)
+        return made, ImageProcessor.load(folder, made)
+
+    @pytest.fixture
+    def illustrated(self, tmp_path, vision):
+        """Examples of records beside which the images 0.png … 3.png are."""
+        for number in range(4):
+            picture(number).save(tmp_path / f"{number}.png")
+        made, processor = vision
+
+        def make(records, *, max_len=100, cache_dir=None, **format):
+            places = image_places(processor, made, key="images", most=3)
+            return ExampleSet(
+                written(tmp_path, records),
+                ExampleFormat(**{"input_key": "q", "output_key": "a", "places": places} | format),
+                tokenizer=made,
+                max_len=max_len,
+                image_processor=processor,
+                cache_dir=cache_dir,
+            )
+
+        return make
+
+    def read(self, vision, example):
+        """The tokens, with one image token for each image, and what of them is learnt."""
+        made, processor = vision
+        ids = example.token_ids.tolist()
+        for placed in reversed(example.images):
+            assert tuple(ids[placed.start : placed.end]) == placed.image.token_ids
+            assert not example.target_mask[placed.start : placed.end].any()
+            ids[placed.start : placed.end] = [made.convert_tokens_to_ids(processor.image_token)]
+        return ids, example.token_ids[example.target_mask].tolist()
+
+    def tokens(self, vision, *texts):
+        """The same of what is expected."""
+        return tuple(vision[0](text, add_special_tokens=False)["input_ids"] for text in texts)
+
+    MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+
+    def test_tokens_stand_where_their_images_do(self, illustrated, vision):
+        (example,) = illustrated([{"q": "is<image>or<image>?", "a": "no", "images": ["0.png", "1.png"]}])
+        eos = vision[0].eos_token
+        expected = self.tokens(vision, f"is{self.MARK}or{self.MARK}?no{eos}", f"no{eos}")
+        assert self.read(vision, example) == expected
+        # "is" and what is before the image; its six tokens; what is after it, "or", what is before the next
+        assert [(placed.start, placed.end) for placed in example.images] == [(3, 9), (13, 19)]
+        assert len(example) == 19 + 1 + 1 + 2 + 1
+        own = vision[1].prepare(picture(1))
+        assert example.images[1].image.digest == own.digest
+
+    def test_chats_in_which_every_answer_is_learnt(self, illustrated, vision):
+        chat = [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
+            {"role": "assistant", "content": "a cat"},
+            {"role": "user", "content": "and <image>?"},
+            {"role": "assistant", "content": "a dog"},
+        ]
+        record = {"messages": [{**chat[0], "content": "<image>what?"}, *chat[1:]], "images": ["0.png", "1.png"]}
+        options = {"input_key": "messages", "output_key": None, "apply_chat_template": True}
+        (last,) = illustrated([record], **options)
+        (every,) = illustrated([record], multiturn=True, **options)
+        # Items that bring their images: the marks of texts are text then, so the second image has its own item.
+        items = [
+            {**chat[0], "content": [{"type": "image", "path": "0.png"}, {"type": "text", "text": "what?"}]},
+            chat[1],
+            {"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "image", "path": "1.png"}, "?"]},
+            chat[3],
+        ]
+        (same,) = illustrated([{"messages": items}], **options)
+        eos = vision[0].eos_token
+        expected = f"user={self.MARK}what?!assistant=a cat!user=and {self.MARK}?!assistant=a dog!{eos}"
+        assert self.read(vision, every) == self.tokens(vision, expected, f"a cat!a dog!{eos}")
+        assert self.read(vision, last) == self.read(vision, same) == self.tokens(vision, expected, f"a dog!{eos}")
+
+    def test_raw_text_is_learnt_but_for_its_images(self, illustrated, vision):
+        (example,) = illustrated([{"q": "see <image> there", "images": ["0.png"]}], pretrain=True, output_key=None)
+        (placed,) = example.images
+        expected = torch.ones(len(example), dtype=torch.bool)
+        expected[0] = False
+        expected[placed.start : placed.end] = False
+        assert torch.equal(example.target_mask, expected)
+
+    def test_an_example_whose_image_would_be_cut_is_left_out_and_counted(self, illustrated, caplog):
+        """The image of the first ends at token 8, that of the second at token 13."""
+        records = [{"q": f"{'b' * n}<image>", "a": "c" * 20, "images": ["0.png"]} for n in (1, 6)]
+        examples = illustrated(records, max_len=12)
+        assert [len(example) for example in examples] == [12]
+        assert examples[0].images[0].end == 8
+        assert examples.num_truncated == 1
+        assert caplog.messages == [
+            "--data.dataset: left out 1 of 2 records, which have an image that --data.max_len would cut: "
+            "record 2 of train.jsonl"
+        ]
+
+    def test_a_mark_in_a_record_without_images_is_text(self, illustrated, vision):
+        (example,) = illustrated([{"q": "html <image>", "a": "b"}])
+        assert (example.images, example.image_keys) == ((), ())
+        places = image_places(vision[1], vision[0], key="images", most=3)
+        format = ExampleFormat(input_key="q", output_key="a", places=places)
+        (text,) = format.read({"q": "html <image>", "a": "b"}, vision[0]).texts
+        assert text.text == "html <image>b"
+
+    @pytest.mark.parametrize(
+        ("record", "message"),
+        [
+            ({"images": ["none.png"]}, r"image 1 of 1: there is no image file none\.png"),
+            ({"images": ["broken.png"]}, r"the image /.*/broken\.png is truncated or broken"),
+            ({"images": ["0.png"] * 4}, "it has 4 images, and --data.max_images_per_prompt is 3"),
+            ({"images": ["0.png"], "q": "<image> <image>"}, "it has 2 times <image>, and 1 images"),
+            ({"q": "type <|image_pad|>"}, r"its text has <\|image_pad\|>"),
+            ({"a": "<|image_pad|>"}, r"its text has <\|image_pad\|>"),
+        ],
+    )
+    def test_the_record_is_named(self, illustrated, tmp_path, record, message):
+        picture(0, width=64, height=64).save(tmp_path / "broken.png")
+        (tmp_path / "broken.png").write_bytes((tmp_path / "broken.png").read_bytes()[:-3000])
+        with pytest.raises(DataError, match=rf"^--data\.dataset, record 2 of train\.jsonl: .*{message}"):
+            illustrated([{"q": "a", "a": "b"}, {"q": "a", "a": "b"} | record])
+
+    def test_an_image_that_went_away_names_the_record(self, illustrated, tmp_path):
+        examples = illustrated([{"q": "a", "a": "b", "images": ["0.png"]}])
+        (tmp_path / "0.png").unlink()
+        with pytest.raises(DataError, match=r"^--data\.dataset, record 1 of train\.jsonl: .*there is no image file"):
+            _ = examples[0].images
+
+    def test_tokens_are_kept_and_another_image_is_noticed(self, illustrated, tmp_path):
+        record = {"q": "a", "a": "b", "images": ["0.png"]}
+        first = illustrated([record], cache_dir=tmp_path / "cache")
+        again = illustrated([record], cache_dir=tmp_path / "cache")
+        assert torch.equal(first[0].token_ids, again[0].token_ids)
+        assert again[0].images[0].start == first[0].images[0].start
+        assert len(list((tmp_path / "cache").glob("*/ids.npy"))) == 1
+        picture(0, width=8, height=8).save(tmp_path / "0.png")
+        other = illustrated([record], cache_dir=tmp_path / "cache")
+        assert len(other[0]) == len(first[0]) - 5
+        first._prepare.cache_clear()
+        with pytest.raises(
+            DataError, match="image 1 of 1 has 1 tokens now, and 6 when the data was read: has the image"
+        ):
+            _ = first[0].images
+
+    def test_examples_pack_with_their_images(self, illustrated):
+        records = [
+            {"q": "a", "a": "b", "images": ["0.png"]},
+            {"q": "a", "a": "b"},
+            {"q": "a", "a": "b", "images": "0.png"},
+        ]
+        packed = pack([*illustrated(records)])
+        assert len(packed.images.inputs) == 1, "the same image is encoded once"
+        assert int((packed.images.rows_T >= 0).sum()) == 12
+
+    def test_no_image_anywhere_is_said(self, illustrated, caplog):
+        illustrated([{"q": "a", "a": "b"}])
+        assert caplog.messages == [
+            "--data.dataset: no record has an image, under 'images' or in its messages: is --data.image_key one of q, a?"
+        ]
+
+    def test_messages_with_images_need_the_flag(self, examples):
+        content = [{"type": "image"}, {"type": "text", "text": "a"}]
+        chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+        assert "its messages have an image, and this run reads none: set --data.max_images_per_prompt" in refused(
+            examples, [{"input": chat}], apply_chat_template=True
+        )

@@ -1,14 +1,21 @@
 """Pairs and judged answers: same prompt, other answers, and a number that goes with them."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonl_records import written
 from small_tokenizers import KINDS, tokenizer
+from vision_models import image as picture
+from vision_models import write_vision_model
 
 from openrlhf.data.boundaries import Encoder, MarkedText, without_common_beginning
 from openrlhf.data.files import DataError
 from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairSet
+from openrlhf.data.templates import image_places
+from openrlhf.models.image_processor import ImageProcessor
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.trainers.preferences import pack_pairs
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -221,3 +228,89 @@ class TestJudged:
         assert whole(one.example) == "<|start|>user\nq<|end|>\n<|start|>assistant\na<|end|></s>"
         assert learnt(one.example) == "a<|end|></s>"
         assert one.where == "record 1 of train.jsonl"
+
+
+class TestImages:
+    """With the processor of a small Qwen2.5-VL: an image of 24 × 16 pixels has six tokens."""
+
+    @pytest.fixture(scope="class")
+    def vision(self, tmp_path_factory):
+        folder = write_vision_model("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+        made = load_tokenizer(folder)
+        return made, ImageProcessor.load(folder, made)
+
+    @pytest.fixture
+    def illustrated(self, tmp_path, vision):
+        made, processor = vision
+        for number in range(2):
+            picture(number).save(tmp_path / f"{number}.png")
+
+        def make(kind, format, records, **options):
+            places = image_places(processor, made, key="images", most=2)
+            return kind(
+                written(tmp_path, records),
+                format(**{"places": places} | options),
+                tokenizer=made,
+                max_len=60,
+                image_processor=processor,
+            )
+
+        return make
+
+    @pytest.mark.parametrize("answers_only", [True, False])
+    @pytest.mark.parametrize("form", ["texts", "whole texts", "chats", "whole chats"])
+    def test_both_answers_have_the_images_of_the_prompt(self, illustrated, form, answers_only):
+        """A reward model's targets are all tokens but those of images."""
+        record = {"prompt": "is<image>?", "chosen": "a", "rejected": "b", "images": ["0.png"]}
+        chat = [{"role": "user", "content": "is<image>?"}]
+        record |= {
+            "texts": {},
+            "whole texts": {"chosen": "is<image>?a", "rejected": "is<image>?b"},
+            "chats": {"prompt": chat, "chosen": [answer("a")], "rejected": [answer("b")]},
+            "whole chats": {"chosen": [*chat, answer("a")], "rejected": [*chat, answer("b")]},
+        }[form]
+        (pair,) = illustrated(
+            PairSet,
+            PairFormat,
+            [record],
+            prompt_key=None if "whole" in form else "prompt",
+            apply_chat_template="chats" in form,
+            answers_only=answers_only,
+        )
+        assert pair.chosen.image_keys == pair.rejected.image_keys
+        (one,), (other,) = pair.chosen.images, pair.rejected.images
+        assert one.image is other.image, "it is prepared once"
+        assert one.start == other.start
+        for example in (pair.chosen, pair.rejected):
+            assert not example.target_mask[one.start : one.end].any()
+            assert tuple(example.token_ids[one.start : one.end].tolist()) == one.image.token_ids
+        packed = pack_pairs([pair])
+        assert packed.shared_prefixes[1] >= one.end
+        assert len(packed.images.inputs) == 1
+
+    def test_answers_that_differ_in_their_images_alone(self, illustrated):
+        """Images of the same size have the same tokens, and are not the same answer."""
+        chat = {"role": "user", "content": "draw"}
+        drawn = [[chat, answer([{"type": "image", "path": f"{i}.png"}, {"type": "text", "text": "!"}])] for i in (0, 1)]
+        record = {"chosen": drawn[0], "rejected": drawn[1]}
+        (pair,) = illustrated(PairSet, PairFormat, [record], apply_chat_template=True)
+        assert torch.equal(pair.chosen.token_ids, pair.rejected.token_ids)
+        assert pair.chosen.images[0].image.digest != pair.rejected.images[0].image.digest
+        assert pack_pairs([pair]).shared_prefixes[1] == pair.chosen.images[0].start
+
+    def test_judged_answers(self, illustrated):
+        records = [
+            {"prompt": "is<image>?", "response": "a", "label": 1, "images": ["0.png"]},
+            {"prompt": "is<image>?", "response": "a", "label": 0, "images": ["1.png"]},
+        ]
+        for chat in (False, True):
+            first, second = illustrated(JudgedSet, JudgedFormat, records, apply_chat_template=chat)
+            assert torch.equal(first.example.token_ids, second.example.token_ids)
+            assert first.example.image_keys != second.example.image_keys
+            assert len(first.example.images) == 1
+
+    def test_a_judged_answer_has_no_images(self, illustrated):
+        response = [answer([{"type": "image", "path": "0.png"}])]
+        record = {"prompt": [{"role": "user", "content": "draw"}], "response": response, "label": 1}
+        with pytest.raises(DataError, match=r"record 1 of train\.jsonl: its 'response' has an image: answers are read"):
+            illustrated(JudgedSet, JudgedFormat, [record], apply_chat_template=True)

@@ -13,8 +13,9 @@ from vision_models import image as picture
 from vision_models import png_that_says, write_vision_model
 
 from openrlhf.data.files import DataError
+from openrlhf.data.image_places import DataImages
 from openrlhf.data.images import read_image
-from openrlhf.data.prompts import PromptImages, PromptSet, PromptStream
+from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
 from openrlhf.data.templates import image_places
 from openrlhf.models.image_processor import ImageProcessor
@@ -277,7 +278,7 @@ class TestImages:
 
         def made(records, *, most=3, allow_urls=False, **options):
             places = image_places(processor, tokenizer, key="images", most=most, allow_urls=allow_urls)
-            options = {"tokenizer": tokenizer, "images": PromptImages(places, processor)} | options
+            options = {"tokenizer": tokenizer, "images": DataImages(places, processor)} | options
             return PromptSet(load(records), **options)
 
         return made
@@ -414,7 +415,7 @@ class TestImages:
         tokenizer, processor = vision
         places = image_places(processor, tokenizer, key="images", most=1)
         records = load_records(str(path))
-        (prompt,) = PromptSet(records[:1], tokenizer=tokenizer, images=PromptImages(places, processor))
+        (prompt,) = PromptSet(records[:1], tokenizer=tokenizer, images=DataImages(places, processor))
         assert np.array_equal(np.asarray(read_image(prompt.images[0], allow_urls=False)), np.asarray(picture(0)))
         with pytest.raises(DataError, match=r"record 2 of train\.parquet: an image of 8 bytes is"):
-            PromptSet(records, tokenizer=tokenizer, images=PromptImages(places, processor))
+            PromptSet(records, tokenizer=tokenizer, images=DataImages(places, processor))

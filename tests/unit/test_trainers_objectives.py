@@ -1,6 +1,7 @@
 """What the supervised trainers minimise, against plain forwards of one sequence at a time; and invariances."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -25,6 +26,7 @@ from openrlhf.trainers.preferences import Reference, common_beginning, pack_pair
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import WholeSet, measure
+from openrlhf.types import ImageInput, PlacedImage
 
 PAIRS = random_pairs(8)
 EXAMPLES = Samples(p.chosen for p in PAIRS)
@@ -263,6 +265,20 @@ def test_common_beginnings_leave_a_token_of_each():
     assert of([5, 2], [1, 2]) == 0
 
 
+def test_other_images_with_the_same_tokens_are_not_shared():
+    """7 is the placeholder: x 7 7 y, and answers that differ at the end."""
+    one, same, other = (
+        PlacedImage(1, ImageInput(tensors={}, token_ids=(7, 7), placeholder=7, digest=digest)) for digest in "aab"
+    )
+    first, second = torch.tensor([2, 7, 7, 3, 4, 5]), torch.tensor([2, 7, 7, 3, 6, 5])
+    assert common_beginning(first, second, [one], [same]) == 4
+    assert common_beginning(first, second, [one], [other]) == 1
+    # Images of other sizes begin with the same tokens: neither is shared in part.
+    longer = PlacedImage(1, ImageInput(tensors={}, token_ids=(7, 7, 7), placeholder=7, digest="c"))
+    assert common_beginning(first, torch.tensor([2, 7, 7, 7, 3, 4]), [one], [longer]) == 1
+    assert common_beginning(first[:3], torch.tensor([2, 7, 7, 7, 3, 4]), [one], [longer]) == 1
+
+
 # ---------------------------------------------------------------------------------------------------- reference
 
 
@@ -322,6 +338,16 @@ def test_mismatched_pairs_have_the_answer_of_another_prompt():
             assert stranger.token_ids[: len(prompt)].tolist() == prompt
             assert (stranger.token_ids[len(prompt)] == 13) == (i < 3)
             assert stranger.target_mask.tolist() == [j >= len(prompt) for j in range(strangers.lengths[i])]
+
+
+def test_mismatched_prompts_may_differ_in_their_images_alone():
+    answers = [
+        Judged(example=dataclasses.replace(example([2], [10 + i]), image_keys=(i // 2,)), desirable=True)
+        for i in range(4)
+    ]
+    for seed in range(8):
+        strangers = [int(e.token_ids[1]) - 10 for e in Mismatched(answers, max_len=9, seed=seed)]
+        assert [stranger // 2 for stranger in strangers] == [1, 1, 0, 0]
 
 
 def test_mismatched_pairs_are_cut_and_always_there():
