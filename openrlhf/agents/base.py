@@ -26,7 +26,8 @@ class Episode:
     score: float | None = None
     extra_logs: dict[str, float] = field(default_factory=dict)
     images: tuple[Any, ...] = ()
-    """Pictures of the prompt, then those of the environment, as they came."""
+    """The images of the prompt, then those of the environment, as they came. What the policy has read of them is in
+    the segments."""
     unmatched_ranges: int = 0
     """Action ranges that no engine call accounts for: their versions are a guess."""
 
@@ -83,7 +84,9 @@ class AgentExecutorBase(ABC):
             rollout_log_probs   one per token, or one per action token; what the engine said if left out or None
             turn_rewards        one per action range, for rewards earned before the end; the rest of `reward` stands on
                                 the last action token
-            images              pictures to keep with the episode
+
+        Images of the prompt come as Pillow images; `generate(…, multi_modal_data={"image": images})` shows some to the
+        policy, and `observation_tokens` have one image token for each, or all of its tokens.
 
         Without `observation_tokens` and `action_ranges`, what the engine was asked and answered is the episode.
         """
@@ -100,7 +103,8 @@ class AgentInstanceBase(ABC):
         """Called without arguments."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """From {"observation": the prompt, "label"} to {"observation": what the policy reads first}."""
+        """From {"observation": the prompt, "label", perhaps "images"} to {"observation": what the policy reads first,
+        perhaps "images": those of the observation; left out: the prompt's}."""
         return {"observation": states["observation"]}
 
     @abstractmethod
@@ -120,5 +124,5 @@ class AgentInstanceBase(ABC):
             scores                success in [0, 1]; the rewards so far if left out. The last turn's counts
             extra_logs            {name: number}; of each name the last one counts
             sampling_params       replaces the next turns' parameters
-            environment_images    list of pictures to keep with the episode
+            environment_images    list of images that belong to the feedback, which has `<image>` for each
         """

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chat_model import Speaker, chat_tokenizer
 from scripted_engine import CharTokenizer, ScriptedEngine
+from vision_models import image, vision_tokenizer
 
 from openrlhf.agents.user_agent import load_agent
 from openrlhf.agents.user_calls import AgentError
@@ -15,7 +16,7 @@ from openrlhf.types import SamplingParams
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
 AGENTS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-TEN_LINES, GUESS, CALCULATOR, THINKER, DRAFTS, JUDGED, OLDER = AGENTS
+TEN_LINES, GUESS, CALCULATOR, ZOOM, THINKER, DRAFTS, JUDGED, OLDER = AGENTS
 
 
 class SpeakingEngine(ScriptedEngine):
@@ -59,7 +60,7 @@ def as_shown(segment) -> str:
 
 
 def test_the_first_agent_plays_the_episode_that_is_shown(play):
-    (shown,) = re.findall(r"^```text\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    shown = re.findall(r"^```text\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)[0]
     episode, _ = play(TEN_LINES, "6.", "5.")
     assert as_shown(episode.segments[0]) == shown
     assert (episode.reward, episode.score, episode.truncated) == (1.0, 1.0, False)
@@ -88,6 +89,21 @@ def test_feedback_in_the_models_own_template(tmp_path):
     again = "<|im_end|>\n<|im_start|>user\nNo. Try again.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(engine.asked[1][0]) == f"{prompt}7{again}"
     assert episode.text == f"{prompt}7{again}8 {again}5<|im_end|>"
+    assert episode.reward == 1.0
+
+
+def test_a_policy_looks_at_a_part_of_an_image(tmp_path):
+    (tmp_path / "agent.py").write_text(ZOOM)
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    engine = ScriptedEngine(lambda *_: tokenizer("3" if len(engine.asked) == 1 else "9")["input_ids"])
+    around = "<|vision_start|><|image_pad|><|vision_end|>"
+    prompt, picture = f"user={around}which?!assistant=", image(1, width=48, height=32)
+    player = load_agent(tmp_path / "agent.py")
+    episode = asyncio.run(player.play(prompt, "9", SamplingParams(), 500, tokenizer, engine, [picture]))
+    inputs = [tokenizer.episode_images.prepare_one(part) for part in (picture, picture.crop((24, 0, 48, 16)))]
+    whole = tokenizer.episode_images.expand(f"{prompt}3!user={around} What is it?!assistant=", inputs)
+    assert engine.asked[1][0] == whole.token_ids
+    assert [shown.digest for _, shown in engine.shown[1]] == [shown.digest for shown in inputs]
     assert episode.reward == 1.0
 
 
