@@ -29,6 +29,10 @@ class CheckOptions:
     input_key: str
     label_key: str | None
     apply_chat_template: bool
+    image_key: str
+    max_images_per_prompt: int
+    """0: images are not read."""
+    allow_image_urls: bool
     n: int
     """Samples per prompt."""
     timeout: float

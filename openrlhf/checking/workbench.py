@@ -19,27 +19,37 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from openrlhf.agents.episode_worker import EpisodeSettings
+from openrlhf.agents.images import EpisodeImages, ImageTokenizer
 from openrlhf.checking.options import CheckOptions
+from openrlhf.data.image_places import DataImages
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.sources import load_records
-from openrlhf.data.templates import render_prompt
+from openrlhf.data.templates import image_places, render_prompt
 from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, silence_progress_bars
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.runs.preflight import reading_model
+from openrlhf.runs.preflight import load_image_processor, reading_model
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.randomness import derive_seed
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+"""How an image begins, the token that features take the place of, and how an image ends."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    f"{START}{{{{ message['role'] }}}}\n{{{{ message['content'] }}}}{END}\n"
+    f"{START}{{{{ message['role'] }}}}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for item in message['content'] %}"
+    f"{{% if item['type'] == 'image' %}}{''.join(IMAGE_TOKENS)}{{% else %}}{{{{ item['text'] }}}}{{% endif %}}"
+    "{% endfor %}{% endif %}"
+    f"{END}\n"
     "{% endfor %}"
     f"{{% if add_generation_prompt %}}{START}assistant\n{{% endif %}}"
 )
 
 SPEECH = "the answer is forty two or so i think, but it may be a 1, 2, 3, 4, 5, 6, 7, 8, 9 or 0. "
 """How often each character is said."""
+HIDDEN, PATCH = 32, 14
 RESPONSE_TOKENS = 24
 """How long a response is on average."""
 WHISPER = 1e-6
@@ -64,55 +74,99 @@ def builtin_prompts(tokenizer: Any = None) -> list[Prompt]:
     return prompts
 
 
-def write_tiny_model(directory: Path) -> None:
-    """A model folder as users have them."""
-    tokenizer = make_tokenizer()
-    make_model(tokenizer).save_pretrained(directory)
+def write_tiny_model(directory: Path, *, images: bool = False) -> None:
+    """A model folder as users have them; with `images` that of a model that reads some."""
+    tokenizer = make_tokenizer(images=images)
+    make_model(tokenizer, images=images).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    if images:
+        _image_processor().save_pretrained(directory)
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
+def make_tokenizer(*, images: bool = False) -> Qwen2Tokenizer:
     """One token per byte, ChatML around messages: whatever text comes, it is read and written back."""
-    tokens = [PAD, START, END, *sorted(ByteLevel.alphabet())]
+    tokens = [PAD, START, END, *sorted(ByteLevel.alphabet()), *(IMAGE_TOKENS if images else ())]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=[],
         unk_token=PAD,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[START],
+        additional_special_tokens=[START, *(IMAGE_TOKENS if images else ())],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer, *, images: bool = False) -> Any:
     """Random weights, but for one hidden dimension: it is the same after every token, so that its column in the output
     layer is a bias, which is set to how often each token is said.
     """
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config)
+    model = _vision_model(tokenizer) if images else Qwen2ForCausalLM(Qwen2Config(**_decoder(tokenizer)))
+    body = model.model.language_model if images else model.model
     with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 3.0  # outweighs the rest, so that the last norm makes it nearly √hidden
-        for layer in model.model.layers:
+        body.embed_tokens.weight[:, 0] = 3.0  # outweighs the rest, so that the last norm makes it nearly √hidden
+        for layer in body.layers:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
-        model.lm_head.weight[:, 0] = _log_frequencies(tokenizer) / math.sqrt(config.hidden_size)
+        model.lm_head.weight[:, 0] = _log_frequencies(tokenizer) / math.sqrt(HIDDEN)
     return model
+
+
+def _decoder(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _vision_model(tokenizer: Qwen2Tokenizer) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    start, picture, end = (tokenizer.get_vocab()[token] for token in IMAGE_TOKENS)
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    tower = {
+        "depth": 1,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 8 * PATCH,
+        "fullatt_block_indexes": [0],
+        "out_hidden_size": HIDDEN,
+        "initializer_range": 0.1,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config={**_decoder(tokenizer), "rope_parameters": rope},
+        vision_config=tower,
+        vision_start_token_id=start,
+        image_token_id=picture,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _image_processor() -> Any:
+    """An image has 4 to 64 tokens: as many as its size asks for, and few enough for many turns."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    token = (2 * PATCH) ** 2
+    size = {"shortest_edge": 4 * token, "longest_edge": 64 * token}
+    return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, temporal_patch_size=2, size=size)
 
 
 def _log_frequencies(tokenizer: Qwen2Tokenizer) -> torch.Tensor:
@@ -135,6 +189,7 @@ class Workbench:
     model_folder: str
     engine: EmbeddedEngine
     tokenizer: Any
+    """That of the model; where images are read, with its image processor."""
     prompts: list[Prompt]
 
     def sampling_params(self, prompt: Prompt, sample: int) -> SamplingParams:
@@ -151,6 +206,8 @@ class Workbench:
             max_length=self.options.max_len,
             max_steps=self.options.max_steps,
             max_model_len=self.engine.max_model_len,
+            images=self.options.max_images_per_prompt > 0,
+            allow_image_urls=self.options.allow_image_urls,
         )
 
 
@@ -162,20 +219,34 @@ def workbench(options: CheckOptions) -> Iterator[Workbench]:
         folder, device = options.pretrain, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if folder is None:
             folder, device = held.enter_context(tempfile.TemporaryDirectory()), torch.device("cpu")
-            write_tiny_model(Path(folder))
+            write_tiny_model(Path(folder), images=options.max_images_per_prompt > 0)
+        images = None
         with reading_model(folder, flag="--pretrain"):
             tokenizer = load_tokenizer(folder, flag="--pretrain")
-            policy = load_policy(folder, LoadSettings(device=device, flag="--pretrain"))
+            if options.max_images_per_prompt:
+                images = _images(options, folder, tokenizer)
+            settings = LoadSettings(device=device, flag="--pretrain", images=images is not None)
+            policy = load_policy(folder, settings)
         yield Workbench(
             options=options,
             model_folder=folder,
             engine=EmbeddedEngine(policy.model, tokenizer, max_model_len=options.max_len),
-            tokenizer=tokenizer,
-            prompts=_prompts(options, tokenizer),
+            tokenizer=tokenizer
+            if images is None
+            else ImageTokenizer(
+                tokenizer, EpisodeImages(images.processor, tokenizer, allow_urls=options.allow_image_urls)
+            ),
+            prompts=_prompts(options, tokenizer, images),
         )
 
 
-def _prompts(options: CheckOptions, tokenizer: Any) -> list[Prompt]:
+def _images(options: CheckOptions, folder: str, tokenizer: Any) -> DataImages:
+    processor = load_image_processor(folder, tokenizer, trust_remote_code=False, flag="--pretrain")
+    most, urls = options.max_images_per_prompt, options.allow_image_urls
+    return DataImages(image_places(processor, tokenizer, key=options.image_key, most=most, allow_urls=urls), processor)
+
+
+def _prompts(options: CheckOptions, tokenizer: Any, images: DataImages | None) -> list[Prompt]:
     if options.prompt_data is None:
         return builtin_prompts(tokenizer if options.apply_chat_template else None)
     flag = "--prompt_data"
@@ -185,6 +256,8 @@ def _prompts(options: CheckOptions, tokenizer: Any) -> list[Prompt]:
         input_key=options.input_key,
         label_key=options.label_key,
         apply_chat_template=options.apply_chat_template,
+        images=images,
+        image_key=options.image_key,
         max_prompt_tokens=options.max_len - options.max_new_tokens,
         flag=flag,
     )

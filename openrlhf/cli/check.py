@@ -80,6 +80,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--input_key", "--data.input_key", metavar="KEY", default="input", help="field of the prompt (default input)")
     add("--label_key", "--data.label_key", metavar="KEY", help="field of the label")
     add("--apply_chat_template", "--data.apply_chat_template", action="store_true", help="put prompts into it")
+    add(
+        *("--max_images_per_prompt", "--data.max_images_per_prompt"),
+        metavar="N",
+        type=_number,
+        default=0,
+        help="images a prompt may have; > 0 lets prompts and agents show images, also to the tiny model (0)",
+    )
+    add("--image_key", "--data.image_key", metavar="KEY", default="images", help="field of images (default images)")
+    add("--allow_image_urls", "--data.allow_image_urls", action="store_true", help="fetch images that are URLs")
     add("--pretrain", "--actor.model_name_or_path", metavar="MODEL", help="model and tokenizer to use")
     add("--n", "--rollout.n_samples_per_prompt", metavar="N", type=_count, default=4, help="samples of each prompt (4)")
     add(
@@ -115,6 +124,12 @@ def _file(text: str) -> Path:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 0, got {text!r}")
     return int(text)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from agent_files import HEAD, env
 from patience import patience
+from PIL import Image
 
 from openrlhf.cli.main import main
 
@@ -86,6 +87,60 @@ def test_a_file_may_be_both(check, tmp_path):
     file.write_text(HEAD + env() + "def reward_func(queries):\n    return [len(q) / 99 for q in queries]\n")
     out, _ = check(file, "--n", 1, "--agent_hosts", 0)
     assert out.index("both.py: reward_func") < out.index("both.py: AgentExecutor")
+
+
+SEEING = (
+    HEAD
+    + env(
+        "self.n += 1\n        return {'rewards': self.n, 'done': self.n == 2, 'environment_feedback': '\\nnow: <image>\\n', "
+        "'environment_images': [Image.new('RGB', (56, 56), (80 * self.n, 0, 0))]}",
+        reset="return {'observation': '<image>' + states['observation'], 'images': [Image.new('RGB', (84, 56))]}",
+    )
+    + "from PIL import Image\n"
+)
+
+
+@pytest.mark.parametrize("hosts", [0, 1])
+def test_an_agent_with_images_needs_no_model(check, tmp_path, hosts):
+    """The built-in one makes a token of 28 × 28 pixels: 3 × 2 of the first image. `to` is where the next token is."""
+    file = tmp_path / "seeing.py"
+    file.write_text(SEEING)
+    out, err = check(file, "--n", 1, "--agent_hosts", hosts, "--data.max_images_per_prompt", 1)
+    assert err == ""
+    assert "<|vision_start|>[image 1: 6 tokens]<|vision_end|>" in out
+    assert "\nnow: <|vision_start|>[image 2: 4 tokens]<|vision_end|>\n⟦" in out
+    first, second = (line.split() for line in out.splitlines() if line.startswith("image "))
+    assert first[:8] == ["image", "1", "84", "×", "56", "6", "1", "7"]
+    assert second[:6] == ["image", "2", "56", "×", "56", "4"]
+    assert int(second[7]) - int(second[6]) == 4
+    (folder,) = (line for line in out.splitlines() if line.startswith("(the thumbnails are in "))
+    pictures = Path(folder.removeprefix("(the thumbnails are in ").removesuffix(")"))
+    assert {path.name for path in pictures.iterdir()} == {first[8], second[8]}
+    assert "seeing.py works" in verdict(out)
+
+
+def test_an_agent_with_images_in_a_run_without_says_which_flag(capfd, tmp_path):
+    file = tmp_path / "seeing.py"
+    file.write_text(SEEING)
+    assert main(["check", str(file), "--agent_hosts", "0"]) == 1
+    assert "--data.max_images_per_prompt above 0" in capfd.readouterr().err
+
+
+def test_prompts_with_images_are_judged(check, capfd, tmp_path):
+    """A reward file sees the text, in which an image is one token. An image that is missing is named."""
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def reward_func(queries, prompts):\n    return [p.count('<|image_pad|>') + len(p) % 7 for p in prompts]\n"
+    )
+    Image.new("RGB", (56, 56)).save(tmp_path / "dark.png")
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"input": "What is <image>?", "images": "dark.png"}\n')
+    words = ["--prompt_data", data, "--max_images_per_prompt", 1, "--n", 2]
+    out, _ = check(file, *words)
+    assert "What is <|vision_start|><|image_pad|><|vision_end|>?" in out
+    data.write_text('{"input": "What is <image>?", "images": "gone.png"}\n')
+    assert main(["check", str(file), *map(str, words)]) == 1
+    assert "record 1 of train.jsonl: image 1 of 1: there is no image file gone.png" in capfd.readouterr().err
 
 
 def test_users_bring_prompts_and_model(check, inputs, tmp_path):

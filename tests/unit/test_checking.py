@@ -10,6 +10,7 @@ from agent_files import HEAD, env
 from PIL import Image
 from prepared_images import png, prepared
 from scripted_engine import CharTokenizer
+from small_sections import loading
 
 from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
@@ -19,10 +20,13 @@ from openrlhf.checking.display import Display, reward_summary, shown, told_apart
 from openrlhf.checking.image_display import half_blocks
 from openrlhf.checking.options import Kind, kinds_of
 from openrlhf.checking.reward_check import Answer, JudgedPrompt, reward_warnings, written_answers
-from openrlhf.checking.workbench import END, builtin_prompts, make_model, make_tokenizer
+from openrlhf.checking.workbench import END, builtin_prompts, make_model, make_tokenizer, write_tiny_model
+from openrlhf.models.image_processor import ImageProcessor
+from openrlhf.models.loading import load_policy, load_tokenizer
 from openrlhf.observability.turns import SegmentReader, Span, spans
 from openrlhf.rewards.base import Reward
-from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, Prompt
+from openrlhf.rollout.embedded import EmbeddedEngine
+from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, Prompt, SamplingParams
 
 PROMPT = Prompt(ordinal=0, text="ask", label="5")
 
@@ -89,10 +93,11 @@ def test_built_in_prompts_come_in_a_chat_template_too():
     assert all(int(prompt.label) > 0 for prompt in plain)
 
 
-def test_the_tiny_model_speaks_printable_characters_and_comes_to_an_end():
+@pytest.mark.parametrize("images", [False, True])
+def test_the_tiny_model_speaks_printable_characters_and_comes_to_an_end(images):
     """Its bias makes them likely whatever it reads: P(printable) > 0.99, and P(end) is about 1 in 24 tokens."""
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer).eval()
+    tokenizer = make_tokenizer(images=images)
+    model = make_model(tokenizer, images=images).eval()
     ids = tokenizer("What is 2 + 3? 日本", return_tensors="pt", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         probs_TV = model(ids).logits[0].softmax(-1)
@@ -103,6 +108,24 @@ def test_the_tiny_model_speaks_printable_characters_and_comes_to_an_end():
     assert (probs_TV[:, printable].sum(-1) + end_T > 0.99).all()
     assert ((end_T > 0.005) & (end_T < 0.3)).all()
     assert probs_TV.std(0).max() > 1e-3  # what it says depends on what it has read
+
+
+def test_the_tiny_model_reads_images(tmp_path):
+    """28 × 28 pixels to a token, 4 at least and 64 at most; what it says depends on the image."""
+    write_tiny_model(tmp_path, images=True)
+    tokenizer = load_tokenizer(tmp_path)
+    processor = ImageProcessor.load(tmp_path, tokenizer)
+    sizes = [(28, 28), (84, 56), (3000, 2000)]
+    assert [len(processor.prepare(Image.new("RGB", size))) for size in sizes][:2] == [4, 6]
+    assert len(processor.prepare(Image.new("RGB", sizes[2]))) in range(40, 65)
+    engine = EmbeddedEngine(load_policy(tmp_path, loading()).model, tokenizer, max_model_len=256)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    logprobs = []
+    for colour in ("red", "blue"):
+        ids, placed = processor.expand(text, [processor.prepare(Image.new("RGB", (84, 56), colour))])
+        logprobs.append(asyncio.run(engine.generate(ids, SamplingParams(max_tokens=1, seed=1), images=placed)).logprobs)
+    assert logprobs[0] != logprobs[1]
 
 
 # ---------------------------------------------------------------------------------------------- rewards
