@@ -1,11 +1,13 @@
 """What users get wrong: each case ends soon, non-zero, in one line that names the file, record or flag to change."""
 
+import io
 import json
 import os
 import shutil
 
 import pytest
 from patience import patience
+from vision_models import image, png_that_says, write_vision_model
 
 GOOD = '{"input": "1+2=", "label": "3"}\n'
 
@@ -107,6 +109,73 @@ def test_prompts_that_cannot_be_used_are_counted_and_left_out(cli, tmp_path):
     assert "left out 2 of 7 prompts, which have an empty 'input': record 5 of some.jsonl, record 6" in ran.err
     assert "left out 1 of 7 prompts, which are longer than 12 tokens: record 7 of some.jsonl" in ran.err
     assert len(ran.metrics) == 1
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory):
+    return write_vision_model("qwen2_5_vl", tmp_path_factory.mktemp("vision_model"))
+
+
+def broken_png():
+    whole = io.BytesIO()
+    image(1, width=64, height=64).save(whole, "PNG")
+    return whole.getvalue()[:-3000]
+
+
+@pytest.mark.parametrize(
+    ("record", "content", "message"),
+    [
+        ({}, None, "image 1 of 1: there is no image file cat.png (looked in"),
+        ({}, broken_png(), "cat.png is truncated or broken"),
+        ({}, png_that_says(30_000, 30_000), "is a decompression bomb, or far too large"),
+        ({}, png_that_says(0, 0), "has 0 × 0 pixels"),
+        ({"images": ["cat.png"] * 3}, b"", "it has 3 images, and --data.max_images_per_prompt is 2: raise it"),
+        ({"input": "<image><image>"}, b"", "it has 2 times <image>, and 1 images under 'images': give one for each"),
+        ({"input": "<|image_pad|>", "images": []}, b"", "its text has <|image_pad|>, which stands for an image"),
+        (
+            {"images": ["http://127.0.0.1:9/cat.png"]},
+            b"",
+            "is a URL: --data.allow_image_urls lets the run fetch images",
+        ),
+    ],
+)
+def test_unusable_images(cli, tmp_path, vision_model, record, content, message):
+    (tmp_path / "images.jsonl").write_text(
+        GOOD + json.dumps({"input": "1", "images": ["cat.png"], "label": 3} | record)
+    )
+    if content is not None:
+        (tmp_path / "cat.png").write_bytes(content)
+    ran = cli(
+        actor__model_name_or_path=vision_model, data__prompt_dataset="images.jsonl", data__max_images_per_prompt=2
+    )
+    refused(ran, "--data.prompt_dataset, record 2 of images.jsonl: ", message)
+    assert not ran.run_dir.exists()
+
+
+def test_images_for_a_model_without_a_tower(cli, inputs):
+    ran = cli(data__max_images_per_prompt=1)
+    refused(ran, "--actor.model_name_or_path", "this model reads no images", "leave the flag out")
+
+
+def test_an_image_that_is_found_broken_later_fails_its_own_prompt(cli, tmp_path, vision_model, monkeypatch):
+    """The beginning of the file is whole, so that the start of the run finds nothing."""
+    monkeypatch.setattr("openrlhf.data.prompts.DECODED", 0)
+    for number in range(3):
+        image(number).save(tmp_path / f"{number}.png")
+    (tmp_path / "3.png").write_bytes(broken_png())
+    records = [{"input": "1+<image>", "images": f"{number}.png", "label": "3"} for number in range(4)]
+    (tmp_path / "images.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    ran = cli(
+        actor__model_name_or_path=vision_model,
+        data__prompt_dataset="images.jsonl",
+        data__max_images_per_prompt=1,
+        data__max_len=100,
+        train__total_steps=1,
+    )
+    succeeded(ran)
+    assert "record 4 of images.jsonl" in ran.err
+    assert "3.png is truncated or broken" in ran.err
+    assert ran.metrics[0]["rollout/failed"] == 2, "both samples of the prompt, and no other"
 
 
 def test_a_template_variables_for_it_and_texts_that_end_a_response(cli, inputs):
