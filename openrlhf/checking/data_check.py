@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from typing import IO, Any, NamedTuple
@@ -16,18 +19,26 @@ from rich.console import Console
 from rich.text import Text
 
 from openrlhf.checking.display import MOST_CHARACTERS, PIPE_WIDTH, shown
+from openrlhf.checking.image_display import ImageDisplay
 from openrlhf.config.commands import RLConfig, RMConfig, TrainerConfig
+from openrlhf.config.data import PromptDataSection
 from openrlhf.config.fields import ConfigError, NotBuiltError
 from openrlhf.config.parser import parse
 from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.files import DataError, Record
-from openrlhf.data.images import image_size
+from openrlhf.data.image_places import DataImages, image_sources
+from openrlhf.data.images import ImageError, read_image
 from openrlhf.data.preferences import Judged, Pair
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.recognition import ANSWERS, is_chat
 from openrlhf.data.sources import load_records
+from openrlhf.models.image_processor import ImageProcessorError
 from openrlhf.models.loading import ModelLoadError
+from openrlhf.observability.turns import TextImage
+from openrlhf.types import PlacedImage, Prompt
 
+MOST_BROKEN = 20
+"""The most images that cannot be read that are named."""
 COMMANDS = {"sft": "train_sft", "rm": "train_rm", "dpo": "train_dpo", "kto": "train_dpo", "rl": "train_ppo_ray"}
 """Kind of data → the command that trains on it."""
 
@@ -53,8 +64,10 @@ class ShownText:
     name: str
     """The role of the text: `chosen`, `prompt`; empty where there is only one."""
     parts: tuple[TextPart, ...]
+    """An image in them is a mark: `[image 1: 54 tokens]`."""
     tokens: int
     learnt: int
+    images: tuple[TextImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +85,35 @@ def run(argv: Sequence[str]) -> int:
     if options.model is None:
         _complain("--model is missing: the folder or Hub name of the model whose tokenizer and chat template it is for")
         return 2
-    told = _Told()
+    told, page = _Told(), _Page(sys.stdout)
     with told.listening():
         try:
             purpose = options.purpose or guess(load_records(data, max_samples=1, flag="DATA")[0], flags)
             config = configure(purpose, data, options.model, flags)
-            samples, tokenizer = read(config)
-        except (ConfigError, NotBuiltError, DataError, ModelLoadError) as error:
+            seen = None
+            if config.data.max_images_per_prompt:
+                with page.working("reading all images …"):
+                    seen = read_images(config, data)
+            if seen is not None and seen.broken:
+                for line in [*seen.broken[:MOST_BROKEN], *_more(len(seen.broken) - MOST_BROKEN)]:
+                    _complain(line)
+                return 1
+            found = read(config)
+            records = [show(found, index) for index in range(min(options.records, len(found.samples)))]
+        except (ConfigError, NotBuiltError, DataError, ModelLoadError, ImageProcessorError) as error:
             for line in told.lines:
                 print(f"note: {line}", file=sys.stderr)
             _complain(str(error))
             return 2 if isinstance(error, ConfigError | NotBuiltError) else 1
-    records = [show(samples, index, tokenizer) for index in range(min(options.records, len(samples)))]
-    _Page(sys.stdout).show(purpose, records, summary(samples, config), told.lines, guessed=options.purpose is None)
+    told_of_all = summary(found.samples, config)
+    if seen is not None:
+        told_of_all += f" {seen.number:,} image{'' if seen.number == 1 else 's'} read, none of them broken."
+    page.show(purpose, records, told_of_all, told.lines, guessed=options.purpose is None)
     return 0
+
+
+def _more(count: int) -> list[str]:
+    return [f"{count:,} more images cannot be read"] if count > 0 else []
 
 
 def guess(record: Record, flags: Sequence[str] = ()) -> str:
@@ -112,29 +140,69 @@ def configure(purpose: str, data: str, model: str, flags: Sequence[str]) -> Trai
     return config
 
 
-def read(config: TrainerConfig) -> tuple[TokenisedSet[Any] | PromptSet, Any]:
-    """Its data as a run reads it, and the tokenizer. Raises DataError and ModelLoadError."""
+class ReadData(NamedTuple):
+    samples: TokenisedSet[Any] | PromptSet
+    tokenizer: Any
+    images: DataImages | None
+    """How images are read; None: they are not."""
+
+
+def read(config: TrainerConfig) -> ReadData:
+    """Its data as a run reads it. Raises DataError and ModelLoadError."""
     if isinstance(config, RLConfig):
         from openrlhf.runs.preflight import policy_images, policy_tokenizer
         from openrlhf.runs.rl_assembly import prompts_of
 
         tokenizer = policy_tokenizer(config)
         images = policy_images(config, tokenizer)
-        return prompts_of(config, tokenizer, evaluation=False, images=images), tokenizer
+        return ReadData(prompts_of(config, tokenizer, evaluation=False, images=images), tokenizer, images)
     from openrlhf.runs.supervised_assembly import images_of, samples_of, tokenizer_of
 
     tokenizer = tokenizer_of(config)
-    return samples_of(config, tokenizer, images=images_of(config, tokenizer)), tokenizer
+    images = images_of(config, tokenizer)
+    return ReadData(samples_of(config, tokenizer, images=images), tokenizer, images)
 
 
-def show(samples: TokenisedSet[Any] | PromptSet, index: int, tokenizer: Any) -> ShownRecord:
-    """Sample `index`, token by token."""
+class ReadImages(NamedTuple):
+    """The images of all records, read to their last pixel."""
+
+    number: int
+    broken: list[str]
+    """The record and what is wrong with its image."""
+
+
+def read_images(config: TrainerConfig, data: str) -> ReadImages:
+    """A run looks at the beginning of each image before it starts, and meets a truncated one in the middle of training.
+    Raises DataError."""
+    given = config.data
+    split = given.prompt_split if isinstance(given, PromptDataSection) else given.dataset_split
+    trusts = given.trust_remote_code
+    records = load_records(data, split=split, max_samples=given.max_samples, trust_remote_code=trusts, flag="DATA")
+    # Records that have no other key are read with `image`.
+    keys = dict.fromkeys([given.image_key, "image"] if given.image_key == "images" else [given.image_key])
+
+    def problems(row: int) -> tuple[int, list[str]]:
+        record, found, count = records[row], [], 0
+        present = [key for key in keys if key in record] or [given.image_key]
+        for count, source in enumerate((s for s in image_sources(record, present[0]) if s is not None), start=1):
+            try:
+                read_image(source, allow_urls=given.allow_image_urls, folder=records.folder(row))
+            except ImageError as error:
+                found.append(f"{records.where(row)}: image {count}: {error}")
+        return count, found
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        results = list(threads.map(problems, range(len(records))))
+    return ReadImages(sum(count for count, _ in results), [line for _, lines in results for line in lines])
+
+
+def show(data: ReadData, index: int) -> ShownRecord:
+    """Sample `index`, token by token. Raises DataError for an image that cannot be read."""
+    samples, tokenizer, images = data
     sample, where = samples[index], samples.where(index)
     if isinstance(samples, PromptSet):
-        tokens = samples.num_tokens(sample)
-        text = ShownText(name="prompt", parts=(TextPart(sample.text, False),), tokens=tokens, learnt=0)
-        facts = ", ".join([f"label {shown(repr(sample.label), 60)}", *map(shown_image, sample.images)])
-        return ShownRecord(where=where, facts=facts, texts=(text,))
+        facts = f"label {shown(repr(sample.label), 60)}"
+        return ShownRecord(where=where, facts=facts, texts=(_shown_prompt(sample, samples, images),))
     match sample:
         case Pair():
             texts = (shown_text(sample.chosen, tokenizer, "chosen"), shown_text(sample.rejected, tokenizer, "rejected"))
@@ -145,16 +213,20 @@ def show(samples: TokenisedSet[Any] | PromptSet, index: int, tokenizer: Any) -> 
     return ShownRecord(where=where, facts="", texts=(shown_text(sample, tokenizer),))
 
 
-def shown_image(image: bytes | str) -> str:
-    """`image 24 × 16`, or where it would be fetched."""
-    size = image_size(image)
-    return f"image {image!s:.60}" if size is None else f"image {size[0]} × {size[1]}"
+def _shown_prompt(prompt: Prompt, samples: PromptSet, images: DataImages | None) -> ShownText:
+    part = TextPart(prompt.text, False)
+    if images is None or not prompt.images:
+        return ShownText(name="prompt", parts=(part,), tokens=samples.num_tokens(prompt), learnt=0)
+    expanded = images.processor.expand(prompt.text, [images.prepare(image) for image in prompt.images])
+    parts, marked = _with_marks([part], expanded.images, images.processor.image_token)
+    return ShownText(name="prompt", parts=parts, tokens=len(expanded.token_ids), learnt=0, images=marked)
 
 
 def shown_text(example: Example, tokenizer: Any, name: str = "") -> ShownText:
-    """Its text, cut where what is learnt begins and ends; an image is its placeholder, once."""
+    """Its text, cut where what is learnt begins and ends."""
     ids, mask, parts, end, before = example.token_ids.tolist(), example.target_mask.tolist(), [], 0, ""
-    for placed in reversed(example.images):
+    images = example.images
+    for placed in reversed(images):
         ids[placed.start : placed.end], mask[placed.start : placed.end] = [placed.image.placeholder], [False]
     for learnt, tokens in groupby(mask):
         end += len(list(tokens))
@@ -162,7 +234,29 @@ def shown_text(example: Example, tokenizer: Any, name: str = "") -> ShownText:
         text = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         parts.append(TextPart(text[len(before) :], learnt))
         before = text
-    return ShownText(name=name, parts=tuple(parts), tokens=len(example), learnt=int(example.target_mask.sum()))
+    token = tokenizer.decode([images[0].image.placeholder], skip_special_tokens=False) if images else ""
+    marked_parts, marked = _with_marks(parts, images, token)
+    learnt_count = int(example.target_mask.sum())
+    return ShownText(name=name, parts=marked_parts, tokens=len(example), learnt=learnt_count, images=marked)
+
+
+def _with_marks(
+    parts: Sequence[TextPart], images: Sequence[PlacedImage], token: str
+) -> tuple[tuple[TextPart, ...], tuple[TextImage, ...]]:
+    """The parts with a mark for each image, where `token` stands for it: no text of a user's may hold this token."""
+    if not images:
+        return tuple(parts), ()
+    numbers: dict[str, int] = {}
+    waiting = list(images)
+    marked: list[TextImage] = []
+
+    def mark(match: re.Match[str]) -> str:
+        placed = waiting.pop(0)
+        number = numbers.setdefault(placed.image.digest, len(numbers) + 1)
+        marked.append(TextImage(number=number, at=match.start(), placed=placed))
+        return marked[-1].mark
+
+    return tuple(part._replace(text=re.sub(re.escape(token), mark, part.text)) for part in parts), tuple(marked)
 
 
 def lines_of(record: ShownRecord, purpose: str) -> list[str]:
@@ -227,6 +321,11 @@ class _Page:
         self._console = Console(file=file, highlight=False, markup=False, emoji=False)
         if not self._console.is_terminal:
             self._console.width = PIPE_WIDTH
+        self._images = ImageDisplay(self._console)
+
+    def working(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """Something that moves, on a terminal only."""
+        return self._console.status(Text(what)) if self._console.is_terminal else contextlib.nullcontext()
 
     def show(
         self, purpose: str, records: Sequence[ShownRecord], summary: str, told: Sequence[str], *, guessed: bool
@@ -244,6 +343,7 @@ class _Page:
                 learnt = "" if purpose in ABOUT else f", {text.learnt} learnt"
                 self._print(Text(f"{text.name or 'text'}: {text.tokens} tokens{learnt}", style="dim"))
                 self._print(self._marked(text.parts, plain=purpose in ABOUT), soft_wrap=True)
+                self._images.show(text.images)
         self._print("")
         self._print(summary, soft_wrap=True)
 

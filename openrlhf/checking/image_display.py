@@ -39,9 +39,10 @@ class ImageDisplay:
         if not images:
             return
         self._console.print("")
+        before = self._folder
         self._console.print(self._table(images))
         if not self._draws:
-            if self._folder is not None:
+            if self._folder is not before:
                 self._console.print(f"(the thumbnails are in {self._folder})", soft_wrap=True)
             return
         new = {image.placed.image.digest: image for image in images if image.placed.image.digest not in self._drawn}

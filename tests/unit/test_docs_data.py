@@ -68,8 +68,7 @@ def shown_as(record, command, model, write):
     if "kto" in flags:
         purpose = "kto"
     config = configure(purpose, write(record), model, flags)
-    samples, made = read(config)
-    return lines_of(show(samples, 0, made), purpose)
+    return lines_of(show(read(config), 0), purpose)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_limit_holds_for_training_and_evaluation_data(model, write, purpose):
     else:
         config = configure(purpose, data, model, [*flags, "--data.output_key", "output"])
     of = prompts_of if purpose == "rl" else samples_of
-    _, made = read(config)
+    made = read(config).tokenizer
     assert [len(of(config, made, evaluation=evaluation)) for evaluation in (False, True)] == [3, 3]
 
 
@@ -150,3 +149,49 @@ def test_a_limit_holds_for_training_and_evaluation_data(model, write, purpose):
 )
 def test_what_a_record_is_for(record, flags, purpose):
     assert guess(record, flags) == purpose
+
+
+IMAGES = ("--data.max_images_per_prompt", "2")
+
+
+def test_images_are_listed_with_their_tokens_and_thumbnails(vision_model, write, tmp_path, capsys, monkeypatch):
+    """Two records show the first image: one file. `to` is the index after its last token."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for number in (1, 2):
+        image(number, width=80, height=64).save(tmp_path / f"{number}.png")
+    data = write(
+        {"input": "Is <image> a cat, or <image>?", "images": ["1.png", "2.png"]},
+        {"input": "And <image>?", "images": "1.png"},
+    )
+    assert run([data, "--model", vision_model, *IMAGES]) == 0
+    out = capsys.readouterr().out
+    assert "Is <|vision_start|>[image 1: 80 tokens]<|vision_end|> a cat, or <|vision_start|>[image 2: 80 tokens]" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("image ")]
+    assert [row[:6] for row in rows] == [["image", number, "80", "×", "64", "80"] for number in ("1", "2", "1")]
+    assert [int(row[7]) - int(row[6]) for row in rows] == [80, 80, 80]
+    assert rows[0][8] == rows[2][8] != rows[1][8]
+    (folder,) = tmp_path.glob("openrlhf-check-*")
+    assert {path.name for path in folder.iterdir()} == {row[8] for row in rows}
+    assert out.endswith("3 images read, none of them broken.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "record"),
+    [
+        (("--as", "rl"), {"input": "Is <image>?"}),
+        (("--as", "dpo"), {"prompt": "Is <image>?", "chosen": " yes", "rejected": " no"}),
+    ],
+)
+def test_every_broken_image_is_named(vision_model, write, tmp_path, capsys, words, record):
+    """A truncated one too, which a run would meet in the middle of training, whatever the key is called."""
+    image(1, width=80, height=64).save(tmp_path / "whole.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:3000])
+    (tmp_path / "text.png").write_text("no image")
+    names = ["whole.png", *["whole.png"] * 40, "cut.png", "gone.png", "text.png"]
+    data = write(*({**record, "image": name} for name in names))
+    assert run([data, "--model", vision_model, *words, *IMAGES]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": image 1: ")[0] for line in said] == [f"error: record {n} of data.jsonl" for n in (42, 43, 44)]
+    assert "truncated" in said[0]
+    assert "there is no image file gone.png" in said[1]
+    assert "is no image" in said[2]
