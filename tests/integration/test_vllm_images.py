@@ -34,8 +34,9 @@ from openrlhf.weight_sync.transports import RpcSender
 pytestmark = pytest.mark.slow
 
 CONTEXT = 256
-SAME, OTHER = 2e-5, 1e-2
-"""Log-probs of the same model are at most so far apart (5e-6 was seen), and those of different ones at least so far."""
+SAME, OTHER = 1e-4, 1e-2
+"""Log-probs of the same model are at most so far apart, and those of different ones at least so far. Seen was 5e-6 with
+the weights of the folders, and 2e-5 with those that tests change, which are larger."""
 ATTEMPTS = 50
 """To stop a request before it is over, on a busy machine."""
 TEXTS = ["ab12?", "look at {} and say", "{}{}=2 {}"]
@@ -69,11 +70,11 @@ class Setup:
         images = [self.processor.prepare(image(10 * seed + i, width=w, height=h)) for i, (w, h) in enumerate(sizes)]
         return self.processor.expand(text.format(*[self.mark] * len(images)), images)
 
-    def push(self) -> None:
+    def push(self, *, only_decoder: bool = False) -> None:
         policy = Policy(self.model)
+        weights = PolicyWeights(policy, ModuleWeights(policy), only_decoder=only_decoder)
         sender = RpcSender(block_bytes=50_000, checksums=True)
-        loop = SimpleNamespace(run=asyncio.run)
-        sync = EngineWeightSync(self.engine, PolicyWeights(policy, ModuleWeights(policy)), sender, loop, probe=None)
+        sync = EngineWeightSync(self.engine, weights, sender, SimpleNamespace(run=asyncio.run))
         sync.push(version=self.engine.version + 1)
 
     def change_weights(self, part: str = "", *, seed: int) -> None:
@@ -271,8 +272,8 @@ def test_a_placeholder_is_never_sampled_however_likely(setup, temperature):
     assert torch.isin(likeliest, torch.tensor(setup.banned)).float().mean() > 0.5
     assert not set(setup.banned).intersection(generation.token_ids)
     expected = own_logprobs(setup.model, whole)
-    assert gap(torch.tensor(generation.logprobs), expected[-100:]) < 10 * SAME
-    assert gap(setup.logprobs(whole), expected) < 10 * SAME
+    assert gap(torch.tensor(generation.logprobs), expected[-100:]) < SAME
+    assert gap(setup.logprobs(whole), expected) < SAME
 
 
 def test_pushes_change_the_tower_too(setup):
@@ -290,21 +291,26 @@ def test_pushes_change_the_tower_too(setup):
     assert torch.equal(setup.logprobs(asked), found[0])
 
 
-def test_a_frozen_towers_work_is_kept_over_a_push(setup):
-    asked = setup.prompt(TEXTS[-1])
+def test_a_frozen_towers_work_is_kept_over_pushes_of_the_decoder(setup):
+    """An image that was seen is not encoded again; a new one is, by the tower that the engine has kept."""
+    asked, new = setup.prompt(TEXTS[-1]), setup.prompt(TEXTS[-1], seed=9)
     setup.logprobs(asked)
     setup.engine.settings = dataclasses.replace(setup.engine.settings, keep_image_features=True)
     try:
-        setup.change_weights("language_model.layers", seed=5)
         setup.watch()
-        setup.push()
-        assert gap(setup.logprobs(asked), own_logprobs(setup.model, asked)) < SAME
+        for seed in (5, 6):
+            setup.change_weights("language_model.layers", seed=seed)
+            setup.push(only_decoder=True)
+            assert gap(setup.logprobs(asked), own_logprobs(setup.model, asked)) < SAME
         assert setup.seen()[0] == 0
+        assert gap(setup.logprobs(new), own_logprobs(setup.model, new)) < SAME
+        assert setup.seen()[1] == digest_of(joined(new.images), ())
     finally:
         setup.engine.settings = dataclasses.replace(setup.engine.settings, keep_image_features=False)
     setup.push()
+    setup.watch()
     setup.logprobs(asked)
-    assert setup.seen()[0] > 0
+    assert setup.seen()[1] == digest_of(joined(asked.images), ())
 
 
 @pytest.mark.parametrize("stop", ["pause", "sleep"])
