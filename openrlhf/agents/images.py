@@ -93,8 +93,7 @@ class EpisodeImages:
             failure = _bad(error) if isinstance(error, ValueError) else error
             own.set_exception(failure)
             raise failure from None
-        own.set_result(image)
-        self._forget_oldest(image)
+        self._keep(own, image)
         return image
 
     def _pixels(self, source: Any) -> Any:
@@ -107,22 +106,24 @@ class EpisodeImages:
         """Equal for the same image. A file may be another one later, and users' code may draw on a Pillow image."""
         from PIL.Image import Image
 
-        if isinstance(source, Image):
-            return source.mode, source.size, source.getexif().tobytes(), _hash(source.tobytes()), _palette(source)
         try:
+            if isinstance(source, Image):  # perhaps one whose file is read now
+                return source.mode, source.size, source.getexif().tobytes(), _hash(source.tobytes()), _palette(source)
             found = portable(source)
             if isinstance(found, bytes):
                 return _hash(found)
             if is_url(found):
                 return found
             status = os.stat(found)
-        except (ImageError, OSError) as error:
+        except Exception as error:  # decoders have no exception in common
             raise _bad(error) from None
         return found, status.st_mtime_ns, status.st_size
 
-    def _forget_oldest(self, added: ImageInput) -> None:
+    def _keep(self, own: Future[ImageInput], image: ImageInput) -> None:
+        """The oldest are forgotten for it, where need be."""
         with self._lock:
-            self._bytes += num_bytes(added)
+            self._bytes += num_bytes(image)
+            own.set_result(image)
             for key, prepared in list(self._prepared.items()):
                 if self._bytes <= self._kept_bytes:
                     break
@@ -341,7 +342,7 @@ def begin_recording(read: ExpandedText, *, most: int, what: str) -> TokenRecorde
 
 
 def _bad(error: Exception) -> BadImageError:
-    return BadImageError(str(error))
+    return BadImageError(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
 
 
 def _hash(content: bytes) -> bytes:

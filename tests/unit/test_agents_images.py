@@ -7,6 +7,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from vision_models import image, vision_tokenizer
 
 from openrlhf.agents.images import BadImageError, EpisodeImages, ImageTokenizer
@@ -110,6 +111,15 @@ def test_an_image_that_failed_is_tried_again(tmp_path):
         images.prepare_one(str(file))
     file.write_bytes(png(image(1)))
     assert images.prepare_one(str(file)).digest == images.prepare_one(image(1)).digest
+
+
+def test_a_pillow_image_whose_file_is_broken_is_named_as_bad(tmp_path):
+    """Pillow reads a file when its pixels are first needed."""
+    images, _ = reader()
+    (tmp_path / "short.png").write_bytes(png(image(1, width=200, height=200))[:3000])
+    for use in (images.prepare_one, images._pixels):
+        with Image.open(tmp_path / "short.png") as opened, pytest.raises(BadImageError, match="truncated"):
+            use(opened)
 
 
 def test_all_who_wait_for_a_broken_image_hear_of_it():
