@@ -39,7 +39,9 @@ class CountingFormat:
 
     log: str
 
-    def read(self, record, tokenizer):
+    places = None
+
+    def read(self, record, tokenizer, folder=None):
         with open(self.log, "ab") as file:
             file.write(b".")
         return ExampleFormat(output_key="a").read(record, tokenizer)
