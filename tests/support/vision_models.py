@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf.demo.model import make_tokenizer
 
-CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+=?! "
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+=?!Ġ"
+"""The last is how a byte-level tokenizer writes a space."""
 HIDDEN, HEADS = 64, 2
 """A head of 32 is the smallest that vLLM has kernels for on a CPU."""
 CHAT_TEMPLATE = """\
