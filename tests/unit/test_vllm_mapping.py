@@ -132,7 +132,7 @@ def test_workers_live_beside_their_scheduler_unless_there_are_several_or_somebod
 
 
 @pytest.mark.parametrize("images", [0, 3])
-def test_an_engine_reads_so_many_images_of_a_prompt_and_nothing_else(images):
+def test_an_engine_makes_room_for_so_many_images_of_a_prompt_and_for_nothing_else(images):
     arguments = engine_arguments(VllmSettings(model="m", max_model_len=64, max_images=images), gpu=True)
     assert arguments["limit_mm_per_prompt"] == {"image": images, "video": 0, "audio": 0}
     assert arguments["mm_processor_cache_gb"] == 0

@@ -344,9 +344,8 @@ class VllmEngine:
     ) -> _Request:
         prompt = [int(token) for token in token_ids]
         room = check_prompt(prompt, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
-        if len(images) > (most := self.settings.max_images if self._images else 0):
-            limit = f"the engine reads at most {most} (--data.max_images_per_prompt)"
-            raise ValueError(f"a prompt has {len(images)} images, and {limit}")
+        if images and self._images is None:
+            raise ValueError(f"a prompt has {len(images)} images, and this engine reads none")
         check_images(prompt, images, unsampled=self._unsampled)
         wants_text = params.detokenize and not params.stop and self.tokenizer is not None
         return _Request(

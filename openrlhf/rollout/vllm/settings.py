@@ -54,7 +54,8 @@ class VllmSettings:
     engines: int = 1
     """Such as this one, at most, on a machine: they share its cores where it has no GPU."""
     max_images: int = 0
-    """Most images of one prompt. 0: a model that could read some has no tower for them here."""
+    """Images of one prompt that it makes sure to have memory for; prompts with more, which environments make, are read
+    as well. 0: a model that could read some has no tower for them here."""
     keep_image_features: bool = False
     """Whether what the tower made of images outlives a push of weights: only where the tower is not trained."""
 
