@@ -22,6 +22,7 @@ LONGEST_FIRST = (
     "test_cluster_engines.py",
     "test_kill_ray.py",
     "test_learning_agents.py",
+    "test_image_run.py",
     "test_deepspeed.py",
     "test_algorithms.py",
     "test_learning.py",

@@ -25,6 +25,8 @@ from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.runs.rl_assembly import train
 from openrlhf.types import PackedTokens
 
+pytestmark = pytest.mark.slow
+
 CLOSE = 1e-5
 """Log-probs of engine and trainer are on the average at most so far apart, in fp32 (1e-6 was seen)."""
 REWARD = """
@@ -283,54 +285,18 @@ def check_episodes(played, model):
         assert not segment.rollout_logprobs[segment.action_mask].isnan().any()
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "partial"])
-def test_an_agent_that_shows_images(run, models, agent, played, pipeline):
-    partial = pipeline == "partial"
-    ran = run("qwen2_5_vl", **agent | (PARTIAL | {"rollout__agent_hosts": 0} if partial else {}))
-    check_learned(ran, rounds=4 if partial else 2)
-    check_episodes(played, models("qwen2_5_vl"))
+AGENT_RUNS = {
+    "sync": ("qwen2_5_vl", {}, 2),
+    "partial": ("qwen3_vl", PARTIAL | {"rollout__agent_hosts": 0}, 4),
+    "plain positions": ("llava", PARTIAL | {"rollout__agent_hosts": 0}, 4),
+}
 
 
-@pytest.fixture(scope="module")
-def image_cluster(inputs, models, tmp_path_factory):
-    """Ray, and two vLLM engines that read images."""
-    from shared_cluster import shared_cluster
-
-    folder = tmp_path_factory.mktemp("cluster")
-    flags = {"actor__model_name_or_path": models("qwen2_5_vl"), "data__max_len": AGENT_LENGTH}
-    words = inputs.flags(folder / "run", **flags, data__max_images_per_prompt=1, vllm__num_engines=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        with shared_cluster(parse("train_ppo_ray", words), folder) as cluster:
-            yield cluster
-
-
-@pytest.mark.parametrize("pipeline", ["sync", "partial"])
-def test_the_same_agent_on_ray_and_vllm(inputs, models, agent, played, image_cluster, tmp_path, pipeline):
-    """Two ranks that share their parameters out, and two engines."""
-    flags = {
-        "train__launcher": "ray",
-        "actor__num_gpus_per_node": 2,
-        "ds__zero_stage": 3,
-        "vllm__num_engines": 2,
-        "vllm__sync_verify": True,
-        "actor__model_name_or_path": models("qwen2_5_vl"),
-        "actor__adam__lr": 1e-3,
-        "actor__lr_scheduler": "constant",
-        "data__apply_chat_template": True,
-        "algo__advantage__is_correction_enable": True,  # so that every token has its log-prob
-        **agent,
-        **(PARTIAL if pipeline == "partial" else {}),
-    }
-    config = parse("train_ppo_ray", inputs.flags(tmp_path / "run", **flags))
-    run_dir = train(config, make_launcher=image_cluster.make_launcher).run_dir
-    records = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "train"]
-    print([(r["logprobs_diff"], r.get("sync/probe_gap")) for r in records])
-    assert [r["rollout/failed"] for r in records] == [0] * (4 if pipeline == "partial" else 2)
-    assert min(r["actor_grad_norm"] for r in records) > 0
-    assert max(r["logprobs_diff"] for r in records) < CLOSE
-    assert max(r["sync/probe_gap"] for r in records) < 1e-4
-    check_episodes(played, models("qwen2_5_vl"))
+@pytest.mark.parametrize("name", AGENT_RUNS)
+def test_an_agent_that_shows_images(run, models, agent, played, name):
+    kind, overrides, rounds = AGENT_RUNS[name]
+    check_learned(run(kind, **agent | overrides), rounds=rounds)
+    check_episodes(played, models(kind))
 
 
 def test_a_reward_model_judges_what_the_policy_saw(run, models, played, tmp_path):
@@ -385,3 +351,44 @@ def test_records_and_models_that_cannot_go_together(run, inputs, tmp_path):
     refused(run("qwen2_5_vl", data__max_images_per_prompt=1), "record 3", "--data.max_images_per_prompt is 1")
     spelled = write(tmp_path / "spelled.jsonl", [{"input": "a <|image_pad|> b", "label": ""}] * 8)
     refused(run("qwen2_5_vl", data__prompt_dataset=spelled), "record 1", "<|image_pad|>")
+
+
+@pytest.fixture(scope="module")
+def image_cluster(inputs, models, tmp_path_factory):
+    """Ray, and two vLLM engines that read images."""
+    from shared_cluster import shared_cluster
+
+    folder = tmp_path_factory.mktemp("cluster")
+    flags = {"actor__model_name_or_path": models("qwen2_5_vl"), "data__max_len": AGENT_LENGTH}
+    words = inputs.flags(folder / "run", **flags, data__max_images_per_prompt=1, vllm__num_engines=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        with shared_cluster(parse("train_ppo_ray", words), folder) as cluster:
+            yield cluster
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "partial"])
+def test_the_same_agent_on_ray_and_vllm(inputs, models, agent, played, image_cluster, tmp_path, pipeline):
+    """Two ranks that share their parameters out, and two engines."""
+    flags = {
+        "train__launcher": "ray",
+        "actor__num_gpus_per_node": 2,
+        "ds__zero_stage": 3,
+        "vllm__num_engines": 2,
+        "vllm__sync_verify": True,
+        "actor__model_name_or_path": models("qwen2_5_vl"),
+        "actor__adam__lr": 1e-3,
+        "actor__lr_scheduler": "constant",
+        "data__apply_chat_template": True,
+        "algo__advantage__is_correction_enable": True,  # so that every token has its log-prob
+        **agent,
+        **(PARTIAL if pipeline == "partial" else {}),
+    }
+    config = parse("train_ppo_ray", inputs.flags(tmp_path / "run", **flags))
+    run_dir = train(config, make_launcher=image_cluster.make_launcher).run_dir
+    records = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "train"]
+    assert [r["rollout/failed"] for r in records] == [0] * (4 if pipeline == "partial" else 2)
+    assert min(r["actor_grad_norm"] for r in records) > 0
+    assert max(r["logprobs_diff"] for r in records) < CLOSE
+    assert max(r["sync/probe_gap"] for r in records) < 1e-4
+    check_episodes(played, models("qwen2_5_vl"))
