@@ -434,6 +434,7 @@ def test_images_that_do_not_fit_their_prompt_are_refused(family):
         ([second, first, third], "stands before token"),
         ([first, first, third], "stands before token"),
         ([first, PlacedImage(len(prompt.token_ids) - 2, second.image)], "are not those of the image"),
+        ([first, second], "stands for an image, and no image belongs to it"),
     ):
         with pytest.raises(ValueError, match=message):
             asyncio.run(engine.generate(prompt.token_ids, GREEDY, images))

@@ -109,8 +109,9 @@ class EmbeddedEngine:
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._eos = eos_token_ids(model, tokenizer)
         self._body = decoder_body(model)
-        unsampled = unsampled_tokens(model.config)
-        self._unsampled = torch.tensor(unsampled, device=next(model.parameters()).device) if unsampled else None
+        self._unsampled_ids = unsampled_tokens(model.config)
+        device = next(model.parameters()).device
+        self._unsampled = torch.tensor(self._unsampled_ids, device=device) if self._unsampled_ids else None
         self._waiting: deque[Request] = deque()
         self._batch = RunningBatch(max_batch_size)
         self._by_prompt: dict[Tokens, list[Request]] = {}
@@ -299,7 +300,7 @@ class EmbeddedEngine:
     def _check_images(self, token_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
         if images and self._images is None:
             raise ValueError(f"{type(self.model).__name__} reads no images, and the prompt has {len(images)}")
-        check_images(token_ids, images)
+        check_images(token_ids, images, unsampled=self._unsampled_ids)
         # Worked out here once, and looked up later: what is wrong with an image fails its own call, and no other.
         position_ids(self._body, len(token_ids), images)
 
