@@ -47,8 +47,8 @@ def mismatched(monkeypatch):
     """An engine whose log-probs are off by normal noise, as if its kernels disagreed with the trainer's."""
     generate = EmbeddedEngine.generate
 
-    async def noisy(self, token_ids, sampling_params):
-        result = await generate(self, token_ids, sampling_params)
+    async def noisy(self, token_ids, sampling_params, images=()):
+        result = await generate(self, token_ids, sampling_params, images)
         noise = random.Random(sampling_params.seed)
         return type(result)(
             token_ids=result.token_ids,

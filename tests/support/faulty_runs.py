@@ -146,12 +146,12 @@ def strike(engines: RayEngines, blow: Callable[[], None], *, at: int) -> Iterato
     """While open the so-manieth request is followed by a blow, a few tokens later."""
     whole, count = engines.answer, 0
 
-    async def answer(request):
+    async def answer(request, images=None):
         nonlocal count
         count += 1
         if count != at:
-            return await whole(request)
-        asked = asyncio.ensure_future(whole(request))
+            return await whole(request, images)
+        asked = asyncio.ensure_future(whole(request, images))
         await asyncio.sleep(0.05)
         assert sum(engines._router.running), "requests are under way"
         blow()
