@@ -86,6 +86,11 @@ class ImageInput:
     def num_features(self) -> int:
         return self.token_ids.count(self.placeholder)
 
+    @property
+    def is_feature(self) -> Tensor:
+        """bool, one for each of its tokens: whether a feature takes the token's place."""
+        return torch.tensor(self.token_ids) == self.placeholder
+
     def __len__(self) -> int:
         """The number of its tokens."""
         return len(self.token_ids)
@@ -661,9 +666,8 @@ class PackedImages:
                     first_rows[image.digest] = num_rows
                     num_rows += image.num_features
                     inputs.append(image)
-                inside = torch.tensor(image.token_ids) == image.placeholder
                 own_T = rows_T[begin + start : begin + start + len(image)]
-                own_T[inside] = first_rows[image.digest] + torch.arange(image.num_features)
+                own_T[image.is_feature] = first_rows[image.digest] + torch.arange(image.num_features)
             begin += length
         return PackedImages(inputs=tuple(inputs), rows_T=rows_T, sequences=tuple(map(tuple, sequences)))
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.fields import ConfigError
+from openrlhf.data.image_places import MARK
 from openrlhf.demo.task import Task, WorkedTurn
 
 REWARD_FILE = Path(__file__).with_name("reward.py")
 DIGITS = "0123456789"
-PROMPT = "<image>="
+PROMPT = f"{MARK}="
 
 
 @dataclass(frozen=True, slots=True)

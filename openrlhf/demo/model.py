@@ -20,6 +20,7 @@ from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.export import export_policy
 from openrlhf.config.backend import InferenceBackendSection
 from openrlhf.config.training import AdamSection, OptimizerSection
+from openrlhf.data.image_places import MARK
 from openrlhf.data.images import read_image
 from openrlhf.demo.sorting import CHARACTERS
 from openrlhf.demo.task import Problem
@@ -28,8 +29,6 @@ from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer
 from openrlhf.types import PackedTokens
 
 PAD, EOS = "<pad>", "<eos>"
-IMAGE_MARK = "<image>"
-"""Where an image stands in a problem's prompt, as in users' data."""
 
 
 def make_tokenizer(characters: str = CHARACTERS) -> Qwen2Tokenizer:
@@ -169,7 +168,7 @@ def _prepared(directory: Path, tokenizer: Any, problems: Sequence[Problem]) -> d
         return {}
     return {
         data: processor.expand(
-            prompt.replace(IMAGE_MARK, processor.image_token), [processor.prepare(read_image(data, allow_urls=False))]
+            prompt.replace(MARK, processor.image_token), [processor.prepare(read_image(data, allow_urls=False))]
         )
         for data, prompt in shown.items()
     }

@@ -42,6 +42,11 @@ class LogitTransform:
     banned: tuple[int, ...] = ()
     """Tokens that are never sampled, and so have no share in the softmax: those that stand for images."""
 
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Scale and soft-cap; nothing is banned."""
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
 
 IDENTITY = LogitTransform()
 _LOWEST = -1e30

@@ -194,7 +194,7 @@ def _check_images(model: Any, image: ImageInput, *, native_attention: str, packe
     tokens = PackedTokens.from_sequences([ids_T], [mask_T], images=[[PlacedImage(start, image)]])
     tokens = tokens.to(model.get_input_embeddings().weight.device)
     kinds = torch.zeros_like(tokens.token_ids)
-    kinds[start : start + len(image)] = (tokens.token_ids[start : start + len(image)] == image.placeholder).long()
+    kinds[start : start + len(image)] = image.is_feature.to(kinds)
     assert tokens.images is not None
     own = dict(tokens.images.inputs[0].tensors) | dict.fromkeys(("mm_token_type_ids", "token_type_ids"), kinds[None])
     known = inspect.signature(body.forward).parameters
@@ -229,9 +229,7 @@ def _probe_head(model: Any, transform: LogitTransform) -> None:
     tokens = next(_probe_tokens(model).split())
     expected = model(input_ids=tokens.token_ids[None], use_cache=False).logits.float()
     head = output_head(model)
-    z = head(hidden_states(decoder_body(model), tokens, packed=False)).float() * transform.scale
-    if transform.softcap is not None:
-        z = transform.softcap * torch.tanh(z / transform.softcap)
+    z = transform.scaled(head(hidden_states(decoder_body(model), tokens, packed=False)).float())
     error = ((z - expected).norm() / expected.norm()).item()
     if not error <= _TOLERANCE.get(head.weight.dtype, 1e-4):
         raise UnsupportedModelError(

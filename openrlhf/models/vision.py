@@ -37,6 +37,14 @@ class ImageFeatures(NamedTuple):
     deeper: tuple[Tensor, ...] = ()
     """[K, D] each: what is added to the hidden states after the first, second, … decoder layer."""
 
+    @staticmethod
+    def cat(found: Sequence[ImageFeatures]) -> ImageFeatures:
+        """Those of several encodings, one after the other."""
+        if len(found) == 1:
+            return found[0]
+        deeper = zip(*(features.deeper for features in found), strict=True)
+        return ImageFeatures(torch.cat([features.rows_KD for features in found]), tuple(map(torch.cat, deeper)))
+
 
 def reads_images(body: nn.Module) -> bool:
     """Whether this is the body of an image-text model that is handled here."""
@@ -56,11 +64,7 @@ def tower_parameters(body: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def encode(body: Any, inputs: Sequence[ImageInput]) -> ImageFeatures:
     """The features of these images. Several are encoded in one call where the family allows it."""
-    found = [_features(body, batch) for batch in _batches(inputs)]
-    return ImageFeatures(
-        torch.cat([features.rows_KD for features in found]),
-        tuple(torch.cat(layers) for layers in zip(*(features.deeper for features in found), strict=True)),
-    )
+    return ImageFeatures.cat([_features(body, batch) for batch in _batches(inputs)])
 
 
 def merged_embeddings(
@@ -131,7 +135,7 @@ def _count_positions(body: Any, images: Sequence[PlacedImage]) -> Tensor:
     parts, at, offset = [], 0, torch.tensor(0)
     for start, image in images:
         kinds_T = torch.zeros(1, start + len(image) - at + 1, dtype=torch.int32)  # 0: text, 1: image
-        kinds_T[0, start - at : -1] = (torch.tensor(image.token_ids) == image.placeholder).int()
+        kinds_T[0, start - at : -1] = image.is_feature.int()
         # The method reads the number of tokens alone; which are of images is said by their kinds.
         found, _ = body.get_rope_index(
             kinds_T.long(), mm_token_type_ids=kinds_T, image_grid_thw=image.tensors[_GRID].cpu()

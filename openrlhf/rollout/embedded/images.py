@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from openrlhf.models.body import decoder_body
@@ -65,11 +64,7 @@ class ImageReader:
         assert decoder is not None, "a model without one has no reader"
         output = decoder(inputs_embeds=embeddings, **more, **kwargs)
         hidden_PD = output[0][0, -1:] if keep is None else output[0][0, keep]
-        logits = self._model.get_output_embeddings()(hidden_PD)
-        if (scale := self._transform.scale) != 1:
-            logits = logits * scale
-        if (cap := self._transform.softcap) is not None:
-            logits = cap * torch.tanh(logits / cap)
+        logits = self._transform.scaled(self._model.get_output_embeddings()(hidden_PD))
         return ImageOutput(logits, getattr(output, "past_key_values", None))
 
     def forget(self) -> None:
@@ -93,12 +88,7 @@ class ImageReader:
         while self.num_bytes > self._max_bytes:
             _, dropped = self._features.popitem(last=False)
             self.num_bytes -= _num_bytes(dropped)
-        if len(found) == 1:
-            return found[0]
-        deeper = zip(*(features.deeper for features in found), strict=True)
-        return ImageFeatures(
-            torch.cat([features.rows_KD for features in found]), tuple(torch.cat(layers) for layers in deeper)
-        )
+        return ImageFeatures.cat(found)
 
     def _add(self, images: Sequence[ImageInput]) -> None:
         there = [
