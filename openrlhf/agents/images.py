@@ -306,6 +306,11 @@ def image_tokenizer(tokenizer: Any, path: str, *, allow_urls: bool, trust_remote
     processor = ImageProcessor.load(path, tokenizer, trust_remote_code=trust_remote_code)
     if processor is None:
         raise ImageProcessorError(f"{path} is a model that reads no images: leave --data.max_images_per_prompt out")
+    return with_images(tokenizer, processor, allow_urls=allow_urls)
+
+
+def with_images(tokenizer: Any, processor: ImageProcessor, *, allow_urls: bool) -> ImageTokenizer:
+    """The tokenizer, and its model's image processor, for the episodes of this process."""
     return ImageTokenizer(tokenizer, EpisodeImages(processor, tokenizer, allow_urls=allow_urls))
 
 

@@ -19,15 +19,15 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from openrlhf.agents.episode_worker import EpisodeSettings
-from openrlhf.agents.images import EpisodeImages, ImageTokenizer
+from openrlhf.agents.images import with_images
 from openrlhf.checking.options import CheckOptions
 from openrlhf.data.image_places import DataImages
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.sources import load_records
-from openrlhf.data.templates import image_places, render_prompt
+from openrlhf.data.templates import render_prompt
 from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, silence_progress_bars
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.runs.preflight import load_image_processor, reading_model
+from openrlhf.runs.preflight import data_images, reading_model
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.randomness import derive_seed
 
@@ -220,11 +220,9 @@ def workbench(options: CheckOptions) -> Iterator[Workbench]:
         if folder is None:
             folder, device = held.enter_context(tempfile.TemporaryDirectory()), torch.device("cpu")
             write_tiny_model(Path(folder), images=options.max_images_per_prompt > 0)
-        images = None
         with reading_model(folder, flag="--pretrain"):
             tokenizer = load_tokenizer(folder, flag="--pretrain")
-            if options.max_images_per_prompt:
-                images = _images(options, folder, tokenizer)
+            images = data_images(folder, tokenizer, options, trust_remote_code=False, flag="--pretrain")
             settings = LoadSettings(device=device, flag="--pretrain", images=images is not None)
             policy = load_policy(folder, settings)
         yield Workbench(
@@ -233,17 +231,9 @@ def workbench(options: CheckOptions) -> Iterator[Workbench]:
             engine=EmbeddedEngine(policy.model, tokenizer, max_model_len=options.max_len),
             tokenizer=tokenizer
             if images is None
-            else ImageTokenizer(
-                tokenizer, EpisodeImages(images.processor, tokenizer, allow_urls=options.allow_image_urls)
-            ),
+            else with_images(tokenizer, images.processor, allow_urls=options.allow_image_urls),
             prompts=_prompts(options, tokenizer, images),
         )
-
-
-def _images(options: CheckOptions, folder: str, tokenizer: Any) -> DataImages:
-    processor = load_image_processor(folder, tokenizer, trust_remote_code=False, flag="--pretrain")
-    most, urls = options.max_images_per_prompt, options.allow_image_urls
-    return DataImages(image_places(processor, tokenizer, key=options.image_key, most=most, allow_urls=urls), processor)
 
 
 def _prompts(options: CheckOptions, tokenizer: Any, images: DataImages | None) -> list[Prompt]:

@@ -8,7 +8,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
@@ -118,13 +118,37 @@ def policy_images(config: RLConfig, tokenizer: Any) -> DataImages | None:
 
     `tokenizer`: that of `policy_tokenizer`. Raises ModelLoadError.
     """
-    data, path = config.data, required(config.actor.model_name_or_path)
+    return data_images(
+        required(config.actor.model_name_or_path),
+        tokenizer,
+        config.data,
+        trust_remote_code=config.actor.trust_remote_code,
+        flag="--actor.model_name_or_path",
+    )
+
+
+class ImageFlags(Protocol):
+    """What a section of flags says about images."""
+
+    @property
+    def image_key(self) -> str: ...
+
+    @property
+    def max_images_per_prompt(self) -> int: ...
+
+    @property
+    def allow_image_urls(self) -> bool: ...
+
+
+def data_images(
+    path: str, tokenizer: Any, data: ImageFlags, *, trust_remote_code: bool, flag: str
+) -> DataImages | None:
+    """How the images of records are found, and processed for the model at `path`, which `flag` names; None where the
+    flags ask for none. Raises ModelLoadError."""
     if not data.max_images_per_prompt:
         return None
-    with reading_model(path, flag="--actor.model_name_or_path"):
-        processor = load_image_processor(
-            path, tokenizer, trust_remote_code=config.actor.trust_remote_code, flag="--actor.model_name_or_path"
-        )
+    with reading_model(path, flag=flag):
+        processor = load_image_processor(path, tokenizer, trust_remote_code=trust_remote_code, flag=flag)
     places = image_places(
         processor,
         tokenizer,

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts_for
 from openrlhf.agents.host import kill_every_host
-from openrlhf.agents.images import EpisodeImages, ImageTokenizer
+from openrlhf.agents.images import with_images
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
 from openrlhf.config.commands import RLConfig
@@ -294,8 +294,7 @@ def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any, images: DataIma
     `policy_images`."""
     if not config.train.agent_func_path:
         if images is not None:
-            reader = EpisodeImages(images.processor, tokenizer, allow_urls=images.places.allow_urls)
-            tokenizer = ImageTokenizer(tokenizer, reader)
+            tokenizer = with_images(tokenizer, images.processor, allow_urls=images.places.allow_urls)
         return OwnEpisodes(
             SingleTurnAgentExecutor(), engine=bound.engine, tokenizer=tokenizer, max_length=config.data.max_len
         )

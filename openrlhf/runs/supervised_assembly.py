@@ -27,7 +27,7 @@ from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairS
 from openrlhf.data.recognition import recognise
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import Records, load_records
-from openrlhf.data.templates import image_places, set_chat_template
+from openrlhf.data.templates import set_chat_template
 from openrlhf.data.tokenisation import default_folder
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import experts_per_token
@@ -41,7 +41,7 @@ from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
     create_run_directory,
-    load_image_processor,
+    data_images,
     reading_model,
     warn_of_few_steps,
     warn_of_positions,
@@ -383,17 +383,8 @@ def tokenizer_of(config: SupervisedConfig) -> Any:
 
 def images_of(config: SupervisedConfig, tokenizer: Any) -> DataImages | None:
     """How the images of records are found and processed; None for a run without. Raises ModelLoadError."""
-    path, data = required(config.model.model_name_or_path), config.data
-    if not data.max_images_per_prompt:
-        return None
-    with reading_model(path, flag=MODEL_FLAG):
-        processor = load_image_processor(
-            path, tokenizer, trust_remote_code=config.model.trust_remote_code, flag=MODEL_FLAG
-        )
-    most, key = data.max_images_per_prompt, data.image_key
-    return DataImages(
-        image_places(processor, tokenizer, key=key, most=most, allow_urls=data.allow_image_urls), processor
-    )
+    path, trusts = required(config.model.model_name_or_path), config.model.trust_remote_code
+    return data_images(path, tokenizer, config.data, trust_remote_code=trusts, flag=MODEL_FLAG)
 
 
 def samples_of(
