@@ -144,7 +144,7 @@ class Distribution(Protocol):
 
     @property
     def computes_together(self) -> bool:
-        """Whether each forward is one of all ranks, because each has only a part of the weights."""
+        """Whether each forward is one of several ranks, which share out the weights or the tokens."""
         ...
 
     @property

@@ -286,7 +286,7 @@ class DeepSpeedBackend:
             optimizer.exit_backward()
 
     def retry_blocker(self) -> str | None:
-        if self._ds.zero_stage == 3 or self._ds.tensor_parallel_size > 1:
+        if self._ds.zero_stage == 3 or self._ds.ranks_per_share > 1:
             return "its ranks compute every layer together, and the others are waiting for this one"
         if self._ds.adam_offload:
             return "--ds.adam_offload adds gradients up in CPU memory"
@@ -541,10 +541,10 @@ class Distribution:
 
     @classmethod
     def check(cls, ds: BackendSection, launch: Launch) -> None:
-        if launch.count % ds.tensor_parallel_size:
+        if launch.count % ds.ranks_per_share:
             raise ConfigError(
-                f"--ds.tensor_parallel_size {ds.tensor_parallel_size}: {launch.count} processes cannot be divided into "
-                "groups of that size; start a multiple of it"
+                f"{ds.share_in_flags}: {launch.count} processes cannot be divided into groups of {ds.ranks_per_share} "
+                "that share their samples; start a multiple of it"
             )
 
     @classmethod
@@ -558,7 +558,7 @@ class Distribution:
                 "--ds.param_dtype fp16: DeepSpeed does not compute in fp16 on this machine; use bf16 or fp32, or one "
                 "process with --train.backend torch"
             )
-        return cls(join(tensor_parallel_size=ds.tensor_parallel_size, also_alone=True), ds)
+        return cls(join(ranks_per_share=ds.ranks_per_share, also_alone=True), ds)
 
     def loading(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
         return sharded_loading(self._ds, dtype=dtype)
@@ -577,7 +577,7 @@ class Distribution:
 
     @property
     def computes_together(self) -> bool:
-        return self.shards_weights or self._ds.tensor_parallel_size > 1
+        return dist.get_world_size() > 1 and (self.shards_weights or self._ds.ranks_per_share > 1)
 
     @property
     def shards_weights(self) -> bool:

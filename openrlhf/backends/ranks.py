@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Data-parallel ranks: each has its share of every step's samples. Methods are collective: all ranks call them."""
+    """The processes of a run, which divide every step's samples into shares. Methods are collective: all call them.
+
+    Ranks that compute each sample together (tensor and context parallelism) are neighbours and have the same share.
+    """
 
     @property
     def index(self) -> int:
@@ -34,7 +37,11 @@ class Ranks(Protocol):
         ...
 
     def gather(self, value: T) -> list[T]:
-        """Every share's value, by index, on every rank."""
+        """Every share's value, by index, on every rank. All ranks of a share give the same one."""
+        ...
+
+    def gather_processes(self, value: T) -> list[T]:
+        """Every process's value, by rank, on every rank: for what is not the same on the ranks of a share."""
         ...
 
     def agree(self, value: T | None) -> T | None:
@@ -58,6 +65,9 @@ class Alone:
     is_main = True
 
     def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gather_processes(self, value: Any) -> list[Any]:
         return [value]
 
     def agree(self, value: Any) -> Any:
@@ -126,23 +136,23 @@ def own_device(launch: Launch, visible: int) -> int:
 class ProcessRanks:
     """Ranks of torch's default process group."""
 
-    def __init__(self, *, tensor_parallel_size: int = 1, owned: bool = True) -> None:
-        """So many neighbours share every layer, and so have the same samples. `owned`: the group ends with the run."""
+    def __init__(self, *, ranks_per_share: int = 1, owned: bool = True) -> None:
+        """So many neighbours have the same samples. `owned`: the group ends with the run."""
         self._owned = owned
-        self.index = dist.get_rank() // tensor_parallel_size
-        self.count = dist.get_world_size() // tensor_parallel_size
+        self.index = dist.get_rank() // ranks_per_share
+        self.count = dist.get_world_size() // ranks_per_share
         self.is_main = dist.get_rank() == 0
-        self._one_each = slice(None, None, tensor_parallel_size)
+        self._one_each = slice(None, None, ranks_per_share)
         # Records of Python travel over gloo, whatever the tensors take: no device memory, no stream to wait for.
         self._group = dist.new_group(backend="gloo", timeout=DEADLINE)
 
     def gather(self, value: T) -> list[T]:
-        return self._everybodys(value)[self._one_each]
+        return self.gather_processes(value)[self._one_each]
 
     def agree(self, value: T | None) -> T | None:
-        return next((value for value in self._everybodys(value) if value is not None), None)
+        return next((value for value in self.gather_processes(value) if value is not None), None)
 
-    def _everybodys(self, value: T) -> list[T]:
+    def gather_processes(self, value: T) -> list[T]:
         values: list[T] = [value] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._group)
         return values
@@ -158,10 +168,11 @@ class ProcessRanks:
             dist.destroy_process_group()
 
 
-def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
+def join(*, ranks_per_share: int = 1, also_alone: bool = False) -> Ranks:
     """Meet the processes that were started together with this one, unless they have met already.
 
-    `also_alone`: one process by itself makes a group of one, for libraries that ask for a group.
+    `ranks_per_share`: so many neighbours have the same samples. `also_alone`: one process by itself makes a group of
+    one, for libraries that ask for a group.
     """
     launch = read_launch(os.environ)
     if torch.cuda.is_available():
@@ -169,7 +180,7 @@ def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
         torch.cuda.set_device(launch.local_rank)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_initialized():
-        return ProcessRanks(tensor_parallel_size=tensor_parallel_size, owned=False)
+        return ProcessRanks(ranks_per_share=ranks_per_share, owned=False)
     if launch.count > 1:
         name_the_meeting_place(os.environ, launch)
         dist.init_process_group(backend, timeout=DEADLINE)
@@ -178,7 +189,7 @@ def join(*, tensor_parallel_size: int = 1, also_alone: bool = False) -> Ranks:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         return ALONE
-    return ProcessRanks(tensor_parallel_size=tensor_parallel_size)
+    return ProcessRanks(ranks_per_share=ranks_per_share)
 
 
 if TYPE_CHECKING:

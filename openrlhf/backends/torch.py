@@ -264,7 +264,7 @@ class Distribution:
         needs_deepspeed = {
             f"{launch.count} processes": launch.count > 1,
             "--ds.adam_offload": ds.adam_offload,
-            f"--ds.tensor_parallel_size {ds.tensor_parallel_size}": ds.tensor_parallel_size > 1,
+            ds.share_in_flags: ds.ranks_per_share > 1,
         }
         for reason, given in needs_deepspeed.items():
             if given:

@@ -293,9 +293,9 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
         failure = str(error)
     except (OSError, SafetensorError) as error:
         failure = f"a checkpoint cannot be written or read: {error}"
-    failures = [failure for failure in ranks.gather(failure) if failure is not None]
-    if failures:
-        raise CheckpointError(failures[0])
+    first = ranks.agree(failure)
+    if first is not None:
+        raise CheckpointError(first)
     return result  # type: ignore[return-value]
 
 

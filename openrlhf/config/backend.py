@@ -87,6 +87,20 @@ class BackendSection(InferenceBackendSection):
     ] = False
     lora: LoraSection = field(default=LoraSection())
 
+    @property
+    def ranks_per_share(self) -> int:
+        """Neighbouring ranks that compute every sample together, and so have the same share of the samples."""
+        return self.tensor_parallel_size * self.ring_attn_size
+
+    @property
+    def share_in_flags(self) -> str:
+        """The flags that say `ranks_per_share`, as a user would write them."""
+        sizes = {
+            "--ds.tensor_parallel_size": self.tensor_parallel_size,
+            "--ds.ring_attn_size": self.ring_attn_size,
+        }
+        return " × ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CausalBackendSection(LigerSection, BackendSection):

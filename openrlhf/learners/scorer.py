@@ -31,7 +31,7 @@ class Scorer:
     ) -> None:
         """`forward` gives the [A] numbers of a packed stream. `offload`: the weights are on `device` only meanwhile.
 
-        `forwards_together`: ranks share the weights out, so that each forward is one of all ranks.
+        `forwards_together`: ranks share the weights or the tokens out, so that each forward is one of several ranks.
         """
         self._module = module
         self._forward = forward
@@ -79,10 +79,10 @@ class Scorer:
         return left, overflow
 
     def _require_another_try(self, overflow: Overflow, error: Exception) -> None:
-        if self._forwards_together and self._ranks.count > 1:
+        if self._forwards_together:
             raise DoesNotFitError(
-                f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}) that all ranks "
-                f"were computing together; begin with {self._fitting.remedy(overflow.tokens // 2)}"
+                f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}) that several "
+                f"ranks were computing together; begin with {self._fitting.remedy(overflow.tokens // 2)}"
             ) from error
 
 

@@ -57,7 +57,7 @@ class RpcSender:
         self._checksums = checksums
 
     def send(self, weights: NamedTensors, deliver: Deliver) -> int:
-        return _iterated(weights, lambda tensors: self._send(tensors, deliver) if self._ranks.index == 0 else 0)
+        return _iterated(weights, lambda tensors: self._send(tensors, deliver) if self._ranks.is_main else 0)
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], deliver: Deliver) -> int:
         count = 0
@@ -112,14 +112,14 @@ class IpcSender:
 
     def _hand_out(self, block: WeightBlock, device: torch.device, deliver: Deliver) -> None:
         """The workers of the other ranks read too: no rank lets its block go before the call is answered, or failed."""
-        handles = dict(self._ranks.gather((device_name(device), handle_of(block.payload))))
+        handles = dict(self._ranks.gather_processes((device_name(device), handle_of(block.payload))))
         failure = None
-        if self._ranks.index == 0:
+        if self._ranks.is_main:
             try:
                 deliver(replace(block, payload=DeviceHandles(handles)))
             except Exception as error:
                 failure = error
-        failed = self._ranks.gather(None if failure is None else str(failure))[0]
+        failed = self._ranks.agree(None if failure is None else str(failure))
         if failure is not None:
             raise failure
         if failed is not None:
@@ -220,7 +220,7 @@ class GroupSender:
         """Calls that announce a block run here, while this thread sends it."""
 
     def send(self, weights: NamedTensors, deliver: Deliver) -> int:
-        return _iterated(weights, lambda tensors: self._send(tensors, deliver) if self._ranks.index == 0 else 0)
+        return _iterated(weights, lambda tensors: self._send(tensors, deliver) if self._ranks.is_main else 0)
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], deliver: Deliver) -> int:
         nccl, count = self._backend == "nccl", 0

@@ -440,3 +440,16 @@ def test_ranks_begin_a_step_again_when_one_runs_out_of_memory(memory, stage, whe
 def test_ranks_that_cannot_begin_again_say_why(memory):
     assert "compute every layer together" in memory["zero 3"]
     assert "--ds.adam_offload" in memory["offload"]
+
+
+def test_neighbours_share_samples_and_the_nearest_of_them_layers(tmp_path):
+    """Rank = (share · context + place in the stream) · tensor + part of the layers. Every share speaks once."""
+    file = tmp_path / "out.json"
+    run_ranks(4, [str(SUPPORT / "share_ranks.py"), str(file)], cwd=tmp_path, said=tmp_path / "said.txt", environment={})
+    found = json.loads(file.read_text())
+    by_two = {"count": 2, "index": [0, 0, 1, 1], "gathered": [[0, 10]] * 4}
+    all_say = {"main": [True, False, False, False], "agreed": [3] * 4}
+    assert found["tensor"] == found["context"] == by_two | all_say
+    assert found["both"] == {"count": 1, "index": [0] * 4, "gathered": [[0]] * 4} | all_say
+    assert found["neither"] == {"count": 4, "index": [0, 1, 2, 3], "gathered": [[0, 10, 20, 30]] * 4} | all_say
+    assert found["layers"] == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -22,6 +22,9 @@ class ThreadRanks:
         self._barrier.wait(timeout=60)
         return values
 
+    def gather_processes(self, value):
+        return self.gather(value)
+
     def agree(self, value):
         return next((value for value in self.gather(value) if value is not None), None)
 

@@ -114,6 +114,7 @@ TWO = Launch(0, 2, 0)
         ("auto", PLAIN, TWO, "deepspeed"),
         ("auto", replace(PLAIN, adam_offload=True), ALONE, "deepspeed"),
         ("auto", replace(PLAIN, tensor_parallel_size=2), TWO, "deepspeed"),
+        ("auto", replace(PLAIN, ring_attn_size=2), TWO, "deepspeed"),
         ("auto", replace(PLAIN, zero_stage=3), ALONE, "torch"),
     ],
 )
@@ -128,6 +129,13 @@ def test_several_processes_and_what_plain_torch_cannot_do_are_deepspeeds(backend
         ("torch", replace(PLAIN, adam_offload=True), ALONE, "--ds.adam_offload needs deepspeed"),
         ("torch", replace(PLAIN, tensor_parallel_size=2), TWO, "2 processes needs deepspeed"),
         ("auto", replace(PLAIN, tensor_parallel_size=2), ALONE, "--ds.tensor_parallel_size 2: 1 processes cannot be"),
+        ("auto", replace(PLAIN, ring_attn_size=2), ALONE, "--ds.ring_attn_size 2: 1 processes cannot be"),
+        (
+            "auto",
+            replace(PLAIN, tensor_parallel_size=2, ring_attn_size=2),
+            Launch(0, 6, 0),
+            "--ds.tensor_parallel_size 2 × --ds.ring_attn_size 2: 6 processes cannot be divided into groups of 4",
+        ),
         ("auto", replace(PLAIN, tensor_parallel_size=2), Launch(0, 3, 0), "3 processes.*start a multiple of it"),
     ],
 )

@@ -36,7 +36,7 @@ from openrlhf.weight_sync.transports import (
 BLOCK_BYTES = 4096
 CPU = torch.device("cpu")
 WORKER_DEVICE = 5
-OTHER_RANK = SimpleNamespace(index=1, gather=lambda value: [value])
+OTHER_RANK = SimpleNamespace(is_main=False)
 
 
 def mixed_model() -> torch.nn.ModuleDict:
