@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from openrlhf.config.fields import ConfigError
 from openrlhf.models.attention import AttentionPlan
+from openrlhf.models.context import Context, ContextAttention, Share
 from openrlhf.models.packed import PackedAttention, length_order
 from openrlhf.models.prefixes import share_prefixes
 from openrlhf.models.vision import (
@@ -68,6 +69,13 @@ def decoder_body(model: Any) -> nn.Module:
     return model.get_decoder()  # a few classes name their body wrongly
 
 
+class HiddenStates(NamedTuple):
+    states_pD: Tensor
+    """Last hidden states, a row for each of this rank's positions."""
+    share: Share
+    """Which positions are this rank's: all, unless ranks share the stream."""
+
+
 def hidden_states(
     body: nn.Module,
     tokens: PackedTokens,
@@ -76,12 +84,13 @@ def hidden_states(
     packed: bool = True,
     plan: AttentionPlan | None = None,
     router_log: RouterLog | None = None,
-) -> Tensor:
-    """Last hidden states [P, D] at these stream positions (None: at all), no sequence seeing another.
+    context: Context | None = None,
+) -> HiddenStates:
+    """Last hidden states at these stream positions (None: at all), no sequence seeing another.
 
     `packed`: the body's attention implementation is `ATTENTION`; one call, by `plan` (default: chosen by the stream).
     Otherwise it runs natively on one sequence after the other, for models that a plan cannot express (see
-    `models.support`). `router_log` is filled, if there is one.
+    `models.support`). `router_log` is filled, if there is one. `context`: the ranks that share the stream.
     """
     features = None if tokens.images is None else encode(body, tokens.images.inputs)
     if (rows_RT := packed_positions(body, tokens)) is not None:
@@ -90,23 +99,30 @@ def hidden_states(
         hidden_TD = torch.cat(
             [_run(body, sequence, features, router_log, **_unusual_positions(sequence)) for sequence in tokens.split()]
         )
-        return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
+        return HiddenStates(hidden_TD if positions is None else hidden_TD.index_select(0, positions), Share())
     layout = _layout(tokens) if plan is None else _Layout(tokens, None, plan)
+    length, stream, attention = layout.tokens.num_tokens, layout.tokens, layout.plan
+    if context is not None:
+        stream, attention = context.stripe(stream), ContextAttention(context, attention, length)
     computed = None if router_log is None else RouterLog()
-    hidden_TD = _run(
+    hidden = _run(
         body,
-        layout.tokens,
+        stream,
         features,
         computed,
-        attention_plan=layout.plan,
-        position_ids=layout.tokens.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
+        attention_plan=attention,
+        position_ids=stream.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
     )
     if router_log is not None and computed is not None:
+        logits = computed.logits if context is None else [context.whole_stream(x, length) for x in computed.logits]
         back_T = slice(None) if layout.back_T is None else layout.back_T
-        router_log.logits += [logits_UE[back_T] for logits_UE in computed.logits]
+        router_log.logits += [logits_UE[back_T] for logits_UE in logits]
     if layout.back_T is not None:
         positions = layout.back_T if positions is None else layout.back_T[positions]
-    return hidden_TD if positions is None else hidden_TD.index_select(0, positions)
+    if context is not None:
+        share = context.share(torch.arange(length, device=hidden.device) if positions is None else positions)
+        return HiddenStates(hidden.index_select(0, share.rows_p), share)
+    return HiddenStates(hidden if positions is None else hidden.index_select(0, positions), Share())
 
 
 def with_any_image(tokens: PackedTokens, blank: ImageInput | None) -> PackedTokens:

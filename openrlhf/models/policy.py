@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
+from openrlhf.models.context import Context
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
 from openrlhf.models.vision import reads_images, tower_parameters
 from openrlhf.types import ImageInput, PackedTokens
@@ -51,6 +52,8 @@ class Policy(nn.Module):
         self.config_changes = config_changes or {}
         self.stored_dtype = stored_dtype
         self.blank = blank
+        self.context: Context | None = None
+        """The ranks that share a stream with this one; None: it computes its streams alone."""
 
     def forward(
         self,
@@ -65,24 +68,25 @@ class Policy(nn.Module):
         π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1. `router_log` is filled,
         if there is one.
         """
-        hidden_AD = hidden_states(
+        hidden_aD, share = hidden_states(
             decoder_body(self.model),
             with_any_image(tokens, self.blank),
             positions=tokens.action_positions - 1,  # the state before a token predicts it
             packed=self.packed,
             router_log=router_log,
+            context=self.context,
         )
         head = output_head(self.model)
-        logprobs_A, entropy_A = chunked_logprobs(
-            hidden_AD,
+        logprobs_a, entropy_a = chunked_logprobs(
+            hidden_aD,
             head.weight,
-            tokens.token_ids[tokens.action_positions],
+            share.own(tokens.token_ids[tokens.action_positions]),
             bias_V=head.bias,
             temperature=temperature,
             with_entropy=with_entropy,
             transform=self.transform,
         )
-        return PolicyOutput(logprobs_A, entropy_A)
+        return PolicyOutput(share.whole(logprobs_a), None if entropy_a is None else share.whole(entropy_a))
 
 
 def tower_names(policy: Policy) -> list[str]:

@@ -153,11 +153,11 @@ def _probe_packing(model: Any, *, native_attention: str) -> str:
     """Why a packed forward of the model differs from its own forwards; empty if it does not."""
     body, tokens = decoder_body(model), _probe_tokens(model)
     _set_attention(model, native_attention)
-    expected_TD = hidden_states(body, tokens, packed=False)
+    expected_TD = hidden_states(body, tokens, packed=False).states_pD
     witness = _Witness(tokens.cu_seqlens, tokens.max_seqlen)
     try:
         _set_attention(model, ATTENTION)
-        packed_TD = hidden_states(body, tokens, plan=witness)
+        packed_TD = hidden_states(body, tokens, plan=witness).states_pD
     except Exception as error:  # anything a foreign model may raise means the same: not packable
         return f"its packed forward fails ({error})"
     config = model.config.get_text_config()
@@ -202,7 +202,7 @@ def _check_images(model: Any, image: ImageInput, *, native_attention: str, packe
     own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own.items() if n in known}
     try:
         with torch.no_grad():
-            computed_TD = hidden_states(body, tokens, packed=packed)
+            computed_TD = hidden_states(body, tokens, packed=packed).states_pD
             _set_attention(model, native_attention)
             expected_TD = body(input_ids=tokens.token_ids[None], use_cache=False, **own)[0].squeeze(0)
     except Exception as error:  # anything a foreign model may raise means the same
@@ -229,7 +229,7 @@ def _probe_head(model: Any, transform: LogitTransform) -> None:
     tokens = next(_probe_tokens(model).split())
     expected = model(input_ids=tokens.token_ids[None], use_cache=False).logits.float()
     head = output_head(model)
-    z = transform.scaled(head(hidden_states(decoder_body(model), tokens, packed=False)).float())
+    z = transform.scaled(head(hidden_states(decoder_body(model), tokens, packed=False).states_pD).float())
     error = ((z - expected).norm() / expected.norm()).item()
     if not error <= _TOLERANCE.get(head.weight.dtype, 1e-4):
         raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
+from openrlhf.models.context import Context
 from openrlhf.types import ImageInput, PackedTokens
 
 
@@ -66,20 +67,23 @@ class ValueModel(nn.Module):
         self.config_changes = config_changes or {}
         self.stored_dtype = stored_dtype
         self.blank = blank
+        self.context: Context | None = None
+        """As that of a `Policy`."""
 
     def forward(self, tokens: PackedTokens, *, positions: Tensor, router_log: RouterLog | None = None) -> Tensor:
         """float32 [P]: the value at each of these stream positions, of the tokens of its sequence up to there.
 
         `router_log` is filled, if there is one.
         """
-        hidden_PD = hidden_states(
+        hidden_pD, share = hidden_states(
             decoder_body(self.model),
             with_any_image(tokens, self.blank),
             positions=positions,
             packed=self.packed,
             router_log=router_log,
+            context=self.context,
         )
-        values_P = self.head(hidden_PD)
+        values_P = share.whole(self.head(hidden_pD))
         if self.normalisation is None:
             return values_P
         return (values_P - self.normalisation.mean) / self.normalisation.std

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from openrlhf.config.models import ActorSection
 from openrlhf.demo.model import write_model
 from openrlhf.models import vision
 from openrlhf.models.body import decoder_body, with_any_image
+from openrlhf.models.context import Context, share_streams
+from openrlhf.models.exchange import play
 from openrlhf.models.image_processor import ImageProcessor, unsampled_tokens
 from openrlhf.models.loading import LoadSettings, ModelLoadError, load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import tower_names
@@ -164,6 +167,26 @@ def test_gradients_of_packed_samples_are_those_of_each_alone(family, policy, whi
     assert any("patch_embed" in name for name in packed), "the tower's first layer learns"
     for name, expected in single.items():
         assert (packed[name] - expected).abs().max() <= CLOSE * max(1.0, float(expected.abs().max())), name
+
+
+@pytest.mark.parametrize("which", ["samples", "group"])
+def test_ranks_that_share_a_stream_see_its_images(family, policy, which):
+    samples = getattr(family, which)()
+    weights = torch.linspace(-1, 1, sum(segment.num_actions for segment in samples))
+
+    def trained(exchange=None):
+        own = copy.deepcopy(policy)
+        share_streams(own, None if exchange is None else Context(exchange=exchange))
+        found = logprobs(own, samples)
+        (found * weights).mean().backward()
+        return found.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+    expected, whole = trained()
+    parts = play(2, trained)
+    for found, _ in parts:
+        assert (found - expected).abs().max() < CLOSE
+    for name, gradient in whole.items():
+        assert (sum(part[name] for _, part in parts) - gradient).abs().max() < CLOSE, name
 
 
 def test_gradients_go_through_checkpointed_layers(family, policy):
