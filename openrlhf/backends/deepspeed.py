@@ -28,7 +28,7 @@ from openrlhf.backends.optimizer import (
     muon_arguments,
     rate_factor,
 )
-from openrlhf.backends.ranks import Launch, Ranks, join
+from openrlhf.backends.ranks import DEADLINE, Launch, Ranks, join
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
 from openrlhf.backends.state import (
     AVERAGE,
@@ -44,6 +44,8 @@ from openrlhf.backends.state import (
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.training import OptimizerSection
+from openrlhf.models.context import Context, share_streams
+from openrlhf.models.exchange import ProcessExchange
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
@@ -536,8 +538,10 @@ class Distribution:
     name = "deepspeed"
 
     def __init__(self, ranks: Ranks, ds: BackendSection) -> None:
+        """Collective."""
         self.ranks = ranks
         self._ds = ds
+        self._context = _context(ds)
 
     @classmethod
     def check(cls, ds: BackendSection, launch: Launch) -> None:
@@ -566,11 +570,13 @@ class Distribution:
     def train(
         self, module: nn.Module, optimizer: OptimizerSection, *, total_steps: int, ema_beta: float | None = None
     ) -> DeepSpeedBackend:
+        share_streams(module, self._context)
         return DeepSpeedBackend(module, optimizer, self._ds, total_steps=total_steps, ema_beta=ema_beta)
 
-    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
+    def freeze(self, module: nn.Module, *, offload: bool = False, own_samples: bool = False) -> nn.Module:
         """A sharded module fetches its weights by itself, layer by layer."""
         module.requires_grad_(False)
+        share_streams(module, None if own_samples else self._context)
         if self.shards_weights:
             return shard_frozen(module, self._ds, offload=offload)
         return module.to("cpu") if offload else module
@@ -729,7 +735,23 @@ def _together(named: Iterable[tuple[str, nn.Parameter]], *, max_bytes: int) -> I
         yield group
 
 
-# ---------------------------------------------------------------------------------------- tensor parallelism
+# ---------------------------------------------------------------------------- context and tensor parallelism
+
+
+def _context(ds: BackendSection) -> Context | None:
+    """The ranks that share a stream with this one; None: it has its own. Collective: every group is made by all."""
+    if ds.ring_attn_size == 1:
+        return None
+    tensor, context = ds.tensor_parallel_size, ds.ring_attn_size
+    own = None
+    for first in range(0, dist.get_world_size(), tensor * context):
+        for place in range(tensor):
+            members = [first + place + i * tensor for i in range(context)]
+            group = dist.new_group(members, timeout=DEADLINE)
+            if dist.get_rank() in members:
+                own = group
+    assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
+    return Context(exchange=ProcessExchange(own), head_stride=ds.ring_attn_head_stride)
 
 
 def tensor_group(ds: BackendSection) -> dist.ProcessGroup | None:
