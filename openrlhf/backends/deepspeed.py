@@ -27,6 +27,7 @@ from openrlhf.backends.optimizer import (
     make_adamw,
     muon_arguments,
     rate_factor,
+    sum_dtype,
 )
 from openrlhf.backends.ranks import DEADLINE, Launch, Ranks, join
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
@@ -61,11 +62,17 @@ _MASTERS = (
 
 
 def deepspeed_config(
-    ds: BackendSection, *, dtype: torch.dtype, max_norm: float = 0.0, offload_parameters: bool = False
+    ds: BackendSection,
+    *,
+    dtype: torch.dtype,
+    sums: torch.dtype = torch.float32,
+    max_norm: float = 0.0,
+    offload_parameters: bool = False,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration. Losses come weighted over the whole step, so DeepSpeed is told no batch sizes.
 
-    `offload_parameters`: in stage 3 each rank's share of the parameters lives in CPU memory.
+    `sums`: the dtype of sums of gradients. `offload_parameters`: in stage 3 each rank's share of the parameters lives
+    in CPU memory.
     """
     sharing: dict[str, Any] = {
         "stage": ds.zero_stage,
@@ -96,7 +103,7 @@ def deepspeed_config(
             "loss_scale_window": GOOD_STEPS_BEFORE_GROWTH,
             "hysteresis": 1,
         },
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "fp32" if sums == torch.float32 else ds.grad_accum_dtype},
         "steps_per_print": sys.maxsize,
     }
     if ds.tensor_parallel_size > 1:
@@ -128,10 +135,10 @@ class DeepSpeedBackend:
         base, self._kinds = _one_optimizer(module, optimizer, trained)
         self._rates = ScheduledOptimizers([base], rate_factor(optimizer, total_steps=total_steps))
         dtype = next(iter(trained.values())).dtype
-        ds = _with_fp32_sums(ds, dtype)
+        ds, sums = _with_sums(ds, dtype)
         # Without ZeRO nobody measures the gradient, and it is whole only inside step(): we do it there, and clip too.
         self._unwrapped = ds.zero_stage == 0
-        config = deepspeed_config(ds, dtype=dtype, max_norm=0.0 if self._unwrapped else optimizer.max_norm)
+        config = deepspeed_config(ds, dtype=dtype, sums=sums, max_norm=0.0 if self._unwrapped else optimizer.max_norm)
         self._ds = ds
         self._engine = _start(module, config, base)
         self._tensor_group = tensor_group(ds)
@@ -699,12 +706,14 @@ def _pieces(parameters: Mapping[str, nn.Parameter], *, whole: bool) -> list[Piec
     return pieces
 
 
-def _with_fp32_sums(ds: BackendSection, dtype: torch.dtype) -> BackendSection:
-    """DeepSpeed without ZeRO sums 16-bit gradients in 16 bits."""
+def _with_sums(ds: BackendSection, dtype: torch.dtype) -> tuple[BackendSection, torch.dtype]:
+    """What runs for weights of this dtype, and the dtype in which their gradients are summed."""
+    sums = sum_dtype(ds, dtype)
     if ds.zero_stage == 0 and dtype != torch.float32:
-        logger.info("--ds.zero_stage 0 with 16-bit weights runs as stage 1, which sums gradients in fp32")
-        return dataclasses.replace(ds, zero_stage=1)
-    return ds
+        # Without ZeRO it cannot sum in fp32 what is computed in 16 bits.
+        logger.info("--ds.zero_stage 0 with 16-bit weights runs as stage 1")
+        ds = dataclasses.replace(ds, zero_stage=1)
+    return ds, sums
 
 
 @contextlib.contextmanager

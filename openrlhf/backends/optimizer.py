@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 from openrlhf.backends.base import whole_shape
 from openrlhf.backends.state import NotFiniteError
+from openrlhf.config.backend import BackendSection
 from openrlhf.config.training import OptimizerSection
+
+logger = logging.getLogger(__name__)
 
 
 def no_decay(name: str, parameter: nn.Parameter) -> bool:
@@ -102,6 +106,25 @@ def make_adamw(
         # One kernel per group on CUDA; on CPU the fused and the plain loop differ little for small models.
         fused=True,
     )
+
+
+def trained_dtype(module: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in module.parameters() if p.requires_grad)
+
+
+_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def sum_dtype(ds: BackendSection, weights: torch.dtype) -> torch.dtype:
+    """--ds.grad_accum_dtype: the dtype in which gradients of weights of this dtype are added up over micro-batches.
+
+    fp32 weights have gradients of fp32, which stay so: --ds.param_dtype auto may turn out to be fp32.
+    """
+    asked = _DTYPES[ds.grad_accum_dtype]
+    if asked != torch.float32 and weights == torch.float32:
+        logger.info("--ds.grad_accum_dtype %s is not used: trained weights are fp32 here", ds.grad_accum_dtype)
+        return torch.float32
+    return asked
 
 
 STATE_KINDS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {

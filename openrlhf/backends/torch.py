@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.backends.offload import Parking
-from openrlhf.backends.optimizer import LossScale, ScheduledOptimizers, make_optimizers, rate_factor
+from openrlhf.backends.optimizer import (
+    LossScale,
+    ScheduledOptimizers,
+    make_optimizers,
+    rate_factor,
+    sum_dtype,
+    trained_dtype,
+)
 from openrlhf.backends.ranks import ALONE, Launch, Ranks, join
 from openrlhf.backends.state import (
     AVERAGE,
@@ -72,17 +79,27 @@ class TorchBackend(ModuleWeights):
     An fp32 module is its own master. For 16 bits a master copy is kept; each micro-batch's gradient is added to the
     master's in fp32 as soon as autograd has finished it, and the module gets the rounded result of a step. Losses of
     fp16 modules are scaled. A step whose gradient, weights or moments are not finite is left out.
+
+    With `sums_in_16_bits` autograd adds gradients up where it leaves them, in the module, and a master gets its sum in
+    fp32 when the step begins: until then, while activations take their memory, there are 2 bytes for each parameter
+    instead of 4.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: OptimizerSection, *, total_steps: int = 1, ema_beta: float | None = None
+        self,
+        module: nn.Module,
+        optimizer: OptimizerSection,
+        *,
+        total_steps: int = 1,
+        ema_beta: float | None = None,
+        sums_in_16_bits: bool = False,
     ) -> None:
         """`total_steps` is the length of the schedule. `ema_beta` is the decay of an average of the weights, which is
         saved in their place; with None no average is kept."""
         super().__init__(module)
         self._max_norm = optimizer.max_norm
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._masters = {name: self._master_of(p) for name, p in self._trained.items()}
+        self._masters = {name: self._master_of(p, add_up=not sums_in_16_bits) for name, p in self._trained.items()}
         self._shadowed = [(p, self._masters[name]) for name, p in self._trained.items() if self._masters[name] is not p]
         self._optimizers = ScheduledOptimizers(
             make_optimizers(module, optimizer, stands_for=self._masters),
@@ -97,7 +114,8 @@ class TorchBackend(ModuleWeights):
         self._guard.remember()
 
     @staticmethod
-    def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    def _master_of(parameter: nn.Parameter, *, add_up: bool) -> nn.Parameter:
+        """`add_up`: it takes over every gradient of the parameter at once."""
         if parameter.dtype == torch.float32:
             return parameter
         master = nn.Parameter(parameter.detach().float().clone())
@@ -108,7 +126,8 @@ class TorchBackend(ModuleWeights):
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             p.grad = None
 
-        parameter.register_post_accumulate_grad_hook(add_to_master)
+        if add_up:
+            parameter.register_post_accumulate_grad_hook(add_to_master)
         return master
 
     @property
@@ -127,6 +146,9 @@ class TorchBackend(ModuleWeights):
         return self._left_out
 
     def step(self) -> float:
+        for parameter, master in self._shadowed:
+            if parameter.grad is not None:  # a sum in 16 bits
+                master.grad, parameter.grad = parameter.grad.float(), None
         if self._scale:
             torch._foreach_div_([m.grad for m in self._masters.values() if m.grad is not None], self._scale.value)
         damaged, rounded = self._guard.damaged(), self._not_finite_in_16_bits()
@@ -256,8 +278,9 @@ class Distribution:
     computes_together = False
     shards_weights = False
 
-    def __init__(self, ranks: Ranks = ALONE) -> None:
+    def __init__(self, ranks: Ranks = ALONE, ds: BackendSection | None = None) -> None:
         self.ranks = ranks
+        self._ds = ds or BackendSection()
 
     @classmethod
     def check(cls, ds: BackendSection, launch: Launch) -> None:
@@ -272,7 +295,7 @@ class Distribution:
 
     @classmethod
     def start(cls, ds: BackendSection) -> Distribution:
-        return cls(join())
+        return cls(join(), ds)
 
     def loading(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -280,7 +303,8 @@ class Distribution:
     def train(
         self, module: nn.Module, optimizer: OptimizerSection, *, total_steps: int, ema_beta: float | None = None
     ) -> TorchBackend:
-        return TorchBackend(module, optimizer, total_steps=total_steps, ema_beta=ema_beta)
+        in_16_bits = sum_dtype(self._ds, trained_dtype(module)) != torch.float32
+        return TorchBackend(module, optimizer, total_steps=total_steps, ema_beta=ema_beta, sums_in_16_bits=in_16_bits)
 
     def freeze(self, module: nn.Module, *, offload: bool = False, own_samples: bool = False) -> nn.Module:
         """An offloaded module is moved to the device for each forward (`backends.offload.on_device`)."""

@@ -70,7 +70,21 @@ class BackendSection(InferenceBackendSection):
     adam_offload: Annotated[bool, Flag("optimizer state in CPU memory", flat="adam_offload", only_with=DEEPSPEED)] = (
         False
     )
-    grad_accum_dtype: Annotated[str | None, Flag("dtype gradients are summed in", flat="grad_accum_dtype")] = None
+    grad_accum_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        Flag(
+            "dtype gradients are summed in: fp32 (if unset), or that of 16-bit weights",
+            flat="grad_accum_dtype",
+            synonyms=(
+                ("bfloat16", "bf16"),
+                ("float16", "fp16"),
+                ("half", "fp16"),
+                ("float32", "fp32"),
+                ("float", "fp32"),
+            ),
+            only_with=".param_dtype!=fp32",
+        ),
+    ] = None
     overlap_comm: Annotated[
         bool, Flag("overlap reduction of gradients with backward", flat="overlap_comm", only_with=DEEPSPEED)
     ] = False

@@ -27,12 +27,6 @@ MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local
 
 
 TRAINERS: tuple[Unbuilt, ...] = (
-    Unbuilt(
-        "--ds.grad_accum_dtype",
-        lambda c: c.ds.grad_accum_dtype not in (None, "fp32"),
-        "gradients summed in less than fp32",
-        "leave it out",
-    ),
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "ring attention", "leave it out"),
     MODELSCOPE,
 )

@@ -240,6 +240,19 @@ def _value_or_none(config: Any, path: str) -> Any:
 
 
 @contradiction
+def gradients_are_summed_in_fp32_or_as_weights_are(config: TrainerConfig) -> Iterator[str]:
+    """Sums of another 16-bit dtype would lose range or bits twice, and fp16 needs the loss scale of fp16 weights."""
+    sums, weights = config.ds.grad_accum_dtype, config.ds.param_dtype
+    if sums == "fp16" and weights != "fp16":
+        yield (
+            "--ds.grad_accum_dtype fp16 needs --ds.param_dtype fp16, which scales losses: without it small gradients "
+            "are 0 in fp16; use bf16 or fp32"
+        )
+    if sums == "bf16" and weights == "fp16":
+        yield "--ds.grad_accum_dtype bf16 does not go with --ds.param_dtype fp16: use fp16 or fp32"
+
+
+@contradiction
 def balanced_routers_are_seen(config: TrainerConfig) -> Iterator[str]:
     name = "actor" if isinstance(config, RLConfig) else "model"
     trained = config.actor if isinstance(config, RLConfig) else config.model
@@ -665,6 +678,17 @@ def local_launcher_is_one_process(config: RLConfig) -> Iterator[str]:
         yield (
             f"--train.launcher local is one process on this machine: the actor's {world} workers "
             "(--actor.num_nodes × --actor.num_gpus_per_node) become 1"
+        )
+
+
+@note
+def sums_of_16_bits_cost_precision(config: TrainerConfig) -> Iterator[str]:
+    sums = config.ds.grad_accum_dtype
+    if sums in ("bf16", "fp16") and config.ds.param_dtype != "fp32":
+        lost = {"bf16": 256, "fp16": 2048}[sums]
+        yield (
+            f"--ds.grad_accum_dtype {sums}: a micro-batch's gradient is lost where it is less than 1/{lost} of the sum "
+            "before it; the sum takes 2 bytes per trained parameter during backward instead of 4"
         )
 
 

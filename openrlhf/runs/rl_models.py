@@ -14,8 +14,8 @@ from openrlhf.algorithms.advantages import Turns, get_estimator
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.backends.base import Backend, Distribution
-from openrlhf.backends.ranks import Ranks
-from openrlhf.backends.torch import ONE_PROCESS
+from openrlhf.backends.ranks import ALONE, Ranks
+from openrlhf.backends.torch import Distribution as OneProcess
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
@@ -111,8 +111,10 @@ class RLTraining:
         *,
         total_steps: int,
         device: torch.device,
-        distribution: Distribution = ONE_PROCESS,
+        distribution: Distribution | None = None,
     ) -> None:
+        """Without a `distribution` it is this process with plain torch."""
+        distribution = distribution or OneProcess(ALONE, config.ds)
         self._config = config
         self._models = models
         self._distribution = distribution

@@ -324,7 +324,7 @@ def test_a_number_that_is_none_on_one_rank_costs_all_ranks_that_step_and_nothing
     training without that step, whatever the stage; and weights that nobody knows any more end it on all ranks."""
     Runs(tmp_path, tmp_path, tmp_path).run("two", "finite_ranks.py", tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found) == 12 * 3 + 2
+    assert len(found) == 15 * 3 + 2
     assert [case for case, seen in found.items() if not seen["same"]] == []
     assert [case for case, seen in found.items() if len(seen["said"]) != 1] == []
     assert all(seen["said"][0].startswith("2: ") for case, seen in found.items() if "lost" not in case)
@@ -370,6 +370,24 @@ def test_fp16_scales_and_leaves_out_what_one_process_does(half, stage):
     for name, tensor in torchs["tensors"].items():
         assert torch.allclose(torch.tensor(ours["tensors"][name]), torch.tensor(tensor), rtol=1e-3, atol=1e-5), name
         assert loaded["tensors"][name] == ours["tensors"][name], name
+
+
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(tmp_path):
+    """256 + 1 + 1 on two ranks is 258 in fp32 and in fp16; in bf16, where the number after 256 is 258, each 1 is lost.
+    A sum that was dropped leaves nothing behind."""
+    Runs(tmp_path, tmp_path, tmp_path).run("two", "sum_ranks.py", tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    sums = {case: seen["sum"] for case, seen in found.items()}
+    stages = [f"zero {stage}" for stage in range(4)]
+    offloaded = [f"zero {stage} offload" for stage in (1, 2, 3)]
+    expected = {f"{stage} bf16, fp32 sums": 258 for stage in [*stages, *offloaded]}
+    expected |= {f"{stage} bf16, bf16 sums": 256 for stage in [*stages, *offloaded]}
+    expected |= {f"{stage} fp32, bf16 sums": 258 for stage in ("zero 0", "zero 2")}
+    expected |= {f"{stage} fp16, fp16 sums": 258 for stage in stages}
+    assert sums == expected
+    assert {seen["after a drop"] for seen in found.values()} <= {2, None}
+    unused = {case for case, seen in found.items() if any("is not used" in line for line in seen["said"])}
+    assert unused == {"zero 0 fp32, bf16 sums", "zero 2 fp32, bf16 sums"}
 
 
 WHOLE = ["zero 0", "zero 2", "zero 3", "lora zero 2", "lora zero 3", "tp zero 1", "tp zero 3"]

@@ -30,6 +30,9 @@ WAYS = {
     "zero 1 bf16": (BackendSection(zero_stage=1), torch.bfloat16),
     "zero 2 bf16": (BackendSection(zero_stage=2), torch.bfloat16),
     "zero 3 bf16": (BackendSection(zero_stage=3), torch.bfloat16),
+    "zero 1 bf16 sums": (BackendSection(zero_stage=1, grad_accum_dtype="bf16"), torch.bfloat16),
+    "zero 2 bf16 sums": (BackendSection(zero_stage=2, grad_accum_dtype="bf16"), torch.bfloat16),
+    "zero 3 bf16 sums": (BackendSection(zero_stage=3, grad_accum_dtype="bf16"), torch.bfloat16),
     "zero 2 offload": (BackendSection(zero_stage=2, adam_offload=True), torch.float32),
     "zero 3 offload": (BackendSection(zero_stage=3, adam_offload=True), torch.float32),
 }

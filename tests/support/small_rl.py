@@ -7,7 +7,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from openrlhf.backends.base import Distribution
 from openrlhf.backends.ranks import Ranks
-from openrlhf.backends.torch import ONE_PROCESS
 from openrlhf.config import parse
 from openrlhf.learners.steps import assign_to_ranks
 from openrlhf.models.attention import ATTENTION
@@ -88,7 +87,7 @@ def make_groups(*, first: int = 0) -> list[Group]:
 
 
 def training(
-    models: RLModels, *, distribution: Distribution = ONE_PROCESS, **flags: object
+    models: RLModels, *, distribution: Distribution | None = None, **flags: object
 ) -> tuple[RLTraining, RLModels]:
     """A training of copies of the models, with these flags over `FLAGS`; True for a switch, None to leave one out."""
     words = []

@@ -12,8 +12,10 @@ from small_sections import optimizer
 from torch import nn
 
 from openrlhf.backends.optimizer import LossScale
-from openrlhf.backends.torch import TorchBackend
+from openrlhf.backends.ranks import ALONE
+from openrlhf.backends.torch import Distribution, TorchBackend
 from openrlhf.checkpoint.export import export_policy
+from openrlhf.config.backend import BackendSection
 from openrlhf.config.training import MuonSection
 from openrlhf.models.policy import Policy
 
@@ -63,6 +65,79 @@ def test_micro_batches_add_up_in_fp32_under_bf16():
     for _ in range(256):
         backend.backward(module.bias.sum() * 2**-9)
     assert backend.step() == pytest.approx(1.5 * math.sqrt(3), rel=1e-6)
+
+
+def test_sums_in_16_bits_are_kept_where_autograd_leaves_them():
+    """256 + 1 + 1: the number after 256 is 258 in bf16, so each 1 is lost; fp16 has 257. The fp32 gradient is there in
+    the step alone."""
+    for dtype, in_16_bits, total in [
+        (torch.bfloat16, True, 256.0),
+        (torch.bfloat16, False, 258.0),
+        (torch.float16, True, 258.0),
+        (torch.float32, True, 258.0),
+    ]:
+        module = linear(dtype)
+        backend = TorchBackend(module, optimizer(lr=0.0, max_norm=0), sums_in_16_bits=in_16_bits)
+        if dtype == torch.float16:
+            backend._scale.value = 16.0  # 2^16 · 256 would not fit
+        for gradient in (256.0, 1.0, 1.0):
+            backend.backward(module.bias.sum() * gradient)
+        if dtype == torch.bfloat16:
+            assert (module.bias.grad is None) is not in_16_bits
+            assert (backend._masters["bias"].grad is None) is in_16_bits
+        assert backend.step() == pytest.approx(total * math.sqrt(3), rel=1e-6)
+        backend.backward(module.bias.sum() * 256.0)
+        backend.drop_gradients()
+        backend.backward(module.bias.sum())
+        assert backend.step() == pytest.approx(math.sqrt(3)), "a sum that was dropped leaves nothing behind"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_of_one_micro_batch_steps_alike_in_16_bits_and_fp32(dtype):
+    """With clipping, weight decay and Muon: nothing but the sum is different."""
+    first, second = (
+        TorchBackend(
+            linear(dtype), optimizer(lr=0.1, weight_decay=0.1, muon=MuonSection(lr=0.02)), sums_in_16_bits=in_16_bits
+        )
+        for in_16_bits in (False, True)
+    )
+    for _ in range(3):
+        descend(first), descend(second)
+    numbers, tensors = copied_state(second)
+    assert numbers == copied_state(first)[0]
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in copied_state(first)[1].items())
+
+
+def test_a_sum_in_fp16_that_overflows_costs_a_step_and_half_the_scale():
+    """Each 2^15 · 1 fits in fp16, whose largest number is 65504; two of them do not."""
+    module = linear(torch.float16)
+    backend = TorchBackend(module, optimizer(lr=0.1), sums_in_16_bits=True)
+    backend._scale.value = 2.0**15
+    for _ in range(2):
+        backend.backward(module.bias.sum())
+    assert not math.isfinite(backend.step())
+    assert backend.left_out.expected
+    assert backend.scalar_state()["loss_scale"] == 2.0**14
+    for _ in range(2):
+        backend.backward(module.bias.sum())
+    assert backend.step() == pytest.approx(2 * math.sqrt(3))
+
+
+def test_the_flag_says_how_gradients_are_summed(caplog):
+    caplog.set_level("INFO")
+    for flag, dtype, total in [
+        (None, torch.bfloat16, 258.0),
+        ("fp32", torch.bfloat16, 258.0),
+        ("bf16", torch.bfloat16, 256.0),
+        ("bf16", torch.float32, 258.0),
+    ]:
+        module = linear(dtype)
+        distribution = Distribution(ALONE, BackendSection(grad_accum_dtype=flag))
+        backend = distribution.train(module, optimizer(lr=0.0, max_norm=0), total_steps=1)
+        for gradient in (256.0, 1.0, 1.0):
+            backend.backward(module.bias.sum() * gradient)
+        assert backend.step() == pytest.approx(total * math.sqrt(3), rel=1e-6)
+    assert caplog.messages == ["--ds.grad_accum_dtype bf16 is not used: trained weights are fp32 here"]
 
 
 def test_small_updates_survive_in_the_master_under_bf16():

@@ -41,6 +41,7 @@ CONDITIONS = {
     "data.apply_chat_template": ("", "--data.apply_chat_template"),
     "data.max_images_per_prompt": ("", "--data.max_images_per_prompt 1"),
     "ds.lora.rank": ("", "--ds.lora.rank 4"),
+    "ds.param_dtype!=fp32": ("--ds.param_dtype fp32", "--ds.param_dtype bf16"),
     "ds.ring_attn_size!=1": ("", "--ds.ring_attn_size 2"),
     "ds.zero_stage=3": ("--ds.zero_stage 2", "--ds.zero_stage 3"),
     "eval.dataset": ("", "--eval.dataset d"),

@@ -29,6 +29,7 @@ CHANGED_DEFAULTS = {
 }
 CHANGED_CHOICES = {
     "ds.param_dtype": ["auto", "bf16", "fp16", "fp32"],  # auto is ours
+    "ds.grad_accum_dtype": ["bf16", "fp16", "fp32"],  # what the backend takes, so that a slip is found at once
     "actor.policy_loss_type": list(POLICY_LOSSES),
 }
 
@@ -91,6 +92,7 @@ SAMPLES = {
     "data.dataset_probs": ["1.0"],
     "data.prompt_probs": ["1.0"],
     "data.input_template": ["Q: {}"],
+    "ds.grad_accum_dtype": ["bf16"],
     "reward.remote_url": ["http://h/get_reward"],
 }
 # What else must be said for the flag to make sense.
