@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -36,8 +37,12 @@ class Exchange(Protocol):
         """[…] → [N, …]: everybody's, by rank."""
         ...
 
-    def shift(self, own: Tensor) -> Tensor:
-        """To the next rank, the last one's to the first → what the rank before has sent."""
+    def shift(self, own: Tensor) -> Callable[[], Tensor]:
+        """To the next rank, the last one's to the first → call it for what the rank before has sent.
+
+        It is under way between the two calls: whoever has something else to do does it there, and leaves `own` as it
+        is. What came is the caller's.
+        """
         ...
 
 
@@ -62,13 +67,19 @@ class ProcessExchange:
         dist.all_gather(list(everybodys.unbind(0)), own.contiguous(), group=self._group)
         return everybodys
 
-    def shift(self, own: Tensor) -> Tensor:
-        came = torch.empty_like(own, memory_format=torch.contiguous_format)
-        send = dist.P2POp(dist.isend, own.contiguous(), self._next, group=self._group)
+    def shift(self, own: Tensor) -> Callable[[], Tensor]:
+        own = own.contiguous()
+        came = torch.empty_like(own)
+        send = dist.P2POp(dist.isend, own, self._next, group=self._group)
         receive = dist.P2POp(dist.irecv, came, self._before, group=self._group)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-        return came
+        return partial(_wait, dist.batch_isend_irecv([send, receive]), own, came)
+
+
+def _wait(works: list[dist.Work], sent: Tensor, came: Tensor) -> Tensor:
+    """`sent` is an argument so that its memory is not used again before it has gone."""
+    for work in works:
+        work.wait()
+    return came
 
 
 _PLAY_SECONDS = 600.0
@@ -89,8 +100,9 @@ class ThreadExchange:
     def all_gather(self, own: Tensor) -> Tensor:
         return torch.stack(self._table.swap(self.rank, own))
 
-    def shift(self, own: Tensor) -> Tensor:
-        return self._table.swap(self.rank, own)[self.rank - 1].clone()
+    def shift(self, own: Tensor) -> Callable[[], Tensor]:
+        theirs = self._table.swap(self.rank, own)[self.rank - 1]
+        return theirs.clone
 
 
 class _Table:

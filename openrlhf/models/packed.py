@@ -45,8 +45,22 @@ class _Group:
         return self.count * self.length
 
 
+class StreamPart(NamedTuple):
+    """One sequence of a stream: it sees itself, and before that the keys of its prefix, which another part is."""
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+    """0: it has no prefix."""
+
+
 class StreamAttention:
     """A plan over a packed stream: one varlen call where that kernel can, grouped SDPA calls elsewhere."""
+
+    def parts(self) -> list[StreamPart]:
+        """The stream from its first token to its last, for ranks that hold a share of it (`models.ring`)."""
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -85,6 +99,10 @@ class PackedAttention(StreamAttention):
         self.max_seqlen = max_seqlen
         self._groups: list[_Group] | None = None
         self._options = grouped_heads_option() if cu_seqlens.is_cuda else GroupedHeads()
+
+    def parts(self) -> list[StreamPart]:
+        bounds = self.cu_seqlens.tolist()
+        return [StreamPart(start, end - start) for start, end in itertools.pairwise(bounds)]
 
     def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn

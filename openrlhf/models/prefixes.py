@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.models.packed import StreamAttention, attend_rows, grouped_heads_option
+from openrlhf.models.packed import StreamAttention, StreamPart, attend_rows, grouped_heads_option
 from openrlhf.types import PackedTokens
 
 
@@ -135,6 +135,14 @@ class PrefixAttention(StreamAttention):
         self._device = device
         self._groups: list[_Group] | None = None
         self._keys: _Keys | None = None
+
+    def parts(self) -> list[StreamPart]:
+        return [
+            StreamPart(start, part.length)
+            if part.prefix < 0
+            else StreamPart(start, part.length, self._starts[part.prefix], part.prefix_length)
+            for part, start in zip(self._parts, self._starts, strict=False)  # the last start is the stream's end
+        ]
 
     def _varlen(self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, *, scaling: float, window: int | None) -> Tensor:
         """Keys and values are laid out per part, prefix first; queries stay as they are. The kernel aligns ends."""
