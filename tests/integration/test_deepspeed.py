@@ -70,6 +70,18 @@ TENSOR_PARALLEL = {
     "tp zero 3": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 3},
     "muon tp": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 1, **MUON},
 }
+CONTEXT = {
+    "cp zero 0": {"ds.ring_attn_size": 2, "ds.zero_stage": 0},
+    "cp zero 1": {"ds.ring_attn_size": 2, "ds.zero_stage": 1},
+    "cp zero 2": {"ds.ring_attn_size": 2, "ds.zero_stage": 2},
+    "cp zero 3": {"ds.ring_attn_size": 2, "ds.zero_stage": 3},
+    "cp checkpointing": {"ds.ring_attn_size": 2, "ds.zero_stage": 3, "model.gradient_checkpointing_enable": True},
+    "lora cp": {"ds.ring_attn_size": 2, "ds.zero_stage": 3, "ds.lora.rank": 4},
+    "experts cp": {"ds.ring_attn_size": 2, "ds.zero_stage": 2, "model.aux_loss_coef": 0.1},
+    "muon cp": {"ds.ring_attn_size": 2, "ds.zero_stage": 1, **MUON},
+}
+CASES += [("sft", way) for way in CONTEXT]
+CASES += [(trainer, "cp zero 2") for trainer in ("rm", "dpo", "kto")]
 RELAY = [
     ("alone", {}),
     ("two", {"ds.zero_stage": 3}),
@@ -77,6 +89,7 @@ RELAY = [
     ("two", {"ds.zero_stage": 2}),
     ("two", {"ds.zero_stage": 1}),
     ("alone", {}),
+    ("two", {"ds.ring_attn_size": 2}),
     ("two", {"ds.tensor_parallel_size": 2}),
 ]
 """Who trains which epoch of one run, each continuing from the checkpoint of the one before."""
@@ -90,8 +103,11 @@ def expected_run(trainer: str, way: str) -> str:
 def precision(way: str, otherwise: float = 1e-4) -> float:
     """Muon orthogonalises in bf16, whose rounding shows; at a higher rate it grows, in one process as in two.
 
-    How balanced experts are is a matter of the tokens that are routed together, and ranks cut a step differently.
+    How balanced experts are is a matter of the tokens that are routed together, and ranks cut a step differently, unless
+    they share every stream.
     """
+    if way == "experts cp":
+        return otherwise
     return {"muon": 1e-3, "experts": 1e-2}.get(way.partition(" ")[0], otherwise)
 
 
@@ -230,7 +246,9 @@ def runs(tmp_path_factory, data) -> Runs:
 
     alone = [runs.words(f"alone {trainer}", trainer) for trainer in TRAINERS]
     alone += [runs.words(f"alone {way}", "sft", **flags_of(way, flags)) for way, flags in ALONE.items()]
-    pairs = [runs.words(f"{way} {trainer}", trainer, **flags_of(way, TWO_RANKS[way])) for trainer, way in CASES]
+    pairs = [
+        runs.words(f"{way} {trainer}", trainer, **flags_of(way, (TWO_RANKS | CONTEXT)[way])) for trainer, way in CASES
+    ]
     cut = [runs.words(f"{way} sft", "sft", **flags) for way, flags in TENSOR_PARALLEL.items()]
     runs.train("alone", alone)
     runs.train("two", pairs + cut)

@@ -57,6 +57,9 @@ def test_so_is_each_entry_of_the_supervised_trainers(command, capsys):
     [
         ("train_sft", "--multiturn --apply_chat_template --packing_samples --zero_stage 3 --adam_offload"),
         ("train_sft", "--pretrain_mode --gradient_checkpointing --param_dtype bf16 --eval_dataset e --eval_steps 5"),
+        ("train_sft", "--ring_attn_size 2 --ring_head_stride 2 --packing_samples"),
+        ("train_rm", "--ring_attn_size 4"),
+        ("train_dpo", "--ring_attn_size 2 --ds_tensor_parallel_size 2"),
         ("train_sft", "--param_dtype fp16 --use_ds_universal_ckpt --load_checkpoint --grad_accum_dtype fp16"),
         ("train_dpo", "--param_dtype bf16 --grad_accum_dtype bf16"),
         ("train_sft", "--lora_rank 8 --lora_alpha 16 --target_modules q_proj v_proj --lora_dropout 0.1"),
