@@ -113,12 +113,13 @@ class TestAnswers:
 
     def test_at_most_so_many_requests_at_once(self):
         async def slow(question, before):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.7)
             return lengths(question)
 
         with RewardServer(slow) as server:
-            # Their time counts from when they are sent, so those who wait for their turn are not late.
-            outcomes = judge(server, requests=12, max_concurrency=3, timeout=0.15)
+            # Four rounds take at least 2.8 s. Their time counts from when they are sent, so those who wait for their
+            # turn are not late.
+            outcomes = judge(server, requests=12, max_concurrency=3, timeout=2.5)
         assert [rewards for rewards, _ in outcomes] == [[2.0, 3.0]] * 12
         assert server.most_at_once == 3
 
