@@ -137,6 +137,8 @@ read them wrongly.
 read.
 """
 TRAINING_STATE = "training_state"
+DEEPSPEED_PARTS = ("_actor", "_critic")
+"""The folders in which RL runs of other frameworks keep DeepSpeed's checkpoints of their models."""
 GIB = 1 << 30
 
 
@@ -189,18 +191,14 @@ class CheckpointFolder:
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, ascending. DeepSpeed's own checkpoints are not among them."""
-        return sorted(step for step, path in self._tags() if not written_by_deepspeed(path))
+        return sorted(step for step, path in _tags(self.path) if not written_by_deepspeed(path))
 
     @property
     def has_deepspeeds(self) -> bool:
-        """Checkpoints that DeepSpeed wrote are here, under the same names as ours would have."""
-        return any(written_by_deepspeed(path) for _, path in self._tags())
-
-    def _tags(self) -> list[tuple[int, Path]]:
-        if not self.path.is_dir():
-            return []
-        matches = ((re.fullmatch(r"global_step(\d+)", path.name), path) for path in self.path.iterdir())
-        return [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+        """Checkpoints that DeepSpeed wrote are here, under the same names as ours would have; of RL, in the folder of
+        each model."""
+        folders = (self.path, *(self.path / part for part in DEEPSPEED_PARTS))
+        return any(written_by_deepspeed(path) for folder in folders for _, path in _tags(folder))
 
     def newest_complete(self) -> Path | None:
         """The latest checkpoint; if it is damaged the newest that is not, with a warning; None if there is none.
@@ -329,6 +327,14 @@ class CheckpointFolder:
 
     def _hidden(self, step: int, what: str) -> Path:
         return self.path / f".global_step{step}.{what}"
+
+
+def _tags(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints in it, with their steps, whoever wrote them."""
+    if not folder.is_dir():
+        return []
+    matches = ((re.fullmatch(r"global_step(\d+)", path.name), path) for path in folder.iterdir())
+    return [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
 
 
 def written_by_deepspeed(checkpoint: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrlhf.backends.base import Backend, whole_shape
 from openrlhf.backends.ranks import ALONE, Ranks
@@ -23,6 +23,7 @@ from openrlhf.checkpoint.training_state import (
     write_state,
     write_training_state,
 )
+from openrlhf.checkpoint.universal import LATEST, read_universal
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,10 @@ class CheckpointedModel(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on from what a resumable `write` left there. Raises CheckpointError."""
+        """Go on from what a resumable `write` left there, or from DeepSpeed's universal checkpoint.
+
+        Raises CheckpointError.
+        """
         ...
 
 
@@ -88,6 +92,8 @@ class LocalCheckpointedModel:
     """Writes it as a Hugging Face folder, on the main rank; given the loop's state, and the weights to write where the
     module does not hold them."""
     ranks: Ranks = ALONE
+    module: nn.Module | None = None
+    """The model that the backend trains, under whose names universal checkpoints are read. None: none are."""
 
     def expected_bytes(self, *, resumable: bool) -> int:
         """The model in its dtype, and its trained parameters in fp32 with two moments."""
@@ -109,10 +115,15 @@ class LocalCheckpointedModel:
             )
 
     def load(self, folder: Path) -> None:
+        is_universal = self.module is not None and (folder / LATEST).exists()
         try:
-            self.backend.load(*read_training_state(folder / TRAINING_STATE))
+            if self.module is not None and is_universal:
+                self.backend.load(*read_universal(folder, self.module))
+            else:
+                self.backend.load(*read_training_state(folder / TRAINING_STATE))
         except ValueError as error:
-            raise CheckpointError(f"{folder.parent} cannot be continued: {error}") from error
+            where = folder if is_universal else folder.parent
+            raise CheckpointError(f"{where} cannot be continued: {error}") from error
         except NOT_OURS as error:
             raise foreign(folder / TRAINING_STATE, error) from error
 

@@ -1,8 +1,12 @@
 """DeepSpeed's universal checkpoints: weights and moments, read one by one to begin a run with. None are written.
 
+A supervised run has one in <folder>, the folder of --ckpt.path; a run of RL has two, in <folder>/_actor and
+<folder>/_critic. The part of each:
+
 <folder>/latest_universal              the name of the one to begin with
 <folder>/<name>/zero/<parameter>/      fp32.pt, exp_avg.pt, exp_avg_sq.pt, and step.pt unless it comes from stage 3
-<folder>/<name>/*model_states.pt       steps taken; of stage 3 the shapes, too: its tensors are flat
+<folder>/<name>/*model_states.pt       steps taken; of stage 3 the shapes, too: its tensors are flat. Of an actor the
+                                       rounds done (global_step) and the prompts taken (total_consumed_prompts)
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from openrlhf.backends.base import Backend
 from openrlhf.backends.state import PARAMETERS
 from openrlhf.checkpoint.folder import CheckpointError
-from openrlhf.checkpoint.manager import Checkpointer
+
+if TYPE_CHECKING:
+    from openrlhf.checkpoint.manager import CheckpointedModel, Checkpointer
 
 LATEST = "latest_universal"
 FILES = {PARAMETERS: "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
@@ -36,6 +41,10 @@ class UniversalCheckpoint:
     """Optimizer steps that were taken."""
     shapes: Mapping[str, torch.Size]
     """The shapes of its parameters, by their names there; empty where the tensors have them."""
+    rounds: int | None = None
+    """Rounds of RL that were done. None: it does not say."""
+    prompts: int | None = None
+    """Prompts that these rounds took, those of rejected groups among them. None: it does not say."""
 
     def tensors(self, names: Iterable[str], *, aliases: Mapping[str, str] | None = None) -> UniversalTensors:
         """For `Backend.load` of something that trains these parameters.
@@ -61,10 +70,22 @@ def find_universal(folder: Path) -> UniversalCheckpoint:
     state = _load(model_states[0])
     try:
         steps = int(state["global_steps"]) - int(state.get("skipped_steps", 0))
+        rounds, prompts = (
+            None if state.get(name) is None else int(state[name]) for name in ("global_step", "total_consumed_prompts")
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{model_states[0]} does not say how many steps were taken") from error
     shapes = {name: shape for group in state.get("param_shapes") or [] for name, shape in group.items()}
-    return UniversalCheckpoint(path, steps, shapes)
+    return UniversalCheckpoint(path, steps, shapes, rounds, prompts)
+
+
+def read_universal(folder: Path, module: nn.Module) -> tuple[dict[str, Any], UniversalTensors]:
+    """What `Backend.load` asks for, for a backend that trains this module. Raises CheckpointError."""
+    checkpoint = find_universal(folder)
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    head = getattr(module, "head_prefix", None)  # what files call the head of a critic or a reward model
+    tensors = checkpoint.tensors(trained, aliases={"head": head} if head else {})
+    return {"steps": checkpoint.steps}, tensors
 
 
 class UniversalTensors(Mapping[str, Tensor]):
@@ -108,24 +129,18 @@ class UniversalTensors(Mapping[str, Tensor]):
 
 
 class UniversalStart:
-    """Begins with a universal checkpoint; what is saved from then on are checkpoints of our own."""
+    """Begins with universal checkpoints; what is saved from then on are checkpoints of our own."""
 
     def __init__(
         self,
-        checkpoint: UniversalCheckpoint,
-        backend: Backend,
+        models: Mapping[Path, CheckpointedModel],
         saver: Checkpointer,
         *,
-        trained: Iterable[str],
-        aliases: Mapping[str, str],
-        loop_state: Callable[[int], dict[str, Any]],
+        loop_state: Callable[[], dict[str, Any]],
     ) -> None:
-        """`trained`, `aliases`: what `UniversalCheckpoint.tensors` asks. `loop_state(n)`: the loop's after n steps."""
-        self._checkpoint = checkpoint
-        self._backend = backend
+        """`models`: by the folder that has each one's `latest_universal`. `loop_state`: the loop's where they end."""
+        self._models = models
         self._saver = saver
-        self._trained = trained
-        self._aliases = aliases
         self._loop_state = loop_state
 
     def save(self, step: int, state: dict[str, Any], *, best: bool = False) -> None:
@@ -135,12 +150,9 @@ class UniversalStart:
         self._saver.keep_best(step)
 
     def load(self, take_up: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        tensors = self._checkpoint.tensors(self._trained, aliases=self._aliases)
-        try:
-            self._backend.load({"steps": self._checkpoint.steps}, tensors)
-        except ValueError as error:
-            raise CheckpointError(f"{self._checkpoint.path} cannot be continued: {error}") from error
-        state = self._loop_state(self._checkpoint.steps)
+        for folder, model in self._models.items():
+            model.load(folder)
+        state = self._loop_state()
         take_up(state)
         return state
 

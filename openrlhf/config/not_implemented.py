@@ -35,7 +35,6 @@ RL: tuple[Unbuilt, ...] = (
     *TRAINERS,
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "context parallelism", "leave it out"),
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
-    Unbuilt("--ds.use_universal_ckpt", lambda c: c.ds.use_universal_ckpt, "universal checkpoints", "leave it out"),
     Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
 )
 

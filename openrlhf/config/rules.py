@@ -25,7 +25,6 @@ from openrlhf.config.commands import (
     RLConfig,
     ServeRMConfig,
     SFTConfig,
-    SupervisedConfig,
     TrainerConfig,
 )
 from openrlhf.config.effects import flags_without_effect
@@ -532,7 +531,7 @@ def four_bit_weights_have_an_adapter(config: TrainerConfig) -> Iterator[str]:
 
 
 @requirement
-def universal_checkpoints_are_loaded(config: SupervisedConfig) -> Iterator[str]:
+def universal_checkpoints_are_loaded(config: TrainerConfig) -> Iterator[str]:
     if config.ds.use_universal_ckpt and not config.ckpt.resumes:
         yield "--ds.use_universal_ckpt: reads what a run continues from: add --ckpt.load_enable, or leave it out"
 

@@ -13,7 +13,7 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,12 +51,13 @@ def opened_checkpoints(
     section: SupervisedCheckpointSection | RLCheckpointSection,
     *,
     model: str,
-    use_universal: bool = False,
+    universal_parts: Sequence[str] = (),
     ranks: Ranks = ALONE,
 ) -> Iterator[Checkpoints]:
     """The folder belongs to this run while open. `model`: the part of a checkpoint that `--ckpt.save_hf` links.
 
-    `use_universal`: without a checkpoint of our own, begin with DeepSpeed's universal one there.
+    `universal_parts`: without a checkpoint of our own, begin with DeepSpeed's universal ones in these folders of it
+    (--ds.use_universal_ckpt). The first says how far the run has come.
 
     Raises CheckpointError, and ConfigError for a new run that would replace what another one left.
     """
@@ -73,8 +74,10 @@ def opened_checkpoints(
         found, universal = None, None
         if section.resumes:
             found = find_checkpoint(folder, ranks=ranks)
-            if found is None and use_universal:
-                universal = run_on_all_ranks(ranks, lambda: find_universal(folder.path))
+            if found is None and universal_parts:
+                universal, *_ = run_on_all_ranks(
+                    ranks, lambda: [find_universal(folder.path / part) for part in universal_parts]
+                )
             elif found is None and folder.has_deepspeeds:
                 raise CheckpointError(
                     f"--ckpt.path {section.folder} holds checkpoints in DeepSpeed's format: make a universal one of "

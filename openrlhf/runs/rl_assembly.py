@@ -17,13 +17,16 @@ from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.images import with_images
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
-from openrlhf.checkpoint.manager import CheckpointedModel, CheckpointManager
+from openrlhf.checkpoint.folder import DEEPSPEED_PARTS, CheckpointError
+from openrlhf.checkpoint.manager import CheckpointedModel, Checkpointer, CheckpointManager
+from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
 from openrlhf.data.image_places import DataImages
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.recognition import PromptFormat, recognise
 from openrlhf.data.sources import load_records
+from openrlhf.learners.workers import Workers
 from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
@@ -63,7 +66,7 @@ from openrlhf.runs.rl_models import ACTOR, CRITIC
 from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation, evaluation_names
 from openrlhf.trainers.hybrid import DeviceUsage
 from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EngineParts, Pipeline, Sync
-from openrlhf.trainers.rl import RLTrainer, RunPeriods
+from openrlhf.trainers.rl import RLTrainer, RunPeriods, state_after
 from openrlhf.types import SamplingParams
 from openrlhf.utils import interrupts, waits
 from openrlhf.utils.event_loops import BackgroundRunner, LoopRunner
@@ -87,7 +90,11 @@ def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher) -
     with (
         watchdog(config.train) as watching,
         claimed_model_dir(model_dir),
-        opened_checkpoints(config.ckpt, model=ACTOR) as checkpoints,
+        opened_checkpoints(
+            config.ckpt,
+            model=ACTOR,
+            universal_parts=list(_universal_parts(config).values()) if config.ds.use_universal_ckpt else (),
+        ) as checkpoints,
     ):
         return with_restarts(
             lambda now: _train(config, make_launcher, now, watching, model_dir=model_dir),
@@ -123,7 +130,10 @@ def _train(
         bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played), loop=loop))
         episodes = held.enter_context(_started(_episodes(config, bound, tokenizer, images), loop, "episodes"))
         runner = EpisodeRunner(
-            episodes=episodes, reward=reward, seed=config.train.seed, has_worked=checkpoints.found is not None
+            episodes=episodes,
+            reward=reward,
+            seed=config.train.seed,
+            has_worked=bool(checkpoints.found or checkpoints.universal),
         )
         schedule = RunPeriods(
             rounds=rounds,
@@ -145,6 +155,16 @@ def _train(
         pipeline = build_pipeline(config, bound, prompts=prompts, runner=runner, loop=loop, evaluation=evaluation)
         run_dir = create_run_directory(config, checkpoints.found)
         title = f"{Path(required(config.actor.model_name_or_path)).name} · {config.algo.advantage.estimator}"
+        checkpointer: Checkpointer | None = _checkpointer(config, checkpoints, bound.kept, run_dir)
+        if checkpoints.universal and checkpoints.folder and checkpointer:
+            parts = _universal_parts(config)
+            checkpointer = UniversalStart(
+                {checkpoints.folder.path / parts[name]: model for name, model in bound.kept.items()},
+                checkpointer,
+                loop_state=functools.partial(
+                    _state_after, checkpoints.universal, config, prompts, pipeline, bound.workers, best
+                ),
+            )
         with (
             observed(config, run_dir, watching, steps=schedule.rounds, title=title) as seen,
             contextlib.closing(RolloutLog(run_dir.rollouts, tokenizer, groups=config.logger.rollouts)) as rollout_log,
@@ -161,11 +181,11 @@ def _train(
                 ledger=ledger,
                 progress=seen.progress,
                 warnings=seen.warnings,
-                checkpointer=_checkpointer(config, checkpoints, bound.kept, run_dir),
+                checkpointer=checkpointer,
                 stop=stop,
             )
-            if checkpoints.found:
-                seen.progress.note(f"continues from {checkpoints.found.path}")
+            if origin := checkpoints.found or checkpoints.universal:
+                seen.progress.note(f"continues from {origin.path}")
             with frozen_gc():
                 measured = trainer.fit()
             seen.progress.phase("export")
@@ -251,6 +271,31 @@ def _checkpointer(
         settings=recorded_settings(config),
         resumable=not config.ckpt.disable_ds,
     )
+
+
+def _universal_parts(config: RLConfig) -> dict[str, str]:
+    """The folders of DeepSpeed's checkpoints below --ckpt.path, by what our checkpoints call each model."""
+    actor, critic = DEEPSPEED_PARTS
+    return {ACTOR: actor, CRITIC: critic} if config.uses_critic else {ACTOR: actor}
+
+
+def _state_after(
+    universal: UniversalCheckpoint,
+    config: RLConfig,
+    prompts: PromptStream,
+    pipeline: Pipeline,
+    workers: Workers,
+    best: BestMetric,
+) -> dict[str, Any]:
+    """The loop's state where DeepSpeed's checkpoint of the actor ends. Raises CheckpointError."""
+    if universal.rounds is None:
+        raise CheckpointError(
+            f"{universal.path} does not say how many rounds were done (global_step): it is not an actor's checkpoint. "
+            "Start a new run from its model instead"
+        )
+    taken = universal.rounds * config.rollout.batch_size if universal.prompts is None else universal.prompts
+    taken = min(taken, len(prompts))
+    return state_after(universal.rounds, taken, pipeline=pipeline, workers=workers, best=best)
 
 
 def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: DataImages | None = None) -> PromptSet:

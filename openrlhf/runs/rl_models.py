@@ -142,6 +142,7 @@ class RLTraining:
                 self.policy_backend,
                 lambda folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
                 ranks,
+                policy,
             )
         }
         if critic is not None and self._critic_backend is not None:
@@ -194,7 +195,10 @@ class RLTraining:
 def kept_critic(backend: Backend, critic: ValueModel, tokenizer: Any, ranks: Ranks) -> LocalCheckpointedModel:
     """The part of the critic that a checkpoint holds."""
     return LocalCheckpointedModel(
-        backend, lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights), ranks
+        backend,
+        lambda folder, _, weights: export_value_model(critic, tokenizer, folder, state_dict=weights),
+        ranks,
+        critic,
     )
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.preferences import PAIR_LOSSES, get_reward_loss
-from openrlhf.backends.base import Backend, Distribution, start_backend
+from openrlhf.backends.base import Distribution, start_backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Checkpointer, CheckpointManager, LocalCheckpointedModel
-from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
+from openrlhf.checkpoint.universal import UniversalStart
 from openrlhf.config.commands import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from openrlhf.config.effects import newly_without_effect
 from openrlhf.config.rules import required
@@ -92,7 +92,7 @@ def train(config: SupervisedConfig) -> RunResult:
         watchdog(config.train, ranks) as watching,
         claimed_model_dir(model_dir, ranks),
         opened_checkpoints(
-            config.ckpt, model=MODEL, use_universal=config.ds.use_universal_ckpt, ranks=ranks
+            config.ckpt, model=MODEL, universal_parts=[""] if config.ds.use_universal_ckpt else (), ranks=ranks
         ) as checkpoints,
     ):
         try:
@@ -134,9 +134,18 @@ def _train(
     run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None
     title = f"{Path(required(config.model.model_name_or_path)).name} · {_kind(config)}"
     objective = _balanced(config, parts, parts.objective(samples))
-    checkpointer = _checkpointer(config, checkpoints, backend, parts, samples, tokenizer, run_dir, ranks)
-    if checkpoints.universal and checkpointer:
-        checkpointer = _universal_start(checkpoints.universal, checkpointer, backend, parts, schedule, objective)
+    kept = LocalCheckpointedModel(
+        backend,
+        lambda folder, state, weights: parts.export(tokenizer, folder, state["last_evaluation"], weights),
+        ranks,
+        parts.module,
+    )
+    checkpointer: Checkpointer | None = _checkpointer(config, checkpoints, kept, samples, run_dir, ranks)
+    if checkpoints.universal and checkpoints.folder and checkpointer:
+        steps = checkpoints.universal.steps
+        # The order of samples is ours: what is known of the data is how many were taken.
+        begun = state_after(steps, schedule=schedule.state_dict_after(steps), objective=objective)
+        checkpointer = UniversalStart({checkpoints.folder.path: kept}, checkpointer, loop_state=lambda: begun)
     with (
         observed(config, run_dir, watching, steps=len(schedule), title=title) as seen,
         stoppable(config.ckpt, checkpoints) as stop,
@@ -158,8 +167,8 @@ def _train(
             checkpointer=checkpointer,
             stop=stop,
         )
-        if begun := checkpoints.found or checkpoints.universal:
-            seen.progress.note(f"continues from {begun.path}")
+        if origin := checkpoints.found or checkpoints.universal:
+            seen.progress.note(f"continues from {origin.path}")
         evaluation = trainer.fit()
         seen.progress.phase("export")
         backend.require_finite()
@@ -175,10 +184,8 @@ def _train(
 def _checkpointer(
     config: SupervisedConfig,
     checkpoints: Checkpoints,
-    backend: Backend,
-    parts: _Parts,
+    kept: LocalCheckpointedModel,
     samples: TokenisedSet[Any],
-    tokenizer: Any,
     run_dir: RunDirectory | None,
     ranks: Ranks,
 ) -> Checkpointer | None:
@@ -195,39 +202,13 @@ def _checkpointer(
         identity["the digest of the reference model's weights"] = weights_digest(required(config.reference_path))
     return CheckpointManager(
         checkpoints.folder,
-        {
-            MODEL: LocalCheckpointedModel(
-                backend,
-                lambda folder, state, weights: parts.export(tokenizer, folder, state["last_evaluation"], weights),
-                ranks,
-            )
-        },
+        {MODEL: kept},
         found=checkpoints.found,
         identity=identity,
         notes={"run_directory": str(run_dir.path.resolve())} if run_dir else {},
         settings=recorded_settings(config),
         resumable=not config.ckpt.disable_ds,
         ranks=ranks,
-    )
-
-
-def _universal_start(
-    universal: UniversalCheckpoint,
-    saver: Checkpointer,
-    backend: Backend,
-    parts: _Parts,
-    schedule: Schedule,
-    objective: Objective,
-) -> UniversalStart:
-    """The order of samples is ours: what is known of the data is how many were taken."""
-    module = parts.module
-    return UniversalStart(
-        universal,
-        backend,
-        saver,
-        trained=[name for name, p in module.named_parameters() if p.requires_grad],
-        aliases={"head": module.head_prefix} if isinstance(module, ValueModel) else {},
-        loop_state=lambda steps: state_after(steps, schedule=schedule.state_dict_after(steps), objective=objective),
     )
 
 

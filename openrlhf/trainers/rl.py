@@ -230,3 +230,21 @@ class RLTrainer:
         self.rounds_done, self.version = state["rounds"], state["version"]
         self.saved_after = self.rounds_done
         self.last_evaluation, self.evaluated_after = dict(state["last_evaluation"]), state["evaluated_after"]
+
+
+def state_after(rounds: int, prompts: int, *, pipeline: Pipeline, workers: Workers, best: BestMetric) -> dict[str, Any]:
+    """The state of a loop that has not begun, after so many rounds of another run, where nothing else is known.
+
+    The order of prompts is ours: as many are left out as that run took. The KL coefficient is the one to start with.
+    """
+    collector = pipeline.state_dict()
+    return {
+        "rounds": rounds,
+        "version": rounds,
+        "collector": collector | {"prompts": collector["prompts"] | {"next_ordinal": prompts}},
+        "workers": workers.state_dict() | {"rounds": rounds},
+        "best": best.state_dict(),
+        "last_evaluation": {},
+        "evaluated_after": rounds,
+        "evaluating": False,
+    }

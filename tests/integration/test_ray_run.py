@@ -3,9 +3,14 @@
 import json
 
 import pytest
+import torch
 from demo_runs import column, run, scores
+from safetensors.torch import load_file
+from universal_checkpoints import rewritten
 
+from openrlhf.checkpoint.training_state import read_training_state
 from openrlhf.cli import train_rm
+from openrlhf.observability.loggers import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +81,35 @@ def test_ppo_with_four_models(demo, reward_model, cluster, tmp_path, sharing):
     assert column(run_dir, "kl")[0] == pytest.approx(0, abs=1e-5)
     assert column(run_dir, "kl")[1] != 0
     assert min(column(run_dir, "critic_loss")) > 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_universal_checkpoint_is_continued_on_ranks(demo, cluster, tmp_path, stage):
+    """A round of one process, rewritten as DeepSpeed has it. At a rate of 0 the actor and the critic that two ranks
+    each then leave are the ones that they began with; it is the second round, and the last."""
+    flags = [
+        *("--algo.advantage.estimator", "gae", "--rollout.n_samples_per_prompt", "1", "--train.batch_size", "128"),
+        *("--ckpt.save_steps", "1", "--critic.save_value_network"),
+    ]
+    without = ("eval.dataset", "eval.at_start", "eval.steps")
+    run(demo, tmp_path / "first", *flags, "--ckpt.path", str(tmp_path / "a"), steps=2, without=without)
+    theirs = rewritten(tmp_path / "a" / "global_step1", tmp_path / "b", rounds=1, prompts=8)
+    words = [*flags, "--ckpt.path", str(theirs), "--ckpt.load_enable", "--ds.use_universal_ckpt", *RANKS]
+    words += ["--critic.num_gpus_per_node", "2", "--ds.zero_stage", str(stage), "--vllm.sync_verify"]
+    words += ["--actor.adam.lr", "0", "--critic.adam.lr", "0"]
+    run_dir = run(demo, tmp_path / "run", *words, steps=2, without=without, make_launcher=cluster.make_launcher)
+    assert [r["step"] for r in read_metrics(run_dir / "metrics.jsonl")] == [2]
+    for part, left in (("actor", run_dir / "model"), ("critic", run_dir / "model_critic")):
+        begun = load_file(tmp_path / "a" / "global_step1" / part / "model.safetensors")
+        ended = load_file(left / "model.safetensors")
+        assert all(torch.equal(ended[name], tensor) for name, tensor in begun.items())
+    start = load_file(demo.folder / "inputs" / "model" / "model.safetensors")
+    assert not torch.equal(
+        start["model.norm.weight"], load_file(run_dir / "model" / "model.safetensors")["model.norm.weight"]
+    )
+    _, tensors = read_training_state(theirs / "global_step2" / "actor" / "training_state")
+    before, _ = read_training_state(tmp_path / "a" / "global_step1" / "actor" / "training_state")
+    assert {float(tensors[name]) for name in tensors if name.startswith("step/")} == {before["steps"] + 1}
 
 
 TWO_TURNS = """

@@ -8,6 +8,7 @@ import torch
 from processes import wait_until
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from universal_checkpoints import rewritten
 
 from openrlhf.observability.loggers import read_metrics, without_times
 
@@ -71,6 +72,53 @@ def test_it_continues_to_the_bit(cli, inputs, tmp_path, name):
         (record,) = (r for r in history(tmp_path / "first") if (r["step"], r["kind"]) == (4, "train"))
         assert record["rollout/buffered"] > 0, "there was something to keep"
     AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "global_step6" / "actor")
+
+
+def test_it_continues_a_universal_checkpoint_to_the_bit(cli, tmp_path):
+    """What DeepSpeed would have of round 4 of 6 is the actor, the critic, the rounds and the prompts that were taken:
+    with a fixed KL coefficient that is all there is. From then on checkpoints are our own, and go first."""
+    flags = RUN | VARIANTS["critic"] | {"train__max_epochs": 2, "algo__kl__init_coef": 0.1}
+    straight = cli(**flags, ckpt__path=tmp_path / "a", ckpt__output_dir=tmp_path / "out_a")
+    assert straight.rc == 0, straight.err
+    theirs = rewritten(tmp_path / "a" / "global_step4", tmp_path / "b", rounds=4, prompts=16)
+    (tmp_path / "run").rename(tmp_path / "first")
+    flags |= {"ckpt__path": theirs, "ckpt__output_dir": tmp_path / "out_b", "ckpt__load_enable": True}
+
+    begun = cli(**flags, ds__use_universal_ckpt=True)
+    assert begun.rc == 0, begun.err
+    assert "continues from" in begun.err
+    assert "_actor/global_step4_uni" in begun.err
+    assert_equal(weights(tmp_path / "out_a"), weights(tmp_path / "out_b"))
+    assert_equal(weights(tmp_path / "out_a_critic"), weights(tmp_path / "out_b_critic"))
+    assert history(tmp_path / "run") == history(tmp_path / "first", after=4) != []
+    assert (theirs / "_critic" / "latest_universal").exists()
+
+    again = cli(**flags, ds__use_universal_ckpt=True)
+    assert again.rc == 0, again.err
+    assert "global_step6" in again.err
+
+
+def test_universal_checkpoints_of_rl_that_cannot_be_continued_are_one_line(cli, tmp_path):
+    """Without the flag; without the critic's; and an actor's that does not say how many rounds were done."""
+    ran = cli(**RUN, ckpt__path=tmp_path / "a")
+    assert ran.rc == 0, ran.err
+    theirs = rewritten(tmp_path / "a" / "global_step4", tmp_path / "b", rounds=4, prompts=16)
+    flags = RUN | {"ckpt__path": theirs, "ckpt__load_enable": True}
+    (theirs / "_actor" / "global_step4").mkdir()
+    (theirs / "_actor" / "global_step4" / "mp_rank_00_model_states.pt").touch()
+    for more, said in [
+        ({}, "holds checkpoints in DeepSpeed's format"),
+        ({"ds__use_universal_ckpt": True} | VARIANTS["critic"], f"{theirs}/_critic/latest_universal cannot be read"),
+    ]:
+        ran = cli(**flags | more)
+        assert ran.rc == 1
+        assert said in ran.err
+        assert "Traceback" not in ran.err
+    states = theirs / "_actor" / "global_step4_uni" / "mp_rank_00_model_states.pt"
+    torch.save({"global_steps": 4}, states)
+    ran = cli(**flags, ds__use_universal_ckpt=True)
+    assert ran.rc == 1
+    assert "does not say how many rounds were done (global_step)" in ran.err
 
 
 def test_killed_and_started_again_it_ends_the_same(cli, start_cli, run_cli, tmp_path):

@@ -1,4 +1,5 @@
-"""Writes checkpoints of a few steps as DeepSpeed does, of stages 2 and 3, and converts them with its own tool.
+"""DeepSpeed's universal checkpoints: `rewritten` makes one of a checkpoint of ours. As a script this file writes
+checkpoints of a few steps as DeepSpeed does, of stages 2 and 3, and converts them with its own tool.
 
     torchrun --nproc-per-node 2 universal_checkpoints.py MODEL FOLDER
 
@@ -16,12 +17,32 @@ from safetensors.torch import save_file
 from small_sections import loading, optimizer
 
 from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed
+from openrlhf.checkpoint.training_state import read_training_state
 from openrlhf.config.backend import BackendSection
 from openrlhf.models.loading import load_policy
 from openrlhf.types import PackedTokens
 
 STEPS = 3
 STAGES = (2, 3)
+
+
+def rewritten(checkpoint: Path, folder: Path, *, rounds: int, prompts: int) -> Path:
+    """The actor and critic of a checkpoint of ours, in the layout and under the names that RL runs of other frameworks
+    have them; returns `folder`."""
+    for part in (path.name for path in checkpoint.iterdir() if (path / "training_state").is_dir()):
+        numbers, tensors = read_training_state(checkpoint / part / "training_state")
+        target = folder / f"_{part}" / f"global_step{rounds}_uni"
+        for name in tensors:
+            kind, _, parameter = name.partition("/")
+            place = target / "zero" / f"module.{parameter}".replace("module.head.", "score.")
+            place.mkdir(parents=True, exist_ok=True)
+            file = {"parameters": "fp32"}.get(kind, kind)
+            torch.save(tensors[name] if kind == "step" else {"param": tensors[name]}, place / f"{file}.pt")
+        client = {"episode": 0, "global_step": rounds, "total_consumed_prompts": prompts, "data_loader_state_dict": {}}
+        states = {"global_steps": numbers["steps"], "skipped_steps": 0, **(client if part == "actor" else {})}
+        torch.save(states, target / "mp_rank_00_model_states.pt")
+        (folder / f"_{part}" / "latest_universal").write_text(target.name)
+    return folder
 
 
 def main(model: str, folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.checkpoint.folder import CheckpointError, CheckpointFolder, Retention
-from openrlhf.checkpoint.manager import Checkpointer, NoCheckpoints
+from openrlhf.checkpoint.manager import Checkpointer, LocalCheckpointedModel, NoCheckpoints
 from openrlhf.checkpoint.universal import UniversalStart, find_universal
 
 SETTINGS = optimizer(lr=0.1)
@@ -24,6 +24,7 @@ class Wrapped(nn.Module):
         super().__init__()
         self.model = nn.Linear(3, 2)
         self.head = nn.Linear(2, 1, bias=False)
+        self.head_prefix = "score"
 
 
 def trained(steps: int) -> TorchBackend:
@@ -55,14 +56,8 @@ def write(folder: Path, backend: TorchBackend, *, prefix: str = "", head: str = 
 
 
 def start(folder: Path, backend: TorchBackend, saver: Checkpointer) -> UniversalStart:
-    return UniversalStart(
-        find_universal(folder),
-        backend,
-        saver,
-        trained=[name for name, _ in backend.module.named_parameters()],
-        aliases={"head": "score"},
-        loop_state=lambda steps: {"steps": steps},
-    )
+    model = LocalCheckpointedModel(backend, lambda *_: None, module=backend.module)
+    return UniversalStart({folder: model}, saver, loop_state=lambda: {"steps": backend.scalar_state()["steps"]})
 
 
 def begin(folder: Path, backend: TorchBackend) -> dict:

@@ -15,7 +15,6 @@ ASKS = {
     "--ds.deepcompile": "--deepcompile",
     "--ds.tensor_parallel_size": "--ds_tensor_parallel_size 2",
     "--ds.ring_attn_size": "--ring_attn_size 2",
-    "--ds.use_universal_ckpt": "--use_ds_universal_ckpt",
     "--use_ms": "--use_ms",
 }
 
@@ -130,6 +129,7 @@ def test_all_missing_features_are_listed_at_once():
         "--actor.optim muon --actor.muon.lr 1e-4 --lr_scheduler warmup_stable_decay --enable_ema --ema_beta 0.9",
         "--max_epochs 2 --train_batch_size 64 --temperature 0.7 --top_p 0.9 --top_k 50 --max_new_tokens 64",
         "--dynamic_filtering --dynamic_filtering_reward_range 0.1 0.9 --n_samples_per_prompt 4 --vllm_generate_batch_size 2048",
+        "--use_ds_universal_ckpt --load_checkpoint --grad_accum_dtype bf16 --param_dtype bf16",
         "--save_steps 5 --save_hf_ckpt --load_checkpoint --max_ckpt_num 2 --max_ckpt_mem 100 --best_metric_key k",
         "--critic_pretrain None --kl_estimator k3 --colocate_all_models --critic_num_nodes 0 --ref_num_nodes 0",
     ],
