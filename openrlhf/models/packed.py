@@ -142,13 +142,13 @@ class PackedAttention(StreamAttention):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-@functools.cache
 class GroupedHeads(TypedDict, total=False):
     """An argument of `varlen_attn`."""
 
     enable_gqa: bool
 
 
+@functools.cache
 def grouped_heads_option() -> GroupedHeads:
     """torch 2.11 takes fewer key heads than query heads as they come; later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn

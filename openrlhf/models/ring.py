@@ -9,8 +9,8 @@ of a slice travel with it, and come home after the last step.
 
 What a query sees of a slice is always what kernels for sequences of different lengths know by themselves. Take the
 queries of one sequence on this rank, and the keys of that sequence in the slice. After dropping a last key that lies
-after the last query, both end together: the last query sees all keys, the one before it one key less, and so on, for
-one query lies between two keys. That is a causal mask whose lower right corners are aligned. Aligned query and key are
+after the last query, the last query sees all keys, the one before it one key less, and so on, because there is one key
+between two neighbouring queries. That is a causal mask whose lower right corners are aligned. Aligned query and key are
 s tokens apart, so of a window of W tokens (itself included) a query sees its aligned key and (W - 1 - s) // N before
 that; or none, if this is negative. The keys of a shared prefix stand before the sequence's own, and all is the same.
 
@@ -57,12 +57,11 @@ class RingAttention:
     def __init__(
         self, whole: StreamAttention, exchange: Exchange, *, padded_length: int, head_stride: int, device: torch.device
     ) -> None:
-        """`padded_length`: what the ranks share out, a multiple of their number."""
+        """`padded_length`: the tokens that the ranks share out, a multiple of their number."""
         self._exchange = exchange
         self._head_stride = head_stride
-        self._layout = RingLayout(
-            whole.parts(), padded_length, rank=exchange.rank, size=exchange.size, device=device
-        )  # worked out once for all layers
+        # Once for all layers.
+        self._layout = RingLayout(whole.parts(), padded_length, rank=exchange.rank, size=exchange.size, device=device)
 
     def __call__(
         self,
@@ -109,9 +108,8 @@ def ring_attention(
 ) -> Tensor:
     """Own queries' attention to the keys of all ranks → [t, H, V]. All ranks call it together, backward too.
 
-    Compiled layers leave it as it is: it consists of kernels and of messages between ranks.
-
     `head_stride` key/value heads travel at a time: fewer need less memory for what is under way, and more rounds.
+    Compiled layers leave it as it is: it consists of kernels and of messages between ranks.
     """
     check_head_stride(k_thD.shape[1], head_stride)
     with torch.autocast(q_tHD.device.type, enabled=False):
@@ -155,7 +153,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_tHV: Tensor) -> tuple[Tensor | None, ...]:
-        """Each block's gradient follows from the whole softmax: p = exp(score - lse), with the output of all blocks."""
+        """A slice's part of the gradient needs the softmax over all slices: its weights are exp(score - lse)."""
         q_tHD, k_thD, v_thV, out_tHV, lse_Ht = ctx.saved_tensors
         layout, exchange, scaling, window, head_stride = ctx.options
         dq_tHD, dk_thD, dv_thV = torch.empty_like(q_tHD), torch.empty_like(k_thD), torch.empty_like(v_thV)
@@ -460,6 +458,7 @@ class _Flash:
         self._scaling = scaling
 
     def forward(self, q_QHD: Tensor, k_KhD: Tensor, v_KhV: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        mask = _FlashMask.of(call)
         out_QHV, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
             q_QHD,
             k_KhD,
@@ -469,11 +468,11 @@ class _Flash:
             call.longest_query,
             call.longest_key,
             0.0,  # dropout
-            call.causal and call.left is None,
+            mask.causal,
             False,  # debug mask
             scale=self._scaling,
-            window_size_left=-1 if call.left is None else call.left,
-            window_size_right=0 if call.causal else -1,
+            window_size_left=mask.left,
+            window_size_right=mask.right,
         )
         if call.blind_Q is not None:  # the kernel writes +inf, and its successor -inf
             lse_HQ = lse_HQ.masked_fill(call.blind_Q, -torch.inf)
@@ -489,6 +488,7 @@ class _Flash:
         grad_QHV: Tensor,
         call: _Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        mask = _FlashMask.of(call)
         dq_QHD, dk_KhD, dv_KhV = torch.ops.aten._flash_attention_backward(
             grad_QHV,
             q_QHD,
@@ -501,14 +501,28 @@ class _Flash:
             call.longest_query,
             call.longest_key,
             0.0,  # dropout
-            call.causal and call.left is None,
+            mask.causal,
             torch.zeros(2, dtype=torch.uint64, device=q_QHD.device),  # the generator's state, for dropout
             torch.empty(0, device=q_QHD.device),
             scale=self._scaling,
-            window_size_left=-1 if call.left is None else call.left,
-            window_size_right=0 if call.causal else -1,
+            window_size_left=mask.left,
+            window_size_right=mask.right,
         )
         return dq_QHD, dk_KhD, dv_KhV
+
+
+class _FlashMask(NamedTuple):
+    causal: bool
+    left: int
+    right: int
+    """How many keys before and after its aligned one a query sees; -1: all."""
+
+    @staticmethod
+    def of(call: _Call) -> _FlashMask:
+        # A sequence's only query sees all its keys under a causal mask too. Without one the kernel would put its heads
+        # in the place of queries, as for decoding.
+        causal = call.causal or call.longest_query == 1
+        return _FlashMask(causal and call.left is None, -1 if call.left is None else call.left, 0 if causal else -1)
 
 
 class _Exact:

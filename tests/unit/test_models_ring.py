@@ -183,9 +183,9 @@ def calls(rank, window):
 
 
 def test_what_ranks_see_of_each_others_tokens():
-    """Rank 0 has a c e g and gets b d f +: of a sees none, c b, e b d; g sees f; nobody asks for +.
+    """Rank 0 has a c e g and gets b d f +: a sees none of them, c sees b, e sees b d, g sees f; nobody asks for +.
 
-    Rank 1 has b d f + and gets a c e g: b sees a, d a c; e and g are after the last query of their sequence, so f sees
+    Rank 1 has b d f + and gets a c e g: b sees a, d sees a c; e and g are after the last query of their sequence, so f sees
     none, and neither does +.
     """
     (call,) = calls(0, None)
