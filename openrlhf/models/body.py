@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from openrlhf.config.fields import ConfigError
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.context import Context, ContextAttention, Share
-from openrlhf.models.packed import PackedAttention, length_order
+from openrlhf.models.packed import PackedAttention, StreamAttention, length_order
 from openrlhf.models.prefixes import share_prefixes
 from openrlhf.models.vision import (
     ImageFeatures,
@@ -101,9 +101,11 @@ def hidden_states(
         )
         return HiddenStates(hidden_TD if positions is None else hidden_TD.index_select(0, positions), Share())
     layout = _layout(tokens) if plan is None else _Layout(tokens, None, plan)
-    length, stream, attention = layout.tokens.num_tokens, layout.tokens, layout.plan
+    length, stream = layout.tokens.num_tokens, layout.tokens
+    attention: AttentionPlan = layout.plan
     if context is not None:
-        stream, attention = context.stripe(stream), ContextAttention(context, attention, length)
+        assert isinstance(layout.plan, StreamAttention), "decoding has plans of its own, and is not shared"
+        stream, attention = context.stripe(stream), ContextAttention(context, layout.plan, length)
     computed = None if router_log is None else RouterLog()
     hidden = _run(
         body,

@@ -37,6 +37,8 @@ from torch.nn import functional as F
 from openrlhf.config.fields import ConfigError
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.exchange import Exchange
+from openrlhf.models.packed import StreamAttention
+from openrlhf.models.ring import RingAttention
 from openrlhf.types import PackedTokens
 
 
@@ -128,11 +130,12 @@ class Share:
 class ContextAttention:
     """The plan of a rank's stripe, from the plan of the whole stream."""
 
-    def __init__(self, context: Context, plan: AttentionPlan, length: int) -> None:
+    def __init__(self, context: Context, plan: StreamAttention, length: int) -> None:
         """`length`: U, the tokens that `plan` is for."""
         self._context = context
         self._plan = plan
         self._length = length
+        self._ring: RingAttention | None = None
 
     def __call__(
         self,
@@ -146,11 +149,24 @@ class ContextAttention:
         dropout: float,
     ) -> Tensor:
         """query [1, Hq, t, D], key and value [1, Hkv, t, D] → [1, t, Hq, Dv]."""
+        by_ring = self._context.always_ring or query.shape[1] % self._context.size
+        plan = self._around(query.device) if by_ring else self._plan
+        attend = functools.partial(plan, module, scaling=scaling, sliding_window=sliding_window, dropout=dropout)
+        if by_ring:
+            return attend(query, key, value)
         q_tHD, k_tHD, v_tHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        if self._context.always_ring or q_tHD.shape[1] % self._context.size:
-            raise NotImplementedError
-        attend = functools.partial(self._plan, module, scaling=scaling, sliding_window=sliding_window, dropout=dropout)
         return self._by_heads(q_tHD, k_tHD, v_tHD, attend).unsqueeze(0)
+
+    def _around(self, device: torch.device) -> RingAttention:
+        if self._ring is None:
+            self._ring = RingAttention(
+                self._plan,
+                self._context.exchange,
+                padded_length=self._context.padded(self._length),
+                head_stride=self._context.head_stride,
+                device=device,
+            )
+        return self._ring
 
     def _by_heads(self, q_tHD: Tensor, k_tHD: Tensor, v_tHD: Tensor, attend: Any) -> Tensor:
         N, U = self._context.size, self._length

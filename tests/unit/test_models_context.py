@@ -98,10 +98,23 @@ def test_shared_by_heads(policy, stream, ranks):
     assert_shared_is_whole(policy, STREAMS[stream](), ranks, routers=routers)
 
 
+@pytest.mark.parametrize(
+    ("stream", "ranks", "head_stride"),
+    [*((stream, 3, 1) for stream in STREAMS), ("many lengths", 2, 2), ("shared prompts", 5, 1)],
+)
+def test_shared_by_ring(policy, stream, ranks, head_stride):
+    """Three and five do not divide eight heads, and two are told to."""
+    routers = "Moe" in type(policy.model).__name__
+    assert_shared_is_whole(
+        policy, STREAMS[stream](), ranks, routers=routers, head_stride=head_stride, always_ring=ranks == 2
+    )
+
+
 def test_gradients_go_through_checkpointed_layers(policy):
     checkpointed = copy.deepcopy(policy).train()
     checkpointed.model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_shared_is_whole(checkpointed, STREAMS["shared prompts"](), 2)
+    assert_shared_is_whole(checkpointed, STREAMS["shared prompts"](), 3)
 
 
 def test_a_value_model_is_shared():
