@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.models.packed import StreamAttention, StreamPart, attend_rows, grouped_heads_option
+from openrlhf.models.packed import GroupedHeads, StreamAttention, StreamPart, attend_rows, grouped_heads_option
 from openrlhf.types import PackedTokens
 
 
@@ -135,6 +135,7 @@ class PrefixAttention(StreamAttention):
         self._device = device
         self._groups: list[_Group] | None = None
         self._keys: _Keys | None = None
+        self._options = grouped_heads_option() if device.type == "cuda" else GroupedHeads()
 
     def parts(self) -> list[StreamPart]:
         return [
@@ -159,7 +160,7 @@ class PrefixAttention(StreamAttention):
             keys.longest_key,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            **grouped_heads_option(),
+            **self._options,
         )
         assert isinstance(output, Tensor)  # a tuple where more is asked for
         return output
