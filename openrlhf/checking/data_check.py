@@ -35,6 +35,7 @@ from openrlhf.data.sources import load_records
 from openrlhf.models.image_processor import ImageProcessorError
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.observability.turns import TextImage
+from openrlhf.runs.local_copies import DATASET, MODEL, local_copy
 from openrlhf.types import PlacedImage, Prompt
 
 MOST_BROKEN = 20
@@ -88,6 +89,9 @@ def run(argv: Sequence[str]) -> int:
     told, page = _Told(), _Page(sys.stdout)
     with told.listening():
         try:
+            if any(word.partition("=")[0] == "--use_ms" for word in flags):
+                data = local_copy(data, DATASET, flag="DATA")
+                options.model = local_copy(options.model, MODEL, flag="--model")
             purpose = options.purpose or guess(load_records(data, max_samples=1, flag="DATA")[0], flags)
             config = configure(purpose, data, options.model, flags)
             seen = None

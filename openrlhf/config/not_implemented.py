@@ -23,16 +23,7 @@ class Unbuilt:
     remedy: str
 
 
-MODELSCOPE = Unbuilt("--use_ms", lambda c: c.use_ms, "ModelScope", "name a local folder or a Hugging Face model")
-
-
-TRAINERS: tuple[Unbuilt, ...] = (MODELSCOPE,)
-"""What no trainer has."""
-
-SUPERVISED = TRAINERS
-
 RL: tuple[Unbuilt, ...] = (
-    *TRAINERS,
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "context parallelism", "leave it out"),
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
     Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
@@ -40,10 +31,10 @@ RL: tuple[Unbuilt, ...] = (
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {
     RLConfig: RL,
-    SFTConfig: SUPERVISED,
-    RMConfig: SUPERVISED,
-    DPOConfig: SUPERVISED,
-    ServeRMConfig: (MODELSCOPE,),
+    SFTConfig: (),
+    RMConfig: (),
+    DPOConfig: (),
+    ServeRMConfig: (),
     LoraCombinerConfig: (),
 }
 

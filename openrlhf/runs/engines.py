@@ -32,6 +32,7 @@ from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm import start_engine
 from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import policy_tokenizer
 from openrlhf.runs.process import process_device
 from openrlhf.runs.rl_models import RLModels
@@ -283,7 +284,7 @@ def open_vllm(
 
 def build_vllm(config: RLConfig, *, engines: int) -> ControlledEngine:
     """One of so many engines, in a process of its own. One that sleeps does so from the start."""
-    device = process_device()
+    config, device = local_copies(config), process_device()
     memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
     engine = start_engine(vllm_settings(config, device, memory, engines=engines), policy_tokenizer(config))
     if memory.sleeps:

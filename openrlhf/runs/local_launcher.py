@@ -15,6 +15,7 @@ from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rewards.base import RewardSource
 from openrlhf.runs.engines import engine_kind
 from openrlhf.runs.launchers import RunParts
+from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.process import process_device
 from openrlhf.runs.reward_sources import build_reward, reward_model_here
 from openrlhf.runs.rl_models import RLTraining, load_models
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def local_launcher(config: RLConfig, tokenizer: Any) -> Iterator[LocalLauncher]:
-    device = process_device()
+    config, device = local_copies(config), process_device()
     engine_kind(config).require(config, device)
     yield LocalLauncher(config, tokenizer, device)
 

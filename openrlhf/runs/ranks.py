@@ -18,6 +18,7 @@ from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.rewards.batching import Forward, Item
 from openrlhf.runs.engines import engines_sleep, sends_decoder_only, weight_sender
+from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import policy_tokenizer
 from openrlhf.runs.process import prepare_process, process_device
 from openrlhf.runs.reward_sources import load_reward_model
@@ -46,7 +47,7 @@ class _Rank:
     """One rank, as it loads."""
 
     def __init__(self, config: RLConfig, *, total_steps: int) -> None:
-        self._config = config
+        self._config = config = local_copies(config)
         self._total_steps = total_steps
         self._distribution = start_backend("auto", config.ds)
         self._device = prepare_process(config.train, self._distribution.ranks)

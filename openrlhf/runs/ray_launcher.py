@@ -28,6 +28,7 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
 from openrlhf.runs.engines import ENGINES, policy_probe
 from openrlhf.runs.launchers import RunParts
+from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.ranks import rank_service
 from openrlhf.runs.reward_sources import build_reward, load_reward_reader
@@ -87,7 +88,9 @@ class RayLauncher:
     """Models and engines have processes of their own."""
 
     def __init__(self, config: RLConfig, tokenizer: Any, placed: ReservedPlan) -> None:
-        self.config = config
+        self.given = config
+        """What processes of other machines get, whose copies of models are elsewhere."""
+        self.config = local_copies(config)
         self.tokenizer = tokenizer
         self.placed = placed
         self.reward_ranks = RewardRanks()
@@ -107,7 +110,7 @@ class RayLauncher:
     @contextlib.contextmanager
     def build(self, *, total_steps: int, loop: LoopRunner) -> Iterator[RunParts]:
         config = self.config
-        build = functools.partial(rank_service, config, total_steps=total_steps)
+        build = functools.partial(rank_service, self.given, total_steps=total_steps)
         with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
@@ -158,7 +161,7 @@ class RayLauncher:
     @contextlib.contextmanager
     def engines(self) -> Iterator[RayEngines]:
         """They may still be starting."""
-        make = functools.partial(required(ENGINES["vllm"].build), self.config, engines=self.placed.plan.request.engines)
+        make = functools.partial(required(ENGINES["vllm"].build), self.given, engines=self.placed.plan.request.engines)
         engines = RayEngines(
             engine_slots(self.placed, make),
             max_model_len=self.config.data.max_len,

@@ -17,6 +17,7 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.models.loading import ModelLoadError, silence_progress_bars
 from openrlhf.rewards.model import RewardModel
 from openrlhf.rewards.server import BACKLOG, RewardServer, ServerLimits
+from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.reward_sources import load_reward_model
 from openrlhf.utils.foreign_lines import start_logging
 
@@ -96,7 +97,7 @@ async def _load(config: ServeRMConfig, rewards: RewardServer, stopped: asyncio.E
 
 
 def _load_model(config: ServeRMConfig) -> RewardModel:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config, device = local_copies(config), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = config.reward.model_name_or_path
     assert path is not None, "a run needs it"
     return load_reward_model(path, config, device)

@@ -37,6 +37,7 @@ from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.runs.launchers import LauncherFactory, RunParts, make_launcher, resolve_launcher
+from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
@@ -87,6 +88,7 @@ def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher) -
     config = resolve_launcher(config)
     require_loggers(config.logger)
     model_dir = checked_model_dir(config.ckpt.output_dir)
+    local_copies(config)  # a download may take longer than a watchdog would wait
     with (
         watchdog(config.train) as watching,
         claimed_model_dir(model_dir),
@@ -105,8 +107,9 @@ def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher) -
 
 
 def _train(
-    config: RLConfig, make_launcher: LauncherFactory, checkpoints: Checkpoints, watching: Watchdog, *, model_dir: Path
+    given: RLConfig, make_launcher: LauncherFactory, checkpoints: Checkpoints, watching: Watchdog, *, model_dir: Path
 ) -> RunResult:
+    config = local_copies(given)
     tokenizer = policy_tokenizer(config)
     images = policy_images(config, tokenizer)
     prompts = PromptStream(
@@ -120,7 +123,7 @@ def _train(
         best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
 
     with _loop(config) as loop, contextlib.ExitStack() as held:
-        launcher = held.enter_context(make_launcher(config, tokenizer))
+        launcher = held.enter_context(make_launcher(given, tokenizer))
         source = launcher.reward()
         reward = source and held.enter_context(_started(source, loop, "the reward"))
         rounds = math.ceil(len(prompts) / config.rollout.batch_size)
@@ -153,9 +156,11 @@ def _train(
                 sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
             )
         pipeline = build_pipeline(config, bound, prompts=prompts, runner=runner, loop=loop, evaluation=evaluation)
-        run_dir = create_run_directory(config, checkpoints.found)
-        title = f"{Path(required(config.actor.model_name_or_path)).name} · {config.algo.advantage.estimator}"
-        checkpointer: Checkpointer | None = _checkpointer(config, checkpoints, bound.kept, run_dir)
+        run_dir = create_run_directory(given, checkpoints.found)
+        title = f"{Path(required(given.actor.model_name_or_path)).name} · {config.algo.advantage.estimator}"
+        checkpointer: Checkpointer | None = _checkpointer(
+            config, checkpoints, bound.kept, run_dir, recorded_settings(given)
+        )
         if checkpoints.universal and checkpoints.folder and checkpointer:
             parts = _universal_parts(config)
             checkpointer = UniversalStart(
@@ -250,7 +255,11 @@ def _export(config: RLConfig, kept: Mapping[str, CheckpointedModel], model_dir: 
 
 
 def _checkpointer(
-    config: RLConfig, checkpoints: Checkpoints, kept: Mapping[str, CheckpointedModel], run_dir: RunDirectory
+    config: RLConfig,
+    checkpoints: Checkpoints,
+    kept: Mapping[str, CheckpointedModel],
+    run_dir: RunDirectory,
+    settings: Mapping[str, Any],
 ) -> CheckpointManager | None:
     if checkpoints.folder is None:
         return None
@@ -268,7 +277,7 @@ def _checkpointer(
         found=checkpoints.found,
         identity=identity,
         notes={"run_directory": str(run_dir.path.resolve())},
-        settings=recorded_settings(config),
+        settings=settings,
         resumable=not config.ckpt.disable_ds,
     )
 

@@ -37,6 +37,7 @@ from openrlhf.models.value import ValueModel
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.watchdog import Watchdog
+from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import (
     checked_model_dir,
     claimed_model_dir,
@@ -80,6 +81,7 @@ def run_supervised(config: SupervisedConfig) -> int:
 
 def train(config: SupervisedConfig) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
+    local_copies(config)  # a download may take longer than ranks would wait for each other
     distribution = start_backend(config.train.backend, config.ds)
     ranks = distribution.ranks
     device = prepare_process(config.train, ranks)
@@ -107,8 +109,9 @@ def train(config: SupervisedConfig) -> RunResult:
 
 
 def _train(
-    config: SupervisedConfig, checkpoints: Checkpoints, place: _Place, watching: Watchdog, *, model_dir: Path
+    given: SupervisedConfig, checkpoints: Checkpoints, place: _Place, watching: Watchdog, *, model_dir: Path
 ) -> RunResult:
+    config = local_copies(given)
     distribution, ranks = place.distribution, place.distribution.ranks
     tokenizer = tokenizer_of(config)
     images = images_of(config, tokenizer)
@@ -131,8 +134,8 @@ def _train(
     warn_of_few_steps(config.train, len(schedule), remedy="--train.max_epochs")
     parts = kind.assemble(config, place)
     backend = distribution.train(parts.module, config, total_steps=len(schedule))
-    run_dir = create_run_directory(config, checkpoints.found) if ranks.is_main else None
-    title = f"{Path(required(config.model.model_name_or_path)).name} · {_kind(config)}"
+    run_dir = create_run_directory(given, checkpoints.found) if ranks.is_main else None
+    title = f"{Path(required(given.model.model_name_or_path)).name} · {_kind(config)}"
     objective = _balanced(config, parts, parts.objective(samples))
     kept = LocalCheckpointedModel(
         backend,
@@ -140,7 +143,9 @@ def _train(
         ranks,
         parts.module,
     )
-    checkpointer: Checkpointer | None = _checkpointer(config, checkpoints, kept, samples, run_dir, ranks)
+    checkpointer: Checkpointer | None = _checkpointer(
+        config, checkpoints, kept, samples, run_dir, ranks, recorded_settings(given)
+    )
     if checkpoints.universal and checkpoints.folder and checkpointer:
         steps = checkpoints.universal.steps
         # The order of samples is ours: what is known of the data is how many were taken.
@@ -188,6 +193,7 @@ def _checkpointer(
     samples: TokenisedSet[Any],
     run_dir: RunDirectory | None,
     ranks: Ranks,
+    settings: Mapping[str, Any],
 ) -> Checkpointer | None:
     if checkpoints.folder is None:
         return None
@@ -206,7 +212,7 @@ def _checkpointer(
         found=checkpoints.found,
         identity=identity,
         notes={"run_directory": str(run_dir.path.resolve())} if run_dir else {},
-        settings=recorded_settings(config),
+        settings=settings,
         resumable=not config.ckpt.disable_ds,
         ranks=ranks,
     )

@@ -76,7 +76,10 @@ def test_print_config_is_only_the_configuration():
     [
         (["--pretrian", "m"], "train_ppo_ray: error: --pretrian is unknown; did you mean --pretrain?"),
         ([], "train_ppo_ray: error: --actor.model_name_or_path is missing"),
-        (["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py", "--use_ms"], "not built yet"),
+        (
+            ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py", "--use_ms"],
+            "--use_ms: --actor.model_name_or_path m is no file or folder here",
+        ),
     ],
 )
 def test_errors_are_lines_not_tracebacks(words, expected):

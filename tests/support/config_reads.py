@@ -3,6 +3,7 @@
 Every function that takes a configuration, or a section of one, says so in its signature. From there it follows what
 `config.ds.lora.rank`, `ds = config.ds` and `self._config` are. A property of a configuration reads what its own body
 reads, and counts where somebody reads it. A class with a field that is a section (`LoadSettings`) is followed as well.
+A function of any configuration that returns one of the same type (`local_copies`) returns what it was given.
 """
 
 import ast
@@ -23,6 +24,8 @@ Place = tuple[str, str]
 RECORD = "record"
 Places = frozenset[Place]
 NOWHERE: Places = frozenset()
+SAME: Places = frozenset({("same", "")})
+"""What a function returns that gives back a configuration of the type of its first argument."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -60,17 +63,22 @@ def flags_read() -> frozenset[Place]:
         if path.parent.name != "config" and "openrlhf.config" in path.read_text(encoding="utf-8")
     ]
     names: dict[str, Places] = {}
+    variables: set[str] = set()
     for tree in (ast.parse((PACKAGE / "config" / "commands.py").read_text(encoding="utf-8")), *trees):
         for node in tree.body:  # SupervisedConfig = SFTConfig | RMConfig | DPOConfig
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                named = _Reader(names, {}).annotation(node.value) if isinstance(node.value, ast.BinOp) else NOWHERE
+                is_variable = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "TypeVar"
+                is_type = isinstance(node.value, ast.BinOp) or is_variable
+                named = _Reader(names, {}).annotation(node.value) if is_type else NOWHERE
                 if named:
                     names[node.targets[0].id] = named
+                    variables |= {node.targets[0].id} if is_variable else set()
     returns: dict[str, Places] = {}
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, Function) and node.returns is not None:
-                returns[node.name] = _Reader(names, {}).annotation(node.returns)
+                same = isinstance(node.returns, ast.Name) and node.returns.id in variables
+                returns[node.name] = SAME if same else _Reader(names, {}).annotation(node.returns)
     records: dict[str, dict[str, Places]] = {}
     for node in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         fields = {
@@ -206,7 +214,8 @@ class _Reader:
                 for place in found[1]:
                     for field in dataclasses.fields(sections()[place]):
                         self._read(place, field.name)
-            return self._returns.get(getattr(node.func, "id", getattr(node.func, "attr", "")), NOWHERE)
+            returned = self._returns.get(getattr(node.func, "id", getattr(node.func, "attr", "")), NOWHERE)
+            return found[1] if returned is SAME else returned
         return NOWHERE
 
     def _read(self, place: Place, name: str) -> Places:
