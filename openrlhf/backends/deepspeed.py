@@ -42,6 +42,7 @@ from openrlhf.backends.state import (
     some,
     whole,
 )
+from openrlhf.backends.tensor_parallel import cut_dimensions, cut_layers, tensor_group
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.training import OptimizerSection
@@ -140,9 +141,9 @@ class DeepSpeedBackend:
         self._unwrapped = ds.zero_stage == 0
         config = deepspeed_config(ds, dtype=dtype, sums=sums, max_norm=0.0 if self._unwrapped else optimizer.max_norm)
         self._ds = ds
-        self._engine = _start(module, config, base)
+        self._engine = _start(module, config, base, ds)
         self._tensor_group = tensor_group(ds)
-        self._splits = _splits(module, self._tensor_group)
+        self._splits = cut_dimensions(module)
         self._sharded = ds.zero_stage == 3 or bool(self._splits)
         # Gradients are averaged over the ranks that have different samples; ours are to be summed.
         self._shares = dist.get_world_size() // ds.tensor_parallel_size
@@ -534,9 +535,9 @@ class DeepSpeedBackend:
 
 def shard_frozen(module: nn.Module, ds: BackendSection, *, offload: bool = False) -> nn.Module:
     """A module that is only run forward, its parameters sharded over ranks as stage 3 does. Collective."""
-    dtype = next(module.parameters()).dtype
-    config = deepspeed_config(BackendSection(zero_stage=3, zpg=ds.zpg), dtype=dtype, offload_parameters=offload)
-    return _start(module.requires_grad_(False), config, None)
+    own = BackendSection(zero_stage=3, zpg=ds.zpg, tensor_parallel_size=ds.tensor_parallel_size)
+    config = deepspeed_config(own, dtype=next(module.parameters()).dtype, offload_parameters=offload)
+    return _start(module.requires_grad_(False), config, None, own)
 
 
 class Distribution:
@@ -586,6 +587,9 @@ class Distribution:
         share_streams(module, None if own_samples else self._context)
         if self.shards_weights:
             return shard_frozen(module, self._ds, offload=offload)
+        if self._ds.tensor_parallel_size > 1:
+            require_deepspeed()
+            cut_layers(module, self._ds)
         return module.to("cpu") if offload else module
 
     @property
@@ -641,10 +645,14 @@ def computes_in(dtype: torch.dtype) -> bool:
     return dtype in get_accelerator().supported_dtypes()
 
 
-def _start(module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> Any:
+def _start(
+    module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Optimizer | None, ds: BackendSection
+) -> Any:
     require_deepspeed()
     import deepspeed
 
+    if ds.tensor_parallel_size > 1:
+        cut_layers(module, ds)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for what machines read
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if getattr(engine, "first_dataloader_check", None):
@@ -744,7 +752,7 @@ def _together(named: Iterable[tuple[str, nn.Parameter]], *, max_bytes: int) -> I
         yield group
 
 
-# ---------------------------------------------------------------------------- context and tensor parallelism
+# ------------------------------------------------------------------------------------------- context parallelism
 
 
 def _context(ds: BackendSection) -> Context | None:
@@ -761,35 +769,6 @@ def _context(ds: BackendSection) -> Context | None:
                 own = group
     assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
     return Context(exchange=ProcessExchange(own), head_stride=ds.ring_attn_head_stride)
-
-
-def tensor_group(ds: BackendSection) -> dist.ProcessGroup | None:
-    """The ranks that share this rank's layers; None: it has its own."""
-    if ds.tensor_parallel_size == 1:
-        return None
-    from deepspeed.utils import groups
-
-    return groups.get_tensor_model_parallel_group()
-
-
-def _splits(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Parameter → the dimension in which tensor parallelism has cut it evenly."""
-    if group is None:
-        return {}
-    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
-
-    splits: dict[str, int] = {}
-    for name, layer in module.named_modules():
-        if type(layer) is LinearLayer:
-            splits |= {f"{name}.{own}": 0 for own, _ in layer.named_parameters(recurse=False)}
-        elif type(layer) is LinearAllreduce:
-            splits[f"{name}.weight"] = 1
-        elif isinstance(layer, (LinearLayer, LinearAllreduce)):
-            raise TypeError(
-                f"--ds.tensor_parallel_size: {name} is cut as {type(layer).__name__}, which cannot be put together "
-                "again for saving; train this model without tensor parallelism"
-            )
-    return splits
 
 
 if TYPE_CHECKING:

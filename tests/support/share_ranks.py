@@ -13,7 +13,8 @@ import torch.distributed as dist
 from small_rl import make_models
 from small_sections import optimizer
 
-from openrlhf.backends.deepspeed import DeepSpeedBackend, Distribution, require_deepspeed, tensor_group
+from openrlhf.backends.deepspeed import DeepSpeedBackend, Distribution, require_deepspeed
+from openrlhf.backends.tensor_parallel import tensor_group
 from openrlhf.config.backend import BackendSection
 
 SIZES = {"tensor": (2, 1), "context": (1, 2), "both": (2, 2), "neither": (1, 1)}
