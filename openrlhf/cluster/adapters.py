@@ -90,22 +90,22 @@ class RewardRanks:
 
     def _judge(self, model: int, items: Sequence[Item]) -> list[float]:
         assert self._group is not None, "rewards are asked for after the ranks have started"
-        shares = split(items, len(self._group))
+        shares = split(items, self._group.share_count)
         try:
             scores = self._group.call(
                 "judge", model, shares=[(Sequences.of(share),) for share in shares], deadline=REWARD_DEADLINE
             )
         except WorkerError as error:
             raise RewardGoneError(str(error)) from error
-        return [score for rank in scores for score in rank]
+        return [score for share in self._group.by_share(scores) for score in share]
 
 
-def split(items: Sequence[Item], ranks: int) -> list[list[Item]]:
-    """Split items into one list per rank, with about as many tokens each. Adjacent items stay together: they share a
+def split(items: Sequence[Item], count: int) -> list[list[Item]]:
+    """Split items into so many shares, with about as many tokens each. Adjacent items stay together: they share a
     prompt, which is then computed once."""
-    shares: list[list[Item]] = [[] for _ in range(ranks)]
-    for item, rank in zip(items, by_middle([len(item.token_ids) for item in items], parts=ranks), strict=True):
-        shares[rank].append(item)
+    shares: list[list[Item]] = [[] for _ in range(count)]
+    for item, share in zip(items, by_middle([len(item.token_ids) for item in items], parts=count), strict=True):
+        shares[share].append(item)
     return shares
 
 

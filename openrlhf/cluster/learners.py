@@ -25,7 +25,7 @@ class HeldBatch:
 
     round_index: int
     keys: Mapping[int, list[set[SampleKey]]]
-    """Number of ranks → whose samples are whose."""
+    """Number of shares → the samples of each share."""
 
 
 class RayWorkers:
@@ -33,6 +33,8 @@ class RayWorkers:
 
     The driver makes a round's samples from its groups, and Ray brings each to its ranks, once per round. What ranks
     compute of them (log-probs, values, returns) goes from rank to rank as columns, which the driver does not see.
+    Ranks that compute samples together (tensor and context parallelism) have the same share of them: one exports a
+    column, and all of them import it.
     """
 
     def __init__(
@@ -67,18 +69,19 @@ class RayWorkers:
 
         made = self._make_samples(groups)
         self._rounds += 1
-        sizes = sorted({len(group) for group in self._groups})
-        shared = [assign_to_ranks(made.samples, self._steps, round_index=self._rounds, ranks=ranks) for ranks in sizes]
+        sizes = sorted({group.share_count for group in self._groups})
+        shared = [assign_to_ranks(made.samples, self._steps, round_index=self._rounds, ranks=count) for count in sizes]
         parts = {owners: ray.put(part) for owners, part in packed_parts(made.samples, shared).items()}
         for group in self._groups:
-            size = sizes.index(len(group))
+            size = sizes.index(group.share_count)
             shares = [
-                tuple(part for owners, part in parts.items() if owners[size] == rank) for rank in range(len(group))
+                tuple(part for owners, part in parts.items() if owners[size] == index)
+                for index in range(group.share_count)
             ]
             group.call("load_samples", shares=shares, deadline=DEADLINE)
         keys = {
-            ranks: [{sample.key for sample in share} for share in shares]
-            for ranks, shares in zip(sizes, shared, strict=True)
+            count: [{sample.key for sample in share} for share in shares]
+            for count, shares in zip(sizes, shared, strict=True)
         }
         return Placed(HeldBatch(self._rounds, keys), made.metrics)
 
@@ -107,27 +110,28 @@ class RayWorkers:
         return group.call(stage, deadline=DEADLINE)[0]
 
     def _send(self, name: str, source: WorkerGroup, target: WorkerGroup, batch: HeldBatch) -> None:
-        """A column from those who have it to those who need it; a rank fetches from those it shares samples with."""
+        """A column from those who have it to those who need it; a rank fetches from those who have its samples."""
         references = source.call_remote_ref("export_column", name, deadline=DEADLINE)
-        theirs = batch.keys[len(source)]
+        theirs = batch.keys[source.share_count]
         needed = [
             [reference for reference, keys in zip(references, theirs, strict=True) if keys & own]
-            for own in batch.keys[len(target)]
+            for own in batch.keys[target.share_count]
         ]
         target.call("import_column", name, shares=needed, deadline=DEADLINE)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._policy.call("state_dict", deadline=DEADLINE)[0]
-        return state | {"random": self._policy.call("random_state", deadline=DEADLINE)}
+        random = self._policy.call("random_state", deadline=DEADLINE)
+        return state | {"random": self._policy.by_share(random)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """With another number of ranks their generators begin anew."""
+        """With another number of shares their generators begin anew."""
         self._rounds = state["rounds"]
         for group in (self._policy, self._critic):
             if group is not None:
                 group.call("load_state_dict", state, deadline=DEADLINE)
         random = state.get("random", ())
-        if len(random) == len(self._policy):
+        if len(random) == self._policy.share_count:
             self._policy.call("restore_random_state", shares=[(own,) for own in random], deadline=DEADLINE)
 
 

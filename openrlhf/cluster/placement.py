@@ -60,6 +60,10 @@ class PlacementRequest:
     """Engines generate during training, so they have devices of their own unless `async_share_device` is set."""
     async_share_device: bool = False
     """Engines share the actor's devices although the run is asynchronous."""
+    ranks_per_share: int = 1
+    """Workers of a model that compute each sample together: every group is divided by it."""
+    share_in_flags: str = ""
+    """The flags that asked for `ranks_per_share`, for error messages."""
     cpus_per_device: int = 1
     """CPUs that are reserved with a device; 0 where a "device" is a worker on a CPU and workers share cores."""
 
@@ -225,6 +229,8 @@ def requested(
         colocate_critic_reward=train.colocate_critic_reward,
         asynchronous=train.async_enable,
         async_share_device=train.async_share_device,
+        ranks_per_share=config.ds.ranks_per_share,
+        share_in_flags=config.ds.share_in_flags,
         cpus_per_device=cpus_per_device,
     )
     # A group whose size was not given, on devices that belong to another group, is as large as that group. This must
@@ -276,7 +282,14 @@ def _workers(request: PlacementRequest, role: Role, host: Role) -> int:
             f"{flag} puts the {role} model on the {host}'s {available} devices, but --{role}.num_nodes × "
             f"--{role}.num_gpus_per_node is {wanted}: make it {available}{few}"
         )
-    return wanted or available
+    workers = wanted or available
+    if workers % request.ranks_per_share:
+        raise ConfigError(
+            f"{request.share_in_flags}: the {role} model has {workers} workers (--{role}.num_nodes × "
+            f"--{role}.num_gpus_per_node), which cannot be divided into groups of {request.ranks_per_share}; make it a "
+            "multiple"
+        )
+    return workers
 
 
 def _check_engines_fit_the_actor(request: PlacementRequest, actor: Size) -> None:

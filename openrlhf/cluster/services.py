@@ -85,6 +85,7 @@ class RankService:
         self._sleepers = sleepers
 
     def load_samples(self, *parts: PackedSamples) -> None:
+        """The samples of this rank's share."""
         self._batch = TrainingBatch(samples=unpacked(parts))
 
     def export_column(self, name: str) -> Column:

@@ -9,13 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from openrlhf.cluster.launch import ReservedPlan
 from openrlhf.cluster.placement import ProcessGroupSpec, Role
 from openrlhf.cluster.stack_probes import ProbeAddress, StackProbes, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.utils import waits
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 1.0
 """How often a wait for answers checks whether it was given up."""
@@ -161,12 +163,16 @@ class WorkerActor:
 class WorkerGroup:
     """The ranks of some models: one process on each of their devices. The processes end with `close`."""
 
-    def __init__(self, placed: ReservedPlan, spec: ProcessGroupSpec, build: Callable[[], Any]) -> None:
+    def __init__(
+        self, placed: ReservedPlan, spec: ProcessGroupSpec, build: Callable[[], Any], *, ranks_per_share: int = 1
+    ) -> None:
         """`build` is called once in every rank's process, where it may meet the others (`backends.ranks`).
 
-        Nothing is waited for: see `ready`.
+        `ranks_per_share`: so many neighbours have the same samples. Nothing is waited for: see `ready`.
         """
         import ray
+
+        self._ranks_per_share = ranks_per_share
 
         self._order = threading.Lock()
         """Held while a call is sent to all ranks. Several threads call; if two ranks got them in different orders,
@@ -190,6 +196,15 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self._actors)
 
+    @property
+    def share_count(self) -> int:
+        """The number of shares that samples are divided into."""
+        return len(self._actors) // self._ranks_per_share
+
+    def by_share(self, answers: Sequence[T]) -> list[T]:
+        """One of the answers of every share: that of its first rank. They are by rank, as `call` gives them."""
+        return list(answers[:: self._ranks_per_share])
+
     def call(
         self,
         method: str,
@@ -198,11 +213,13 @@ class WorkerGroup:
         shares: Sequence[Sequence[Any]] | None = None,
         **options: Any,
     ) -> list[Any]:
-        """The answers of all ranks' services, by rank. `shares`: further arguments, different for each rank.
+        """The answers of all ranks' services, by rank. `shares`: further arguments, different for each share.
 
-        An object reference in `shares` is fetched by its rank alone. Raises WorkerError as soon as one rank fails.
+        An object reference in `shares` is fetched by the ranks of its share alone. Raises WorkerError as soon as one
+        rank fails.
         """
-        own = [()] * len(self._actors) if shares is None else shares
+        given: Sequence[Sequence[Any]] = [()] * self.share_count if shares is None else shares
+        own = [share for share in given for _ in range(self._ranks_per_share)]
         with self._order:
             calls = [
                 actor.call.remote(method, arguments, options, *share)
@@ -215,11 +232,11 @@ class WorkerGroup:
         return self._calls.wait([actor.usage.remote() for actor in self._actors], "for usage", deadline)
 
     def call_remote_ref(self, method: str, *arguments: Any, deadline: float) -> list[Any]:
-        """Ray references to the answers, by rank; each stays on its rank's node until another process fetches it."""
+        """Ray references to the answers, by share; each stays on its rank's node until another process fetches it."""
         with self._order:
             pairs = [actor.call_remote_ref.options(num_returns=2).remote(method, arguments) for actor in self._actors]
         self._calls.wait([done for done, _ in pairs], f"for {method}", deadline)
-        return [reference for _, reference in pairs]
+        return self.by_share([reference for _, reference in pairs])
 
     def close(self) -> None:
         import ray
@@ -231,7 +248,7 @@ class WorkerGroup:
 
 @contextlib.contextmanager
 def worker_groups(
-    placed: ReservedPlan, build: Callable[[tuple[Role, ...]], Any], *, deadline: float
+    placed: ReservedPlan, build: Callable[[tuple[Role, ...]], Any], *, ranks_per_share: int = 1, deadline: float
 ) -> Iterator[dict[Role, WorkerGroup]]:
     """While open: the worker group of every role. All groups start at once; roles that share processes share a group.
 
@@ -241,7 +258,8 @@ def worker_groups(
     with contextlib.ExitStack() as held:
         groups: dict[Role, WorkerGroup] = {}
         for spec in placed.plan.process_groups():
-            group = WorkerGroup(placed, spec, functools.partial(build, spec.roles))
+            build_rank = functools.partial(build, spec.roles)
+            group = WorkerGroup(placed, spec, build_rank, ranks_per_share=ranks_per_share)
             held.callback(group.close)
             groups |= dict.fromkeys(spec.roles, group)
         for group in dict.fromkeys(groups.values()):

@@ -158,7 +158,7 @@ class RolloutSection:
     max_tokens_per_gpu: Annotated[
         int | None,
         Flag(
-            "token budget of those forwards with dynamic batches; unset: train.max_tokens_per_gpu",
+            "the same budget for those forwards; unset: train.max_tokens_per_gpu",
             flat="rollout_max_tokens_per_gpu max_tokens_per_gpu",
             only_with="train.dynamic_batch_enable|uses_reward_model",
             above=0,

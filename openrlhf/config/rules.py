@@ -473,19 +473,37 @@ def every_worker_scores_something(config: RLConfig) -> Iterator[str]:
     world = config.actor.world_size
     if world is None or config.train.launcher == "local":
         return
-    share = config.ds.ring_attn_size * config.ds.tensor_parallel_size
-    workers = world // share
-    if world and world % share:
-        yield (
-            f"--ds.ring_attn_size × --ds.tensor_parallel_size is {share}, which does not divide the actor's {world} "
-            "workers (--actor.num_nodes × --actor.num_gpus_per_node)"
-        )
-    elif config.samples_per_round // config.rollout.micro_batch_size < workers:
+    workers = world // config.ds.ranks_per_share
+    if config.samples_per_round // config.rollout.micro_batch_size < workers:
         yield (
             f"--rollout.batch_size {config.rollout.batch_size} × {config.samples_per_prompt} samples give fewer "
             f"micro-batches of --rollout.micro_batch_size {config.rollout.micro_batch_size} than there are actor "
             f"workers ({workers}): make the batch larger or the micro-batch smaller"
         )
+
+
+@contradiction
+def shares_divide_every_group(config: RLConfig) -> Iterator[str]:
+    """Each group is divided by the same numbers, also one that has devices of its own."""
+    size = config.ds.ranks_per_share
+    if size == 1:
+        return
+    if config.train.launcher == "local":
+        yield f"{config.ds.share_in_flags}: --train.launcher local is one process; use --train.launcher ray"
+        return
+    for name, needed in _groups(config).items():
+        world = getattr(config, name).world_size
+        if needed and world and world % size:
+            yield (
+                f"{config.ds.share_in_flags}: the {name} model has {world} workers (--{name}.num_nodes × "
+                f"--{name}.num_gpus_per_node), which cannot be divided into groups of {size}; make it a multiple"
+            )
+
+
+@contradiction
+def four_bit_weights_are_whole(config: TrainerConfig) -> Iterator[str]:
+    if config.ds.load_in_4bit and config.ds.tensor_parallel_size > 1:
+        yield "--ds.load_in_4bit: weights of 4 bits cannot be cut by --ds.tensor_parallel_size: drop one of them"
 
 
 def _groups(config: RLConfig) -> dict[str, bool]:

@@ -155,7 +155,7 @@ class RLTrainSection(TrainSection):
     max_tokens_per_gpu: Annotated[
         int,
         Flag(
-            "token budget of such a micro-batch",
+            "token budget of such a micro-batch, × ds.ring_attn_size × ds.tensor_parallel_size",
             flat="train_max_tokens_per_gpu max_tokens_per_gpu",
             only_with=".dynamic_batch_enable|uses_reward_model",
             above=0,

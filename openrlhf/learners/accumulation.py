@@ -16,6 +16,7 @@ micro-batches that count for nothing, because the others, which do not know yet,
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import math
@@ -46,7 +47,9 @@ class MicroBatching:
 
     samples: int = 1
     tokens: int | None = None
-    """Token budget; set, it takes the place of `samples`."""
+    """Token budget of one device; set, it takes the place of `samples`."""
+    devices: int = 1
+    """So many compute each micro-batch together, and it may have as many times the tokens of one."""
     remedy: str = "--train.max_tokens_per_gpu {tokens} with --train.dynamic_batch_enable"
     """The advice for a run that is to begin with `tokens` tokens."""
 
@@ -59,7 +62,7 @@ class MicroBatching:
         if self.tokens is None:
             return by_count(indices, size=self.samples)
         prompts = [sample.key.prompt for sample in batch.samples]
-        return by_tokens(indices, batch.lengths, budget=self.tokens, families=prompts)
+        return by_tokens(indices, batch.lengths, budget=self.tokens * self.devices, families=prompts)
 
 
 class Overflow(NamedTuple):
@@ -91,7 +94,8 @@ class MicroBatchSizer:
                     "--ds.adam_offload, or in RL a lower --vllm.gpu_memory_utilization"
                 )
         budget, self.shrunk = smallest.tokens // 2, True
-        self.batching = MicroBatching(tokens=budget, remedy=self.batching.remedy)
+        tokens = max(1, budget // self.batching.devices)
+        self.batching = dataclasses.replace(self.batching, tokens=tokens)
         logger.warning(
             "memory ran out in a micro-batch of %d tokens (rank %d): from now on they have at most %d; gradients and "
             "metrics stay what they were. To begin with that: %s",
@@ -103,7 +107,7 @@ class MicroBatchSizer:
 
     def remedy(self, tokens: int) -> str:
         """The advice for micro-batches of at most so many tokens."""
-        return self.batching.remedy.format(tokens=tokens)
+        return self.batching.remedy.format(tokens=tokens // self.batching.devices)
 
 
 def give_memory_back() -> None:

@@ -174,7 +174,7 @@ CATALOG = (
             "perf/tokens_per_second": Metric("tokens/s", "tokens of the step's samples over the step's time"),
             "perf/generated_tokens_per_second": Metric("tokens/s", "RL: only those that the policy sampled (`tok/s`)"),
             "perf/max_tokens_per_gpu": Metric(
-                TOKENS, "most tokens of a micro-batch, once memory ran out and they had to be cut smaller"
+                TOKENS, "most tokens of a micro-batch on a device, once memory ran out and they had to be cut smaller"
             ),
             "perf/overlap": Metric(
                 SHARE, "RL, async: the part of a round's time in which generation went on beside training"

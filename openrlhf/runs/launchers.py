@@ -111,6 +111,8 @@ def needs_ray(config: RLConfig, environment: Mapping[str, str], *, devices: int)
         return config.train.launcher == "ray"
     if environment.get("RAY_ADDRESS") or (config.vllm.num_engines or 0) > 1 or config.vllm.devices_per_engine > 1:
         return True
+    if config.ds.ranks_per_share > 1:
+        return True
     if devices > 1:
         return plan(requested(config, devices_per_node=devices, engines_by_default=True)).devices > 1
     return False

@@ -99,7 +99,8 @@ class _Rank:
         return [self._judge(path) for path in self._config.reward.model_paths]
 
     def _judge(self, path: str) -> Forward:
-        """A reward model. All ranks that share its weights run it together, whichever of them has a request."""
+        """A reward model. All ranks that shard its weights run it together, whichever of them has a request; those that
+        compute each sample together have the same requests."""
         with self._loading():
             model = load_reward_model(
                 path,

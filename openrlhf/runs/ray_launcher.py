@@ -111,7 +111,9 @@ class RayLauncher:
     def build(self, *, total_steps: int, loop: LoopRunner) -> Iterator[RunParts]:
         config = self.config
         build = functools.partial(rank_service, self.given, total_steps=total_steps)
-        with self.engines() as engines, worker_groups(self.placed, build, deadline=START_DEADLINE) as groups:
+        share = config.ds.ranks_per_share
+        ranks = worker_groups(self.placed, build, ranks_per_share=share, deadline=START_DEADLINE)
+        with self.engines() as engines, ranks as groups:
             engines.ready(deadline=START_DEADLINE)
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])

@@ -333,4 +333,8 @@ def reward_shaping(config: RLConfig) -> RewardShaping:
 
 
 def _batching(config: RLConfig, *, samples: int, tokens: int) -> MicroBatching:
-    return MicroBatching(samples=samples, tokens=tokens if config.train.dynamic_batch_enable else None)
+    return MicroBatching(
+        samples=samples,
+        tokens=tokens if config.train.dynamic_batch_enable else None,
+        devices=config.ds.ranks_per_share,
+    )

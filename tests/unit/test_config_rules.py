@@ -89,7 +89,12 @@ CASES = [
     ("shared_devices_agree", "train_ppo_ray", "--colocate_critic_reward --reward_pretrain r --critic_num_gpus_per_node 8 --reward_num_gpus_per_node 4", ["--train.colocate_critic_reward"], "--colocate_critic_reward --remote_rm_url r.py --critic_num_gpus_per_node 8 --reward_num_gpus_per_node 4"),
     ("a_local_run_has_one_engine", "train_ppo_ray", "--train.launcher local --vllm_num_engines 2", ["--vllm.num_engines 2", "--train.launcher ray"], "--train.launcher local --vllm_num_engines 1"),
     ("every_worker_scores_something", "train_ppo_ray", "--actor_num_gpus_per_node 8 --rollout_batch_size 4", ["--rollout.batch_size 4", "workers (8)"], "--actor_num_gpus_per_node 8 --rollout_batch_size 8"),
-    ("every_worker_scores_something", "train_ppo_ray", "--actor_num_gpus_per_node 8 --ring_attn_size 3", ["--ds.ring_attn_size", "does not divide"], "--actor_num_gpus_per_node 8 --ring_attn_size 4"),
+    ("every_worker_scores_something", "train_ppo_ray", "--actor_num_gpus_per_node 8 --rollout_batch_size 4 --ring_attn_size 1", ["workers (8)"], "--actor_num_gpus_per_node 8 --rollout_batch_size 4 --ring_attn_size 2"),
+    ("shares_divide_every_group", "train_ppo_ray", "--actor_num_gpus_per_node 8 --ring_attn_size 3", ["--ds.ring_attn_size 3: the actor model has 8 workers", "groups of 3"], "--actor_num_gpus_per_node 8 --ring_attn_size 4"),
+    ("shares_divide_every_group", "train_ppo_ray", "--actor_num_gpus_per_node 8 --ring_attn_size 2 --ds_tensor_parallel_size 2 --critic_num_gpus_per_node 2", ["--ds.tensor_parallel_size 2 × --ds.ring_attn_size 2: the critic model has 2 workers", "groups of 4"], "--actor_num_gpus_per_node 8 --ring_attn_size 2 --ds_tensor_parallel_size 2 --critic_num_gpus_per_node 4"),
+    ("shares_divide_every_group", "train_ppo_ray", "--ref_num_gpus_per_node 1 --ds_tensor_parallel_size 2", ["the ref model has 1 workers (--ref.num_nodes × --ref.num_gpus_per_node)"], "--ref_num_gpus_per_node 1 --ds_tensor_parallel_size 2 --init_kl_coef 0"),
+    ("shares_divide_every_group", "train_ppo_ray", "--train.launcher local --ds_tensor_parallel_size 2", ["--ds.tensor_parallel_size 2", "--train.launcher ray"], "--ds_tensor_parallel_size 2"),
+    ("four_bit_weights_are_whole", "train_sft", "--load_in_4bit --ds_tensor_parallel_size 2", ["--ds.load_in_4bit", "--ds.tensor_parallel_size"], "--load_in_4bit"),
 ]  # fmt: skip
 
 
