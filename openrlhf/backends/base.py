@@ -172,10 +172,10 @@ class Distribution(Protocol):
         """A backend that trains the module. `ema_beta` as in `TorchBackend`. Collective."""
         ...
 
-    def freeze(self, module: nn.Module, *, offload: bool = False, own_samples: bool = False) -> nn.Module:
+    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
         """A module that is only run forward. With `offload` its weights wait in CPU memory. Collective.
 
-        `own_samples`: each rank gives it samples of its own, also where ranks compute a policy's samples together.
+        Ranks that compute a policy's samples together compute this one's together too: all of a share are given them.
         """
         ...
 

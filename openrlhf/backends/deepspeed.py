@@ -581,10 +581,10 @@ class Distribution:
         share_streams(module, self._context)
         return DeepSpeedBackend(module, optimizer, self._ds, total_steps=total_steps, ema_beta=ema_beta)
 
-    def freeze(self, module: nn.Module, *, offload: bool = False, own_samples: bool = False) -> nn.Module:
+    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
         """A sharded module fetches its weights by itself, layer by layer."""
         module.requires_grad_(False)
-        share_streams(module, None if own_samples else self._context)
+        share_streams(module, self._context)
         if self.shards_weights:
             return shard_frozen(module, self._ds, offload=offload)
         if self._ds.tensor_parallel_size > 1:

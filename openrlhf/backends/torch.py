@@ -306,7 +306,7 @@ class Distribution:
         in_16_bits = sum_dtype(self._ds, trained_dtype(module)) != torch.float32
         return TorchBackend(module, optimizer, total_steps=total_steps, ema_beta=ema_beta, sums_in_16_bits=in_16_bits)
 
-    def freeze(self, module: nn.Module, *, offload: bool = False, own_samples: bool = False) -> nn.Module:
+    def freeze(self, module: nn.Module, *, offload: bool = False) -> nn.Module:
         """An offloaded module is moved to the device for each forward (`backends.offload.on_device`)."""
         module.requires_grad_(False)
         return module.to("cpu") if offload else module

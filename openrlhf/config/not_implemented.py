@@ -26,7 +26,6 @@ class Unbuilt:
 RL: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "context parallelism", "leave it out"),
     Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
-    Unbuilt("--ds.tensor_parallel_size", lambda c: c.ds.tensor_parallel_size > 1, "tensor parallelism", "leave it out"),
 )
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {

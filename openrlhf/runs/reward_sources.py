@@ -131,7 +131,7 @@ def load_reward_model(
         model = load_value_model(path, settings, fresh_head=False, normalise=config.reward.normalize_enable)
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     # Under stage 3 it is DeepSpeed's engine around the model, which has the model's attributes.
-    frozen: Any = distribution.freeze(model.eval(), offload=offload, own_samples=True)
+    frozen: Any = distribution.freeze(model.eval(), offload=offload)
     return RewardModel(
         frozen,
         tokenizer,

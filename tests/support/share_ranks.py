@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from small_rl import make_models
 from small_sections import optimizer
+from tensor_ranks import make_models
 
 from openrlhf.backends.deepspeed import DeepSpeedBackend, Distribution, require_deepspeed
 from openrlhf.backends.tensor_parallel import tensor_group
@@ -35,7 +35,7 @@ def main(file: Path) -> None:
             "agreed": ranks.gather_processes(ranks.agree(own if own == 3 else None)),
         }
         if name == "both":  # DeepSpeed makes its groups once in a process
-            DeepSpeedBackend(make_models().policy, optimizer(lr=0.1), ds)
+            DeepSpeedBackend(make_models("ppo").policy, optimizer(lr=0.1), ds)
             result["layers"] = ranks.gather_processes(dist.get_process_group_ranks(tensor_group(ds)))
     if dist.get_rank() == 0:
         file.write_text(json.dumps(result))

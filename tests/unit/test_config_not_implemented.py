@@ -13,7 +13,6 @@ BASE = BUILT.format(estimator="group_norm").split()
 # The flags that ask for each entry, added to a run that is built.
 ASKS = {
     "--ds.deepcompile": "--deepcompile",
-    "--ds.tensor_parallel_size": "--ds_tensor_parallel_size 2",
     "--ds.ring_attn_size": "--ring_attn_size 2",
 }
 
@@ -106,6 +105,7 @@ def test_all_missing_features_are_listed_at_once():
         "--vllm_num_engines 1 --train.launcher local --enforce_eager --enable_prefix_caching",
         "--vllm_num_engines 1",
         "--actor_num_nodes 1 --actor_num_gpus_per_node 8",
+        "--actor_num_gpus_per_node 8 --ds_tensor_parallel_size 4",
         "--zero_stage 3 --adam_offload --gradient_checkpointing --packing_samples --flash_attn --param_dtype fp16",
         "--ref_reward_offload --colocate_all_models --vllm_sync_backend gloo",
         "--use_dynamic_batch --train_max_tokens_per_gpu 512 --rollout_max_tokens_per_gpu 1024",
