@@ -43,18 +43,19 @@ def cluster(tmp_path_factory):
 def model(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(Qwen2Config.from_dict(CONFIG.to_dict())).save_pretrained(folder)
+    # Two key/value heads, so that ranks can share them.
+    Qwen2ForCausalLM(Qwen2Config.from_dict(CONFIG.to_dict() | {"num_key_value_heads": 2})).save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     return folder
 
 
 @contextlib.contextmanager
-def group_of(count: int, build, cluster):
+def group_of(count: int, build, cluster, *, ranks_per_share: int = 1):
     """A worker group of an actor with so many ranks."""
     request = PlacementRequest(groups={Role.ACTOR: Size(1, count)}, cpus_per_device=0)
     with (
         placed(plan(request), cluster) as whole,
-        worker_groups(whole, lambda roles: build(), deadline=120) as groups,
+        worker_groups(whole, lambda roles: build(), ranks_per_share=ranks_per_share, deadline=120) as groups,
     ):
         yield groups[Role.ACTOR]
 
@@ -93,6 +94,15 @@ def test_ranks_meet_and_each_gets_its_share(cluster):
         assert group.call("who", deadline=30) == [[0, 1], [0, 1]]
         assert group.call("double", shares=[[3], [4]], deadline=30) == [6, 8]
         assert ray.get(group.call_remote_ref("who", deadline=30)) == [[0, 1], [0, 1]]
+
+
+def test_ranks_that_share_samples_get_the_same_and_one_speaks_for_all(cluster):
+    with group_of(4, Service, cluster, ranks_per_share=2) as group:
+        assert (len(group), group.share_count) == (4, 2)
+        doubled = group.call("double", shares=[[3], [4]], deadline=60)
+        assert doubled == [6, 6, 8, 8]
+        assert group.by_share(doubled) == [6, 8]
+        assert len(ray.get(group.call_remote_ref("pid", deadline=30))) == 2
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,11 @@ RUNS = {
     "zero 2": ({"advantage_estimator": "reinforce_baseline", "zero_stage": 2, **SIZES}, ["actor"]),
     "zero 3, all shared": (PPO | SIZES | {"zero_stage": 3, "colocate_all_models": True}, ["actor+critic+ref"]),
     "all apart": (PPO | SIZES | {"ref_num_gpus_per_node": 1, "critic_num_gpus_per_node": 1}, ["actor", "ref", "critic"]),
+    "layers shared": (
+        PPO | {f"{name}_num_gpus_per_node": size for name, size in (("actor", 4), ("ref", 4), ("critic", 2))}
+        | {"colocate_actor_ref": True, "ds_tensor_parallel_size": 2},
+        ["actor+ref", "critic"],
+    ),
 }  # fmt: skip
 
 
@@ -169,7 +184,8 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
 
     request = requested(config, devices_per_node=1, engines_by_default=False, cpus_per_device=0)
     build = functools.partial(rank_service, config, total_steps=total)
-    with placed(plan(request), cluster) as whole, worker_groups(whole, build, deadline=120) as groups:
+    ranks = {"ranks_per_share": config.ds.ranks_per_share, "deadline": 120}
+    with placed(plan(request), cluster) as whole, worker_groups(whole, build, **ranks) as groups:
         assert [spec.name for spec in whole.plan.process_groups()] == names
         workers = RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config))
         for values in expected:
@@ -179,5 +195,5 @@ def test_a_round_on_the_cluster_is_the_round_of_one_process(cluster, model, flag
                 if name != "critic_clip_ratio":  # a count of values on either side of an edge
                     assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
         state = workers.state_dict()
-        assert len(state.pop("random")) == (config.actor.world_size or 1)
+        assert len(state.pop("random")) == (config.actor.world_size or 1) // config.ds.ranks_per_share
         assert state == local.state_dict()
