@@ -768,7 +768,7 @@ def _context(ds: BackendSection) -> Context | None:
             if dist.get_rank() in members:
                 own = group
     assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
-    return Context(exchange=ProcessExchange(own), head_stride=ds.ring_attn_head_stride)
+    return Context(exchange=ProcessExchange(own), head_stride=ds.ring_attn_head_stride, tensor=tensor)
 
 
 if TYPE_CHECKING:

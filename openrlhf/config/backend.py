@@ -94,7 +94,13 @@ class BackendSection(InferenceBackendSection):
     ] = 1
     ring_attn_size: Annotated[int, Flag("devices that share one sequence", flat="ring_attn_size", above=0)] = 1
     ring_attn_head_stride: Annotated[
-        int, Flag("heads per step of the ring", flat="ring_head_stride", only_with=".ring_attn_size!=1", above=0)
+        int,
+        Flag(
+            "key/value heads per step of a ring (where the size does not divide the heads)",
+            flat="ring_head_stride",
+            only_with=".ring_attn_size!=1",
+            above=0,
+        ),
     ] = 1
     use_universal_ckpt: Annotated[
         bool, Flag("read a DeepSpeed universal checkpoint", flat="use_ds_universal_ckpt universal_ckpt")

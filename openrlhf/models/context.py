@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,10 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.exchange import Exchange
 from openrlhf.models.packed import StreamAttention
-from openrlhf.models.ring import RingAttention
+from openrlhf.models.ring import RingAttention, check_head_stride
 from openrlhf.types import PackedTokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class Context:
     """Key/value heads that travel around the ring at a time."""
     always_ring: bool = False
     """Also where heads could be shared out."""
+    tensor: int = 1
+    """The ranks that share this rank's layers: each has so many times fewer heads."""
 
     @property
     def size(self) -> int:
@@ -217,12 +222,33 @@ class _Gather(torch.autograd.Function):
 
 def share_streams(module: Any, context: Context | None) -> None:
     """A policy or value model computes its streams together with the other ranks of `context`. Raises ConfigError."""
-    if context is not None and not module.packed:
-        raise ConfigError(
-            f"--ds.ring_attn_size {context.size}: {type(module.model).__name__} cannot be computed as a packed stream, "
-            "and so its sequences cannot be shared out; leave the flag out"
-        )
+    if context is not None:
+        if not module.packed:
+            raise ConfigError(
+                f"--ds.ring_attn_size {context.size}: {type(module.model).__name__} cannot be computed as a packed "
+                "stream, and so its sequences cannot be shared out; leave the flag out"
+            )
+        _check_heads(context, module.model.config.get_text_config())
     module.context = context
+
+
+def _check_heads(context: Context, config: Any) -> None:
+    """What attention would find out in the first forward, which in RL comes after a round of samples."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads, key_value_heads = (max(1, count // context.tensor) for count in (heads, key_value_heads))
+    if context.always_ring or heads % context.size:
+        check_head_stride(key_value_heads, context.head_stride)
+    elif context.head_stride != 1:
+        logger.info(
+            "--ds.ring_attn_head_stride %d has no effect: %d ranks divide the %d heads between them, and no ring is "
+            "needed",
+            context.head_stride,
+            context.size,
+            heads,
+        )
 
 
 if TYPE_CHECKING:

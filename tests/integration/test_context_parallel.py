@@ -1,13 +1,16 @@
 """Ranks that share packed streams train what one process trains: log-probs, losses, every gradient, every logged mean."""
 
 import functools
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 from context_ranks import CASES, MODELS, Case, make_groups, make_models, play
-from preloaded import run_ranks
+from patience import patience
+from preloaded import run_ranks, start_ranks, words_of
+from processes import wait_until
 from small_sections import optimizer
 
 from openrlhf.backends.torch import TorchBackend
@@ -186,3 +189,24 @@ def test_one_rank_writes_checkpoints(folders, rounds, ranks):
     for name, tensor in rounds[ranks, str(case)]["weights"].items():
         if name.startswith("policy"):
             assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize("where", ["score", "forward", "backward"])
+def test_a_rank_without_memory_ends_the_run_and_the_others_do_not_wait_for_it(tmp_path, where):
+    """The others are in the middle of an exchange with it, so none can begin again. It says why; they lose it."""
+    said = tmp_path / "said.txt"
+    command = [str(SUPPORT / "context_memory_ranks.py"), where]
+    processes = start_ranks(2, command, cwd=tmp_path, said=said, environment={})
+    try:
+        ended = wait_until(lambda: all(process.exitcode is not None for process in processes), seconds=patience(60))
+        assert ended, words_of(said)
+        assert [process.exitcode for process in processes] == [1, 1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    budget = "rollout" if where == "score" else "train"
+    found = re.search(r"DoesNotFitError: memory ran out in a micro-batch of (\d+) tokens.*", words_of(said))
+    assert found, words_of(said)
+    assert "together" in found[0]
+    assert f"begin with --{budget}.max_tokens_per_gpu {int(found[1]) // 2}" in found[0]

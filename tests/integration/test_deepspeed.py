@@ -4,13 +4,16 @@ import itertools
 import json
 import operator
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from preloaded import finish, run_ranks, start
+from preloaded import finish, run_ranks, start, start_ranks
+from processes import wait_until
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -148,13 +151,32 @@ class Runs:
         return done
 
     def run(self, who: str, script: str, *words: str | Path) -> None:
-        """A script of `support`, `alone` in one process or on `two` ranks."""
+        """A script of `support`, `alone` in one process or on `two` or `four` ranks."""
         said, cache = self.folder / "said.txt", {"HF_DATASETS_CACHE": str(self.folder / "cache")}
         command = [str(SUPPORT / script), *map(str, words)]
         if who == "alone":
             finish([start(command, cwd=self.folder, said=said, environment=cache)], said)
         else:
-            run_ranks(2, command, cwd=self.folder, said=said, environment=cache)
+            run_ranks({"two": 2, "four": 4}[who], command, cwd=self.folder, said=said, environment=cache)
+
+    def kill(self, name: str, words: list[str], *, ranks: int, step: int) -> None:
+        """Start it, and SIGKILL all ranks as soon as that step is logged."""
+        said, cache = self.folder / "said.txt", {"HF_DATASETS_CACHE": str(self.folder / "cache")}
+        command = ["-m", f"openrlhf.cli.{words[0]}", *words[1:]]
+        processes = start_ranks(ranks, command, cwd=self.folder, said=said, environment=cache)
+        logged = self.folder / name / "run" / "metrics.jsonl"
+        wait_until(
+            lambda: (
+                any(process.exitcode is not None for process in processes)
+                or (logged.exists() and logged.read_bytes().count(b'"kind": "train"') >= step)
+            ),
+            seconds=300,
+        )
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [-signal.SIGKILL] * ranks, said.read_text()[-12000:]
 
     def train(self, who: str, commands: list[list[str]]) -> None:
         """One after the other. Where one does not end well, new processes go on with the next."""
@@ -191,17 +213,15 @@ class Runs:
         return self._folder(name) / "model"
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, **shape: int) -> Path:
     """The demo's tokenizer with a much smaller model: four heads and an even vocabulary, so that it can be cut in two."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 8) * 8,
-        hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2} | shape,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -318,6 +338,51 @@ def test_a_run_goes_on_with_other_ranks_stages_and_backends(runs, optim, whole):
         assert ours == pytest.approx(theirs, rel=precision(optim, 1e-3)), (step, ours, theirs)
 
 
+GOES_ON = {
+    "one process": ("alone", {}),
+    "degree 1": ("four", {"ds.zero_stage": 3}),
+    "degree 2": ("four", {"ds.zero_stage": 2, "ds.ring_attn_size": 2}),
+    "degree 4": ("four", {"ds.zero_stage": 1, "ds.ring_attn_size": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, data) -> Runs:
+    """Four ranks that share streams in pairs, by heads, are killed after a checkpoint. Copies of what they left go on,
+    with a degree of 4 by ring: six heads cannot be shared out to four ranks."""
+    folder = tmp_path_factory.mktemp("killed")
+    model = write_model(folder / "tiny", hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    runs = Runs(folder, model, data)
+
+    def words(name: str, flags: dict) -> list[str]:
+        common = {"adam.eps": 1e-4, "ckpt.save_steps": 4, "ckpt.load_enable": True, "ckpt.path": folder / name / "ckpt"}
+        return runs.words(name, "sft", **common, **flags)  # a larger eps: signs of tiny gradients do not decide
+
+    runs.kill("killed", words("killed", GOES_ON["degree 2"][1]), ranks=4, step=9)
+    for name in GOES_ON:
+        shutil.copytree(folder / "killed" / "ckpt", folder / name / "ckpt")
+    commands = {"alone": [], "four": [words("undisturbed", GOES_ON["degree 2"][1])]}
+    for name, (who, flags) in GOES_ON.items():
+        commands[who].append(words(name, flags))
+    for who, listed in commands.items():
+        runs.train(who, listed)
+    return runs
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_ranks_that_were_killed_go_on_with_another_degree(killed, name):
+    expected = AutoModelForCausalLM.from_pretrained(killed.model("undisturbed")).state_dict()
+    written = AutoModelForCausalLM.from_pretrained(killed.model(name)).state_dict()
+    assert written.keys() == expected.keys()
+    for parameter, tensor in expected.items():
+        torch.testing.assert_close(written[parameter], tensor, rtol=0, atol=1e-5, msg=parameter)
+    went_on = int((killed.folder / "killed" / "ckpt" / "latest").read_text().strip().removeprefix("global_step"))
+    steps, straight = (killed.history(run, "gpt_loss", "grad_norm") for run in (name, "undisturbed"))
+    assert len(steps) == len(straight) - went_on == STEPS - went_on
+    assert 0 < len(steps) <= 12
+    assert steps == [pytest.approx(step, rel=1e-4) for step in straight[went_on:]]
+
+
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "python"])
 def test_every_launcher_starts_a_training(runs, launcher):
     command, *words = runs.words(launcher, "sft", **{"train.max_epochs": 1, "ds.zero_stage": 2})
@@ -363,11 +428,19 @@ def test_a_rank_without_images_trains_with_one_that_has_some(images, kind, way):
     """It encodes an image for the sake of the other, and the weights are those of one process with all samples."""
     found = images[f"{kind}, {way}"]
     assert max(found["gaps"].values()) <= 1e-5
-    tower = {
-        name: moved for name, moved in found["moved"].items() if "language_model" not in name and "head" not in name
-    }
-    assert tower
-    assert (max(tower.values()) == 0) is ("frozen" in way)
+    assert (max(moved_in_tower(found)) == 0) is ("frozen" in way)
+
+
+def moved_in_tower(found: dict) -> list[float]:
+    return [moved for name, moved in found["moved"].items() if "language_model" not in name and "head" not in name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_share_a_stream_with_images(images, kind):
+    """Each encodes all images, and puts those features in the place of tokens whose tokens it has."""
+    found = images[f"{kind}, zero 3, context 2"]
+    assert max(found["gaps"].values()) <= 1e-5
+    assert max(moved_in_tower(found)) > 0
 
 
 @pytest.fixture(scope="module")

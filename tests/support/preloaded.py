@@ -45,11 +45,18 @@ def start(words: Sequence[str], *, cwd: Path, said: Path, environment: Mapping[s
 
 def run_ranks(count: int, words: Sequence[str], *, cwd: Path, said: Path, environment: Mapping[str, str]) -> None:
     """As `torchrun --nproc-per-node count *words`, to its end, which has to be a good one."""
+    finish(start_ranks(count, words, cwd=cwd, said=said, environment=environment), said)
+
+
+def start_ranks(
+    count: int, words: Sequence[str], *, cwd: Path, said: Path, environment: Mapping[str, str]
+) -> list[ForkServerProcess]:
+    """As `start`, so many ranks that find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    finish([start(words, cwd=cwd, said=said, environment={**environment, **meeting, **rank}) for rank in own], said)
+    return [start(words, cwd=cwd, said=said, environment={**environment, **meeting, **rank}) for rank in own]
 
 
 def finish(processes: Sequence[ForkServerProcess], said: Path, *, seconds: float = 600.0) -> None:

@@ -1,4 +1,5 @@
-"""Policies with images trained by two ranks, the second of which has text alone; and their weights, gathered.
+"""Policies with images trained by two ranks, the second of which has text alone, or which share all streams; and their
+weights, gathered.
 
     torchrun --nproc-per-node 2 vision_ranks.py FOLDER
 
@@ -16,7 +17,8 @@ from small_sections import optimizer
 from vision_models import image
 
 from openrlhf.backends.base import Backend
-from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed, sharded_loading
+from openrlhf.backends.deepspeed import Distribution, require_deepspeed, sharded_loading
+from openrlhf.backends.ranks import join
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.models import ActorSection
@@ -30,6 +32,7 @@ WAYS = {
     "zero 2": (BackendSection(zero_stage=2, param_dtype="fp32"), False),
     "zero 3": (BackendSection(zero_stage=3, param_dtype="fp32"), False),
     "zero 3, frozen tower": (BackendSection(zero_stage=3, param_dtype="fp32"), True),
+    "zero 3, context 2": (BackendSection(zero_stage=3, param_dtype="fp32", ring_attn_size=2), False),
 }
 
 
@@ -53,31 +56,34 @@ def streams(folder: Path) -> list[list[tuple[torch.Tensor, torch.Tensor, tuple]]
     return found
 
 
-def train(backend: Backend, sequences: list, *, share: float) -> None:
+def train(backend: Backend, sequences: list) -> None:
     tokens = PackedTokens.from_sequences(
         [ids for ids, _, _ in sequences],
         [mask for _, mask, _ in sequences],
         images=[placed for _, _, placed in sequences],
     )
     for _ in range(2):
-        backend.backward(-backend.module(tokens, temperature=1.0).logprobs_A.sum() * share)
+        backend.backward(-backend.module(tokens, temperature=1.0).logprobs_A.sum() / 100)
         backend.step()
 
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
-    settings = optimizer(lr=1e-2, eps=1e-3)  # a larger eps: signs of tiny gradients do not decide
+    # A larger eps: signs of tiny gradients do not decide. And no clipping, which would hide a factor.
+    settings = optimizer(lr=1e-2, eps=1e-3, max_norm=0.0)
     found = {}
     for model in sorted(path for path in folder.iterdir() if path.is_dir()):
         both = streams(model)
         for way, (zero, frozen) in WAYS.items():
             alone = load(model, zero, frozen=frozen)
             alone.blank = None
-            train(TorchBackend(alone, settings), [*both[0], *both[1]], share=1.0)
+            train(TorchBackend(alone, settings), [*both[0], *both[1]])
             with sharded_loading(zero, dtype=torch.float32):
                 policy = load(model, zero, frozen=frozen)
-            ours = DeepSpeedBackend(policy, settings, zero)
-            train(ours, both[dist.get_rank()], share=1 / dist.get_world_size())
+            ranks = join(ranks_per_share=zero.ranks_per_share)
+            ours = Distribution(ranks, zero).train(policy, settings, total_steps=1)
+            shares = [[*both[0], *both[1]]] if ranks.count == 1 else both
+            train(ours, shares[ranks.index])
             expected = dict(alone.named_parameters())
             gaps = {name: float((whole - expected[name]).abs().max()) for name, whole in ours.whole_weights()}
             start = load(model, zero, frozen=frozen)

@@ -173,3 +173,20 @@ def test_a_model_that_cannot_be_packed_is_refused():
     policy = make_policy(hf.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(ConfigError, match=r"--ds.ring_attn_size 2: BloomForCausalLM cannot be computed as a packed"):
         play(2, lambda exchange: share_streams(policy, Context(exchange=exchange)))
+
+
+def test_a_stride_that_does_not_divide_the_key_value_heads_is_refused_before_the_first_forward():
+    policy = make_policy(hf.Qwen3Config(**{**SMALL, "num_attention_heads": 6, "num_key_value_heads": 3}))
+    with pytest.raises(ConfigError, match=r"--ds.ring_attn_head_stride 2: .* the model has 3; take one of 1, 3"):
+        play(4, lambda exchange: share_streams(policy, Context(exchange=exchange, head_stride=2)))
+    play(4, lambda exchange: share_streams(policy, Context(exchange=exchange, head_stride=3)))
+
+
+def test_a_stride_is_said_to_have_no_effect_where_heads_are_shared_out(caplog):
+    """Six heads on two ranks; but if two more share the layers, each has three, which go around a ring."""
+    policy = make_policy(hf.Qwen3Config(**{**SMALL, "num_attention_heads": 6, "num_key_value_heads": 2}))
+    with caplog.at_level("INFO"):
+        play(2, lambda exchange: share_streams(policy, Context(exchange=exchange, head_stride=2)))
+    assert "--ds.ring_attn_head_stride 2 has no effect: 2 ranks divide the 6 heads" in caplog.text
+    with pytest.raises(ConfigError, match=r"--ds.ring_attn_head_stride 2: .* the model has 1; take one of 1"):
+        play(2, lambda exchange: share_streams(policy, Context(exchange=exchange, head_stride=2, tensor=2)))
