@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from config_reads import flags_read
 
-from openrlhf.config import ROOTS, NotBuiltError, parse, refuse_unbuilt
+from openrlhf.config import ROOTS, NotBuiltError, parse, refuse_unbuilt, require_runnable
 from openrlhf.config.effects import holds, newly_without_effect, parts, why_without_effect
 from openrlhf.config.not_implemented import UNBUILT
 from openrlhf.config.schema import flags_of, value_at
@@ -158,6 +158,66 @@ def test_a_flag_has_exactly_one_answer(command, path, capsys):
     assert is_read or waits_for_unbuilt, "nothing reads it: build it, or declare no_effect"
     if not spec.only_with:
         assert about(notes(capsys, command, given), path) == []
+
+
+MODEL_AND_DATA = {"model.model_name_or_path": "m", "data.dataset": "d"}
+RUNS = {
+    "train_ppo_ray": {"actor.model_name_or_path": "m", "data.prompt_dataset": "d", "reward.remote_url": "r.py"},
+    "train_sft": MODEL_AND_DATA,
+    "train_rm": MODEL_AND_DATA,
+    "train_dpo": MODEL_AND_DATA,
+    "serve_rm": {"reward.model_name_or_path": "m"},
+    "lora_combiner": {"model_path": "m", "lora_path": "l", "output_path": "o"},
+}
+"""A run of each command that could begin."""
+# What else must be said for a run with the flag to be possible, in the commands that have it.
+RUNNABLE_WITH = {
+    "ds.load_in_4bit": "--ds.lora.rank 4",
+    "ds.use_universal_ckpt": "--ckpt.load_enable",
+    "rollout.batch_size": "--train.batch_size 3",
+}
+DOCUMENTED = [(command, row) for row in KNOWN for command in row["commands"]]
+
+
+def has(command: str, words: str) -> bool:
+    """Whether the command has the first flag of these."""
+    return words.split()[0].removeprefix("--") in flags_of(command)
+
+
+def run_without(command: str, given: set[str]) -> list[str]:
+    """The words of a run that could begin, but for flags that are given otherwise. A reward model judges alone."""
+    if "reward.model_name_or_path" in given:
+        given = given | {"reward.remote_url"}
+    return [word for flag, value in RUNS[command].items() if flag not in given for word in (f"--{flag}", value)]
+
+
+@pytest.mark.parametrize(
+    ("command", "row"), DOCUMENTED, ids=[f"{command} {row['name']}" for command, row in DOCUMENTED]
+)
+def test_a_documented_flag_is_parsed_accepted_and_read(command, row, capsys):
+    """With another value than its default, and with what it depends on: the run is not refused, nothing says that the
+    flag is in vain, and the program reads it; or the flag is documented as one that changes nothing."""
+    is_opposite = row["name"].endswith(".no_nesterov")
+    path = row["name"].replace(".no_nesterov", ".nesterov")
+    spec = flags_of(command)[path]
+    values = [] if is_opposite else sample(command, path)[1:]
+    beside = [CONDITIONS[one][1] for one in spec.only_with if applies(command, one)]
+    beside += [others for others in (COMPANIONS.get(path), RUNNABLE_WITH.get(path)) if others]
+    words = " ".join(others for others in beside if others and has(command, others)).split()
+    words += run_without(command, {path, *(word.removeprefix("--") for word in words)})
+    for name in (row["name"], *row["flat"]):
+        lines = notes(capsys, command, [*words, f"--{name}", *values])
+        config = parse(command, [*words, f"--{name}", *values])
+        assert value_at(config, path) != spec.default
+        require_runnable(config)
+        if not {path, *(name for one in spec.only_with for _, name, _ in parts(one))} & unbuilt(command).keys():
+            refuse_unbuilt(config)
+        if spec.flag.no_effect:
+            assert spec.flag.help.startswith("accepted; "), "docs/flags.md says that it changes nothing"
+            assert len(about(lines, path)) == 1
+        else:
+            assert about(lines, path) == []
+            assert (command, path) in flags_read()
 
 
 def applies(command: str, condition: str) -> bool:
