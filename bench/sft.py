@@ -33,7 +33,8 @@ from openrlhf.backends.torch import TorchBackend
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.training import AdamSection, OptimizerSection
 from openrlhf.data.schedule import divide
-from openrlhf.models.body import compile_layers, fuse_norms
+from openrlhf.models.body import fuse_norms
+from openrlhf.models.compilation import compile_layers
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens

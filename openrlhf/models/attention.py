@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -76,6 +77,11 @@ def _attend(
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """Plans know which tokens see which; a T×T mask would be the largest tensor of the run."""
+
+
+def hide_from_compiler() -> None:
+    """Plans attend outside of compiled layers: torch.compile ends a piece before this function and begins another."""
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attend))
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -44,10 +44,6 @@ class NoRoutersError(ConfigError):
     """The model has no experts, or does not show how it chooses them."""
 
 
-class NoLayersError(ValueError):
-    """The model has no list of layers."""
-
-
 def experts_per_token(config: Any, *, flag: str) -> int:
     """How many experts a token has, from a model's configuration. Raises `NoRoutersError`."""
     text = config.get_text_config()
@@ -224,16 +220,3 @@ def _is_rms_norm(module: nn.Module, weight: Tensor, eps: float) -> bool:
         module.weight.data = kept
     computed = F.rms_norm(probe, (probe.shape[-1],), weight.float(), eps)
     return expected.shape == computed.shape and torch.allclose(computed, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
-def compile_layers(model: Any) -> None:
-    """Compile each decoder layer, in place, for streams of any length; the first step takes some seconds longer.
-
-    All layers share one compiled code, so none may have a forward of its own: norms are fused by the compiler.
-    """
-    body = decoder_body(model)
-    layers = getattr(language_model(body) or body, "layers", None)
-    if layers is None:
-        raise NoLayersError(f"--ds.deepcompile: {type(model).__name__} has no list of layers to compile; leave it out")
-    for layer in layers:
-        layer.compile(dynamic=True)

@@ -29,7 +29,8 @@ from transformers.utils import logging as transformers_logging
 from openrlhf.config.backend import BackendSection, InferenceBackendSection, LigerSection, LoraSection, ValueHeadSection
 from openrlhf.config.models import ActorSection, TrainedModelSection, TrustSection
 from openrlhf.models.adapters import AdapterError, add_adapter
-from openrlhf.models.body import NoLayersError, compile_layers, decoder_body, fuse_norms
+from openrlhf.models.body import decoder_body, fuse_norms
+from openrlhf.models.compilation import NoLayersError, compile_layers
 from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError, has_vision
 from openrlhf.models.policy import Policy

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers as hf
 
-from openrlhf.models.body import compile_layers, fuse_norms
+from openrlhf.models.body import fuse_norms
+from openrlhf.models.compilation import compile_layers
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
 from openrlhf.types import PackedTokens

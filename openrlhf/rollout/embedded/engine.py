@@ -24,6 +24,7 @@ import torch
 
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.body import decoder_body
+from openrlhf.models.compilation import uncompiled
 from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import logit_transform
@@ -492,12 +493,13 @@ class EmbeddedEngine:
 
 @contextlib.contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Eval mode inside; every module gets its own training flag back."""
+    """Eval mode inside, as it is if its layers are compiled; every module gets its own training flag back."""
     switched = [module for module in model.modules() if module.training]
     for module in switched:
         module.training = False
     try:
-        yield
+        with uncompiled():
+            yield
     finally:
         for module in switched:
             module.training = True
