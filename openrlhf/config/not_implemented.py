@@ -25,7 +25,6 @@ class Unbuilt:
 
 RL: tuple[Unbuilt, ...] = (
     Unbuilt("--ds.ring_attn_size", lambda c: c.ds.ring_attn_size > 1, "context parallelism", "leave it out"),
-    Unbuilt("--ds.deepcompile", lambda c: c.ds.deepcompile, "compilation", "leave it out"),
 )
 
 UNBUILT: dict[type, tuple[Unbuilt, ...]] = {

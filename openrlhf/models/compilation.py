@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ _THREAD = _Thread()
 
 
 class _LayerCall:
-    """The call of one layer, hooks included. How it is compiled shows at the first: DeepSpeed has shared it out then."""
+    """The call of one layer, hooks included. How it is compiled shows at the first: DeepSpeed has cut it by then."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
@@ -103,7 +103,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_shared_out(layer: nn.Module) -> bool:
-    """Whether ranks compute the layer together: ZeRO-3 has cut its parameters, or AutoTP has put in layers of its own."""
+    """Whether ranks compute the layer together: ZeRO-3 has cut its parameters, or AutoTP its matrices."""
     cut = any(hasattr(parameter, "ds_id") for parameter in layer.parameters())
     return cut or any(type(module).__module__.startswith("deepspeed.") for module in layer.modules())
 
@@ -154,7 +154,7 @@ class _Compiler(logging.Filter):
         self._failed = False
         logging.getLogger(_TORCH_LOGGER).removeFilter(self)
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """The backend: dynamo's graph of a piece → what is run."""
         from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
@@ -188,7 +188,7 @@ class _Compiler(logging.Filter):
         self._failed = True
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(graph, inputs)

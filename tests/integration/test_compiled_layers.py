@@ -106,20 +106,20 @@ FLAGS = {
     "rollout__n_samples_per_prompt": 2,
     "train__batch_size": 4,
     "train__max_epochs": 2,
-    "train__num_episodes": 2,
 }
 """Policy, reference and critic, each scored; policy and critic trained twice on every round."""
 
 
 def test_a_run_compiles_as_much_in_one_round_as_in_many(cli):
     made = []
-    for rounds in (1, 8):
+    for rounds in (1, 4):
         with compiling_with(as_it_is) as compiling:
-            ran = cli(**FLAGS, data__max_samples=rounds)
+            ran = cli(
+                **FLAGS, data__max_samples=2 * rounds, ckpt__output_dir=f"out{rounds}", logger__run_dir=f"run{rounds}"
+            )
             assert ran.rc == 0, ran.err
             made.append(compiling.pieces)
-    print(made)
-    assert made[0] == made[1]
+    assert made[0] == made[1] <= 4 * PIECES
 
 
 WAYS = ["zero 2", "zero 3", "zero 3, checkpointing", "zero 3, lora", "zero 2 fails", "zero 3 fails", "tensor parallel"]
@@ -128,7 +128,13 @@ WAYS = ["zero 2", "zero 3", "zero 3, checkpointing", "zero 3, lora", "zero 2 fai
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(2, [str(SUPPORT / "compiled_ranks.py"), str(folder / "out.json")], cwd=folder, said=folder / "said.txt", environment={})
+    run_ranks(
+        2,
+        [str(SUPPORT / "compiled_ranks.py"), str(folder / "out.json")],
+        cwd=folder,
+        said=folder / "said.txt",
+        environment={},
+    )
     return json.loads((folder / "out.json").read_text())
 
 

@@ -64,7 +64,9 @@ def streams(step: int, rank: int) -> list[PackedTokens]:
     generator = torch.Generator().manual_seed(2 * step + rank)
     result = []
     for _ in range(2):
-        lengths = torch.randint(2, 9, (int(torch.randint(1, 5, (), generator=generator)),), generator=generator).tolist()
+        lengths = torch.randint(
+            2, 9, (int(torch.randint(1, 5, (), generator=generator)),), generator=generator
+        ).tolist()
         sequences = [torch.randint(13, (length,), generator=generator) for length in lengths]
         result.append(PackedTokens.from_sequences(sequences, [torch.arange(length) > 0 for length in lengths]))
     return result
@@ -80,7 +82,15 @@ def broken(calls: list[int]):
     return run
 
 
-def train(*, stage: int, compiled: bool, checkpointing: bool = False, lora: bool = False, fails: bool = False, tensor: bool = False):
+def train(
+    *,
+    stage: int,
+    compiled: bool,
+    checkpointing: bool = False,
+    lora: bool = False,
+    fails: bool = False,
+    tensor: bool = False,
+):
     torch.manual_seed(0)
     model = Qwen2ForCausalLM._from_config(CONFIG, attn_implementation=ATTENTION)
     if lora:
@@ -95,7 +105,9 @@ def train(*, stage: int, compiled: bool, checkpointing: bool = False, lora: bool
     compilation.logger.addHandler(said)
     if compiled:
         compilation.compile_layers(model)
-    backend = DeepSpeedBackend(policy, optimizer(lr=1e-2), BackendSection(zero_stage=stage, tensor_parallel_size=2 if tensor else 1))
+    backend = DeepSpeedBackend(
+        policy, optimizer(lr=1e-2), BackendSection(zero_stage=stage, tensor_parallel_size=2 if tensor else 1)
+    )
     made, own = [], 0 if tensor else dist.get_rank()
     for step in range(STEPS):
         before = counters["stats"]["unique_graphs"]

@@ -51,7 +51,13 @@ def compiling_with(inductor):
         torch._dynamo.reset()
 
 
-SMALL = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 PIECES = 4
 """Of a layer: the norm before attention; matrices and rotation; the matrix after it; the rest."""
 

@@ -12,7 +12,6 @@ BASE = BUILT.format(estimator="group_norm").split()
 
 # The flags that ask for each entry, added to a run that is built.
 ASKS = {
-    "--ds.deepcompile": "--deepcompile",
     "--ds.ring_attn_size": "--ring_attn_size 2",
 }
 
@@ -117,6 +116,7 @@ def test_all_missing_features_are_listed_at_once():
         "--use_wandb SECRET --wandb_project p --use_tensorboard t",
         "--eval_dataset e --eval_steps 5 --eval.at_start --seed 7 --full_determinism --logging_steps 2",
         "--actor.optim muon --actor.muon.lr 1e-4 --lr_scheduler warmup_stable_decay --enable_ema --ema_beta 0.9",
+        "--deepcompile --zero_stage 2",
         "--max_epochs 2 --train_batch_size 64 --temperature 0.7 --top_p 0.9 --top_k 50 --max_new_tokens 64",
         "--dynamic_filtering --dynamic_filtering_reward_range 0.1 0.9 --n_samples_per_prompt 4 --vllm_generate_batch_size 2048",
         "--use_ds_universal_ckpt --load_checkpoint --grad_accum_dtype bf16 --param_dtype bf16",

@@ -2,10 +2,21 @@
 
 import pytest
 import torch
-from compiling import PIECES, as_it_is, assert_alike, compiled_pair, compiling_with, gradient, make_model, scored, streams
+from compiling import (
+    PIECES,
+    as_it_is,
+    assert_alike,
+    compiled_pair,
+    compiling_with,
+    gradient,
+    make_model,
+    scored,
+    streams,
+)
 
 from openrlhf.models import compilation
 from openrlhf.models.compilation import compile_layers, uncompiled
+
 
 def test_a_piece_is_compiled_once_without_gradients_and_once_with_them_whatever_the_streams():
     """Streams with and without shared prompts have plans of different classes."""
@@ -34,7 +45,8 @@ def test_too_many_versions_of_a_piece_are_a_failure_too(caplog, monkeypatch):
         for tokens in streams(3):
             assert_alike(plain, compiled, tokens)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("--ds.deepcompile: compilation failed") and "recompile_limit" in said
+    assert said.startswith("--ds.deepcompile: compilation failed")
+    assert "recompile_limit" in said
 
 
 def test_a_model_without_layers_is_told_by_the_flag():
@@ -44,5 +56,5 @@ def test_a_model_without_layers_is_told_by_the_flag():
         def get_decoder(self):
             return torch.nn.Linear(2, 2)
 
-    with pytest.raises(compilation.NoLayersError, match="--ds.deepcompile: Layerless has no list of layers"):
+    with pytest.raises(compilation.NoLayersError, match=r"--ds\.deepcompile: Layerless has no list of layers"):
         compile_layers(Layerless())
