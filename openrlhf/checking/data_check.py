@@ -22,7 +22,7 @@ from openrlhf.checking.display import MOST_CHARACTERS, PIPE_WIDTH, shown
 from openrlhf.checking.image_display import ImageDisplay
 from openrlhf.config.commands import RLConfig, RMConfig, TrainerConfig
 from openrlhf.config.data import PromptDataSection
-from openrlhf.config.fields import ConfigError, NotBuiltError
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.parser import parse
 from openrlhf.data.examples import Example, TokenisedSet
 from openrlhf.data.files import DataError, Record
@@ -104,11 +104,11 @@ def run(argv: Sequence[str]) -> int:
                 return 1
             found = read(config)
             records = [show(found, index) for index in range(min(options.records, len(found.samples)))]
-        except (ConfigError, NotBuiltError, DataError, ModelLoadError, ImageProcessorError) as error:
+        except (ConfigError, DataError, ModelLoadError, ImageProcessorError) as error:
             for line in told.lines:
                 print(f"note: {line}", file=sys.stderr)
             _complain(str(error))
-            return 2 if isinstance(error, ConfigError | NotBuiltError) else 1
+            return 2 if isinstance(error, ConfigError) else 1
     told_of_all = summary(found.samples, config)
     if seen is not None:
         told_of_all += f" {seen.number:,} image{'' if seen.number == 1 else 's'} read, none of them broken."

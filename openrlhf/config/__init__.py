@@ -10,8 +10,7 @@ from openrlhf.config.commands import (
     ServeRMConfig,
     SFTConfig,
 )
-from openrlhf.config.fields import ConfigError, NotBuiltError
-from openrlhf.config.not_implemented import refuse_unbuilt
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.parser import parse
 from openrlhf.config.rules import require_runnable
 from openrlhf.config.schema import to_dict, to_yaml
@@ -22,13 +21,11 @@ __all__ = [
     "ConfigError",
     "DPOConfig",
     "LoraCombinerConfig",
-    "NotBuiltError",
     "RLConfig",
     "RMConfig",
     "SFTConfig",
     "ServeRMConfig",
     "parse",
-    "refuse_unbuilt",
     "require_runnable",
     "to_dict",
     "to_yaml",

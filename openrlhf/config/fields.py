@@ -20,10 +20,6 @@ class ConfigError(ValueError):
     """What the user wrote cannot be run. The message names the flag (or the file and key) and what to do."""
 
 
-class NotBuiltError(RuntimeError):
-    """The configuration is valid, but it asks for something this version cannot do yet."""
-
-
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 NONE_WORDS = frozenset({"none", "null"})

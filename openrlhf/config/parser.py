@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 
 from openrlhf.config.aliases import Given, Vocabulary, resolve, vocabulary
 from openrlhf.config.commands import ROOTS, SHORT_NAMES, Config
-from openrlhf.config.fields import ConfigError, NotBuiltError
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.help import described, help_of, topics
 from openrlhf.config.legacy_flags import GONE, INERT
-from openrlhf.config.not_implemented import refuse_unbuilt
 from openrlhf.config.rules import check, notes_on, require_runnable
 from openrlhf.config.schema import build, flags_of, to_yaml
 from openrlhf.utils import interrupts
@@ -224,9 +223,8 @@ def enter(
         try:
             config = parse(command, argv, name=name)
             require_runnable(config)
-            refuse_unbuilt(config)
             return run(config) or 0
-        except (ConfigError, NotBuiltError) as error:
+        except ConfigError as error:
             for line in str(error).splitlines():
                 print(f"{name or command}: error: {line}", file=sys.stderr)
             return USAGE_ERROR

@@ -427,7 +427,10 @@ def test_rewards_of_every_form_train(cli, reward, source):
             ["--actor.dual_clip bounds", "leave one of them out"],
         ),
         ({"algo__kl__target": 0.1}, ["--algo.kl.target adapts", "give --algo.kl.init_coef a value above 0"]),
-        ({"ds__ring_attn_size": 2}, ["--ds.ring_attn_size: not built yet", "leave it out"]),
+        (
+            {"ds__ring_attn_size": 2, "train__launcher": "local"},
+            ["--ds.ring_attn_size 2: --train.launcher local is one process", "use --train.launcher ray"],
+        ),
         ({"config": "nope.yaml"}, ["--config nope.yaml: cannot be read"]),
     ],
 )
@@ -442,7 +445,7 @@ def test_a_flag_given_twice(cli):
 
 
 @pytest.mark.parametrize("overrides", [{"algo__advantage__estimator": "gae"}, {"ds__ring_attn_size": 2}])
-def test_what_is_not_built_can_be_printed(cli, overrides, capfd):
+def test_what_could_run_can_be_printed_instead(cli, overrides, capfd):
     with pytest.raises(SystemExit) as ended:
         cli("--print_config", **overrides)
     assert ended.value.code == 0

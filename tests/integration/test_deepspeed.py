@@ -343,15 +343,16 @@ GOES_ON = {
     "degree 1": ("four", {"ds.zero_stage": 3}),
     "degree 2": ("four", {"ds.zero_stage": 2, "ds.ring_attn_size": 2}),
     "degree 4": ("four", {"ds.zero_stage": 1, "ds.ring_attn_size": 4}),
+    "degree 2, layers shared": ("four", {"ds.zero_stage": 1, "ds.ring_attn_size": 2, "ds.tensor_parallel_size": 2}),
 }
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, data) -> Runs:
-    """Four ranks that share streams in pairs, by heads, are killed after a checkpoint. Copies of what they left go on,
-    with a degree of 4 by ring: six heads cannot be shared out to four ranks."""
+    """Four ranks that share streams in pairs, by heads, are killed after a checkpoint. Copies of what they left go on:
+    with a degree of 4 by ring, for six heads cannot be shared out to four ranks, nor three of half a layer to two."""
     folder = tmp_path_factory.mktemp("killed")
-    model = write_model(folder / "tiny", hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    model = write_model(folder / "tiny", hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
     runs = Runs(folder, model, data)
 
     def words(name: str, flags: dict) -> list[str]:

@@ -1,8 +1,7 @@
 """Every flag of every command has an effect, or says that it has none: a walk over all pairs of the two.
 
-A flag is read outside `openrlhf.config`; or it declares why it does nothing (`Flag.no_effect`); or what it asks for is
-not built, and refused. What it depends on is declared as well (`Flag.only_with`), and a user who gives the flag without
-it is told so.
+A flag is read outside `openrlhf.config`; or it declares why it does nothing (`Flag.no_effect`). What it depends on is
+declared as well (`Flag.only_with`), and a user who gives the flag without it is told so.
 """
 
 import json
@@ -12,9 +11,8 @@ from pathlib import Path
 import pytest
 from config_reads import flags_read
 
-from openrlhf.config import ROOTS, NotBuiltError, parse, refuse_unbuilt, require_runnable
+from openrlhf.config import ROOTS, parse, require_runnable
 from openrlhf.config.effects import holds, newly_without_effect, parts, why_without_effect
-from openrlhf.config.not_implemented import UNBUILT
 from openrlhf.config.schema import flags_of, value_at
 
 KNOWN = json.loads((Path(__file__).parent / "data" / "flags.json").read_text())
@@ -118,10 +116,6 @@ def sample(command: str, path: str) -> list[str]:
     return [f"--{path}", one] if spec.shape.count == 1 else [f"--{path}", one, two]
 
 
-def unbuilt(command: str) -> dict[str, object]:
-    return {entry.flags.removeprefix("--"): entry for entry in UNBUILT[ROOTS[command]]}
-
-
 def notes(capsys, command: str, words: list[str]) -> list[str]:
     capsys.readouterr()
     parse(command, words)
@@ -142,7 +136,7 @@ def test_the_walk_has_every_flag_that_users_know():
 
 @pytest.mark.parametrize(("command", "path"), PAIRS, ids=[" ".join(pair) for pair in PAIRS])
 def test_a_flag_has_exactly_one_answer(command, path, capsys):
-    spec, missing = flags_of(command)[path], unbuilt(command)
+    spec = flags_of(command)[path]
     given = [*COMPANIONS.get(path, "").split(), *sample(command, path)]
     is_read = (command, path) in flags_read()
     if spec.flag.no_effect:
@@ -150,12 +144,7 @@ def test_a_flag_has_exactly_one_answer(command, path, capsys):
         (line,) = about(notes(capsys, command, given), path)
         assert line == f"note: --{path} does nothing: {spec.flag.no_effect}"
         return
-    if path in missing:
-        with pytest.raises(NotBuiltError):
-            refuse_unbuilt(parse(command, given))
-        return
-    waits_for_unbuilt = any(name in missing for one in spec.only_with for _, name, _ in parts(one))
-    assert is_read or waits_for_unbuilt, "nothing reads it: build it, or declare no_effect"
+    assert is_read, "nothing reads it: build it, or declare no_effect"
     if not spec.only_with:
         assert about(notes(capsys, command, given), path) == []
 
@@ -210,8 +199,6 @@ def test_a_documented_flag_is_parsed_accepted_and_read(command, row, capsys):
         config = parse(command, [*words, f"--{name}", *values])
         assert value_at(config, path) != spec.default
         require_runnable(config)
-        if not {path, *(name for one in spec.only_with for _, name, _ in parts(one))} & unbuilt(command).keys():
-            refuse_unbuilt(config)
         if spec.flag.no_effect:
             assert spec.flag.help.startswith("accepted; "), "docs/flags.md says that it changes nothing"
             assert len(about(lines, path)) == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from openrlhf.config import parse, refuse_unbuilt, require_runnable
+from openrlhf.config import parse, require_runnable
 from openrlhf.observability import charts
 from openrlhf.rollout.embedded.sampler import sample
 
@@ -29,7 +29,6 @@ def test_every_run_of_every_family_could_start(run, capsys):
     config = parse("train_ppo_ray", words)
     changed = parse("train_ppo_ray", [*_without(words, run.plan(50)["words"]), *run.plan(50)["words"]])
     require_runnable(changed)
-    refuse_unbuilt(changed)
     assert capsys.readouterr().err == ""
     assert run.label in ("every group", "no correction", "reinforce_baseline") or changed != config
 
