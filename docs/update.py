@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from pathlib import Path
 
 from openrlhf.config.document import render as flag_table
@@ -41,11 +43,23 @@ def architecture() -> str:
     return f"{head}{BEGIN}\n{file_list()}\n\n{END}{rest.split(END)[1]}"
 
 
+def long_sequences() -> str:
+    """long_sequences.md with its tables brought up to date."""
+    spec = importlib.util.spec_from_file_location("docs_memory", ROOT / "docs" / "memory.py")
+    assert spec is not None
+    assert spec.loader is not None
+    memory = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = memory  # dataclasses look their module up
+    spec.loader.exec_module(memory)
+    return memory.filled((ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8"))
+
+
 def documents() -> dict[Path, str]:
     """Every generated document and what it should say."""
     return {
         ROOT / "docs" / "ARCHITECTURE.md": architecture(),
         ROOT / "docs" / "flags.md": flag_table(),
+        ROOT / "docs" / "long_sequences.md": long_sequences(),
         ROOT / "docs" / "metrics.md": metrics_page(),
     }
 

@@ -1,4 +1,4 @@
-"""What docs/cluster.md, hybrid_engine.md and multi_node.md show is what happens."""
+"""What docs/cluster.md, hybrid_engine.md, multi_node.md and long_sequences.md show is what happens."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from openrlhf.config import parse, require_runnable
 from openrlhf.config.aliases import vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "docs" / name for name in ("cluster.md", "hybrid_engine.md", "multi_node.md")]
+DOCUMENTS = [ROOT / "docs" / name for name in ("cluster.md", "hybrid_engine.md", "multi_node.md", "long_sequences.md")]
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 COMMAND = re.compile(r"^python -m openrlhf\.cli\.train_ppo_ray ((?:.*\\\n)*.*)$", re.MULTILINE)
 by_name = pytest.mark.parametrize("name", TEXTS)
@@ -29,7 +29,7 @@ def test_whole_commands_parse_and_could_run(name):
 
 
 def test_there_are_such_commands():
-    assert sum("…" not in found for text in TEXTS.values() for found in COMMAND.findall(text)) == 2
+    assert sum("…" not in found for text in TEXTS.values() for found in COMMAND.findall(text)) == 3
 
 
 @by_name
