@@ -1,8 +1,10 @@
 """However many ranks share a round, it is the same round: losses, gradients, advantages and metrics."""
 
 import pytest
-from small_rl import play, play_share, training
+from small_rl import make_models, play, play_share, training
 from thread_ranks import ThreadDistribution, together
+
+from openrlhf.runs.rl_models import RLModels
 
 RUNS = {
     "whitened": {"advantage_estimator": "reinforce"},
@@ -39,3 +41,16 @@ def test_the_number_of_ranks_changes_nothing(models, groups, flags, ranks):
                     assert own[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
         assert state["rounds"] == 2
         assert state["kl"] == pytest.approx(alone.learners.state_dict()["kl"])
+
+
+def test_gradients_of_policy_and_critic_are_summed_as_the_flag_says():
+    """Of a model in bf16 the sum of a step then lies with the weights, and no master has a gradient before the step."""
+    models = make_models()
+    models = RLModels(policy=models.policy.bfloat16(), reference=None, critic=models.critic.bfloat16())
+    flags = {"param_dtype": "bf16", "init_kl_coef": 0, "advantage_estimator": "gae"}
+    for sums, lies_with_weights in ((None, False), ("fp32", False), ("bf16", True)):
+        trained, own = training(models, **flags, grad_accum_dtype=sums)
+        for backend, module in zip(trained.backends, (own.policy, own.critic), strict=True):
+            weight = next(p for p in module.parameters() if p.requires_grad)
+            backend.backward(weight.sum())
+            assert (weight.grad is not None) is lies_with_weights
