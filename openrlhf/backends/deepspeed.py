@@ -142,6 +142,8 @@ class DeepSpeedBackend:
         config = deepspeed_config(ds, dtype=dtype, sums=sums, max_norm=0.0 if self._unwrapped else optimizer.max_norm)
         self._ds = ds
         self._engine = _start(module, config, base, ds)
+        zero_2 = hasattr(self._engine.optimizer, "process_gradients")
+        self._order = _OneOrder(self._engine.optimizer, module) if zero_2 else None
         self._tensor_group = tensor_group(ds)
         self._splits = cut_dimensions(module)
         self._sharded = ds.zero_stage == 3 or bool(self._splits)
@@ -292,6 +294,8 @@ class DeepSpeedBackend:
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # waiting to be added up with the other ranks'
             bucket.clear()
         getattr(optimizer, "extra_large_param_to_reduce", {}).clear()
+        if self._order is not None:
+            self._order.drop()
         if not self._unwrapped:
             optimizer.exit_backward()
 
@@ -533,6 +537,41 @@ class DeepSpeedBackend:
         return parts[dist.get_rank(self._tensor_group)].contiguous()
 
 
+class _OneOrder:
+    """ZeRO 2 is given gradients in the same order on every rank: from the last parameter of the module to the first.
+
+    It lays them out side by side as they come, and adds the rows of all ranks up, whatever is in them. They come as
+    autograd computes them, and that differs between ranks of which one has a long sequence in tiles, or could not
+    compile its layers. The order is that of a backward pass, so that hardly a layer's gradients have to wait.
+    """
+
+    def __init__(self, optimizer: Any, module: nn.Module) -> None:
+        self._take = optimizer.process_gradients
+        self._finish = optimizer.overlapping_partition_gradients_reduce_epilogue
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._places = {id(parameter): place for place, parameter in enumerate(reversed(trained))}
+        self.drop()
+        optimizer.process_gradients = self._came
+        optimizer.overlapping_partition_gradients_reduce_epilogue = self._finish_all
+
+    def drop(self) -> None:
+        self._waiting: dict[int, tuple[nn.Parameter, int]] = {}
+        self._next = 0
+
+    def _came(self, parameter: nn.Parameter, group: int) -> None:
+        self._waiting[self._places[id(parameter)]] = (parameter, group)
+        while self._next in self._waiting:
+            self._take(*self._waiting.pop(self._next))
+            self._next += 1
+
+    def _finish_all(self) -> None:
+        """After those that no gradient has come for."""
+        for _, came in sorted(self._waiting.items()):
+            self._take(*came)
+        self.drop()
+        self._finish()
+
+
 def shard_frozen(module: nn.Module, ds: BackendSection, *, offload: bool = False) -> nn.Module:
     """A module that is only run forward, its parameters sharded over ranks as stage 3 does. Collective."""
     own = BackendSection(zero_stage=3, zpg=ds.zpg, tensor_parallel_size=ds.tensor_parallel_size)
@@ -653,6 +692,8 @@ def _start(
 
     if ds.tensor_parallel_size > 1:
         cut_layers(module, ds)
+    if config["zero_optimization"]["stage"] == 3:
+        _gather_tiled_mlps_whole(module)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for what machines read
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if getattr(engine, "first_dataloader_check", None):
@@ -667,6 +708,16 @@ def _gathered_texts(own: Sequence[str]) -> list[str]:
     all_of_them: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_of_them, list(own))
     return list(dict.fromkeys(text for texts in all_of_them for text in texts))
+
+
+def _gather_tiled_mlps_whole(module: nn.Module) -> None:
+    """Inside of these its matrices are used once for each tile, and ranks have different numbers of tiles."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    from openrlhf.models.tiles import TiledMLP
+
+    if any(isinstance(one, TiledMLP) for one in module.modules()):
+        set_z3_leaf_modules(module, [TiledMLP])
 
 
 def _register_head(module: nn.Module) -> None:

@@ -65,6 +65,12 @@ def decoder_body(model: Any) -> nn.Module:
     return model.get_decoder()  # a few classes name their body wrongly
 
 
+def decoder_layers(model: Any) -> nn.ModuleList | None:
+    """The layers of a Hugging Face model's decoder; None for a class that has no list of them."""
+    body = decoder_body(model)
+    return getattr(language_model(body) or body, "layers", None)
+
+
 class HiddenStates(NamedTuple):
     states_pD: Tensor
     """Last hidden states, a row for each of this rank's positions."""

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf.models.attention import AttentionPlan, hide_from_compiler
-from openrlhf.models.body import decoder_body
-from openrlhf.models.vision import language_model
+from openrlhf.models import attention, tiles
+from openrlhf.models.attention import AttentionPlan
+from openrlhf.models.body import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,16 @@ def compile_layers(model: Any) -> None:
     All layers share one compiled code, so none may have a forward of its own: norms are fused by the compiler. Raises
     `NoLayersError`.
     """
-    body = decoder_body(model)
-    layers = getattr(language_model(body) or body, "layers", None)
+    layers = decoder_layers(model)
     if layers is None:
         raise NoLayersError(f"{FLAG}: {type(model).__name__} has no list of layers to compile; leave it out")
     _COMPILER.start()
     for layer in layers:
-        layer._compiled_call_impl = _LayerCall(layer)  # what torch's own `Module.compile` sets
+        before: Any = layer._compiled_call_impl  # what torch's own `Module.compile` sets
+        if isinstance(before, tiles.LayerCall):
+            before.run = _LayerCall(layer)
+        else:
+            layer._compiled_call_impl = _LayerCall(layer)
 
 
 @contextlib.contextmanager
@@ -147,7 +150,8 @@ class _Compiler(logging.Filter):
         config.recompile_limit = max(config.recompile_limit, _MOST_VERSIONS)
         shapes.use_duck_shape = False  # as many tokens as heads, the first time: that is chance, and no rule
         logging.getLogger(_TORCH_LOGGER).addFilter(self)  # once, however often it is added
-        hide_from_compiler()
+        attention.hide_from_compiler()
+        tiles.hide_from_compiler()
 
     def stop(self) -> None:
         """As at the beginning: nothing has failed."""

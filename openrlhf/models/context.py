@@ -140,6 +140,8 @@ class ContextAttention:
         self._context = context
         self._plan = plan
         self._length = length
+        self.longest = -(-plan.longest // context.size)
+        """Tokens of the longest sequence that this rank has."""
         self._ring: RingAttention | None = None
 
     def __call__(

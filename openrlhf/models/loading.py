@@ -35,6 +35,7 @@ from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError, has_vision
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import UnsupportedModelError, examine, examine_body
+from openrlhf.models.tiles import tile_mlps
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel
 from openrlhf.models.vision import reads_images, tower_parameters
 from openrlhf.types import ImageInput
@@ -346,9 +347,10 @@ def _to_device(model: Any, settings: LoadSettings) -> Any:
 
 
 def _prepare_training(model: Any, settings: LoadSettings, *, what: str) -> None:
-    """The adapter, gradient checkpointing and compiled layers that the settings ask for."""
+    """Tiles for long sequences; the adapter, gradient checkpointing and compiled layers that the settings ask for."""
     trained = settings.model
     frozen_tower = isinstance(trained, ActorSection) and trained.freeze_visual_encoder
+    tile_mlps(model)
     try:
         if frozen_tower:
             freeze_tower(model, what=what)

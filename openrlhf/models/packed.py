@@ -58,6 +58,9 @@ class StreamPart(NamedTuple):
 class StreamAttention:
     """A plan over a packed stream: one varlen call where that kernel can, grouped SDPA calls elsewhere."""
 
+    longest: int
+    """Tokens of the longest sequence: MLPs are computed in tiles where it is long (`models.tiles`)."""
+
     def parts(self) -> list[StreamPart]:
         """The stream from its first token to its last, for ranks that hold a share of it (`models.ring`)."""
         raise NotImplementedError
@@ -96,7 +99,7 @@ class PackedAttention(StreamAttention):
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
         """`cu_seqlens` int32 [N+1], on the device of the tokens; `max_seqlen` the longest of the N."""
         self.cu_seqlens = cu_seqlens
-        self.max_seqlen = max_seqlen
+        self.max_seqlen = self.longest = max_seqlen
         self._groups: list[_Group] | None = None
         self._options = grouped_heads_option() if cu_seqlens.is_cuda else GroupedHeads()
 

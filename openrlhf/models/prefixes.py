@@ -133,6 +133,7 @@ class PrefixAttention(StreamAttention):
         self._parts = parts
         self._starts = starts
         self._device = device
+        self.longest = max(part.prefix_length + part.length for part in parts)
         self._groups: list[_Group] | None = None
         self._keys: _Keys | None = None
         self._options = grouped_heads_option() if device.type == "cuda" else GroupedHeads()

@@ -563,3 +563,22 @@ def test_neighbours_share_samples_and_the_nearest_of_them_layers(tmp_path):
     assert found["both"] == {"count": 1, "index": [0] * 4, "gathered": [[0]] * 4} | all_say
     assert found["neither"] == {"count": 4, "index": [0, 1, 2, 3], "gathered": [[0, 10, 20, 30]] * 4} | all_say
     assert found["layers"] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+TILED = ["zero 2", "zero 3", "zero 3, checkpointing", "zero 3, reentrant", "zero 3, lora", "tensor parallel"]
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("tiled")
+    Runs(folder, folder, folder).run("two", "tiled_ranks.py", folder / "out.json")
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("way", TILED)
+def test_ranks_of_which_one_has_a_long_sequence_in_tiles_train_as_without(tiled, way):
+    """Ranks have different numbers of tiles, and do everything together as often and in the same order."""
+    assert tiled[way]["gap"] < 1e-5
+    ours, theirs = tiled[way]["tiles"]
+    assert ours > 0
+    assert (ours == theirs) is (way == "tensor parallel")

@@ -1,5 +1,7 @@
 """Compiled layers: the same numbers, and a constant number of compilations. More in `integration/test_compiled_layers.py`."""
 
+import copy
+
 import pytest
 import torch
 from compiling import (
@@ -16,6 +18,9 @@ from compiling import (
 
 from openrlhf.models import compilation
 from openrlhf.models.compilation import compile_layers, uncompiled
+from openrlhf.models.policy import Policy
+from openrlhf.models.tiles import tile_mlps
+from openrlhf.types import PackedTokens
 
 
 def test_a_piece_is_compiled_once_without_gradients_and_once_with_them_whatever_the_streams():
@@ -36,6 +41,24 @@ def test_nothing_is_compiled_where_it_is_not_wanted():
         assert compiling.pieces == 0
         scored(compiled, next(streams(1)))
         assert compiling.pieces == PIECES
+
+
+def test_a_long_sequence_is_tiled_outside_of_what_is_compiled():
+    """However many tiles: the last piece falls into three, which short sequences use too from then on."""
+    with compiling_with(as_it_is) as compiling:
+        model = make_model()
+        plain, made = Policy(copy.deepcopy(model)), []
+        tile_mlps(model, long=8, tile=3)
+        compile_layers(model)
+        for lengths in ([5, 3], [8], [6], [17, 2], [30], [7]):
+            tokens = PackedTokens.from_sequences(
+                [torch.arange(length) % 13 for length in lengths], [torch.arange(length) > 0 for length in lengths]
+            )
+            assert_alike(plain, Policy(model), tokens)
+            made.append(compiling.pieces)
+        assert made[0] == 2 * PIECES
+        assert made[2:] == [made[2]] * 4
+        assert made[2] <= 4 * PIECES
 
 
 def test_too_many_versions_of_a_piece_are_a_failure_too(caplog, monkeypatch):
