@@ -73,6 +73,15 @@ class Overflow(NamedTuple):
     rank: int
 
 
+def single_sample_error(overflow: Overflow) -> DoesNotFitError:
+    """Of an overflow that was a single sample: there is nothing left to cut."""
+    return DoesNotFitError(
+        f"memory ran out on a single sample of {overflow.tokens} tokens (rank {overflow.rank}), which cannot be cut: "
+        "lower --data.max_len, or make room with gradient checkpointing, a higher --ds.zero_stage, more ranks for each "
+        "sample (--ds.ring_attn_size), --ds.adam_offload, or in RL a lower --vllm.gpu_memory_utilization"
+    )
+
+
 class MicroBatchSizer:
     """The cut of the moment. It is the same on all ranks."""
 
@@ -86,13 +95,9 @@ class MicroBatchSizer:
         `overflows`: of all ranks. Raises DoesNotFitError where one of them was a single sample.
         """
         smallest = min(overflows)
-        for tokens, samples, rank in overflows:
-            if samples == 1:
-                raise DoesNotFitError(
-                    f"memory ran out on a single sample of {tokens} tokens (rank {rank}), which cannot be cut: lower "
-                    "--data.max_len, or make room with gradient checkpointing, a higher --ds.zero_stage, "
-                    "--ds.adam_offload, or in RL a lower --vllm.gpu_memory_utilization"
-                )
+        for overflow in overflows:
+            if overflow.samples == 1:
+                raise single_sample_error(overflow)
         budget, self.shrunk = smallest.tokens // 2, True
         tokens = max(1, budget // self.batching.devices)
         self.batching = dataclasses.replace(self.batching, tokens=tokens)
@@ -177,6 +182,8 @@ def accumulate(
 
 def _require_another_try(backend: Backend, fitting: MicroBatchSizer, overflow: Overflow, error: Exception) -> None:
     if (reason := backend.retry_blocker()) is not None:
+        if overflow.samples == 1:
+            raise single_sample_error(overflow) from error
         raise DoesNotFitError(
             f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}), and the step cannot "
             f"be begun again: {reason}; begin with {fitting.remedy(overflow.tokens // 2)}"

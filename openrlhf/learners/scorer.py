@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from openrlhf.backends.offload import on_device
 from openrlhf.backends.ranks import ALONE, Ranks
-from openrlhf.learners.accumulation import DoesNotFitError, MicroBatching, MicroBatchSizer, Overflow, give_memory_back
+from openrlhf.learners.accumulation import (
+    DoesNotFitError,
+    MicroBatching,
+    MicroBatchSizer,
+    Overflow,
+    give_memory_back,
+    single_sample_error,
+)
 from openrlhf.learners.steps import filler
 from openrlhf.types import PackedTokens, TrainingBatch
 from openrlhf.utils import waits
@@ -80,6 +87,8 @@ class Scorer:
 
     def _require_another_try(self, overflow: Overflow, error: Exception) -> None:
         if self._forwards_together:
+            if overflow.samples == 1:
+                raise single_sample_error(overflow) from error
             raise DoesNotFitError(
                 f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}) that several "
                 f"ranks were computing together; begin with {self._fitting.remedy(overflow.tokens // 2)}"

@@ -24,6 +24,7 @@ LONGEST_FIRST = (
     "test_learning_agents.py",
     "test_image_run.py",
     "test_deepspeed.py",
+    "test_context_parallel.py",
     "test_algorithms.py",
     "test_learning.py",
     "test_ray_job.py",

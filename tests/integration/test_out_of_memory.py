@@ -114,6 +114,18 @@ def test_a_backend_that_cannot_begin_again_says_why(models, groups):
         play(tight.learners, groups)
 
 
+def test_a_smaller_budget_is_no_advice_for_a_single_sample(models, groups):
+    """Where ranks compute together too, in the update as in scoring: more of them might."""
+    tight, own = training(models, advantage_estimator="reinforce", max_tokens_per_gpu=7)
+    SmallMemory(own.policy, limit=6)
+    tight.policy_backend.retry_blocker = lambda: "its ranks compute every layer together"
+    scorer = tight.learners._policy_scorer
+    scorer._forwards_together = True
+    for run in (lambda: play(tight.learners, groups), lambda: scorer.score(tight.learners.place(groups).batch)):
+        with pytest.raises(DoesNotFitError, match=r"on a single sample of 7 tokens.*--ds.ring_attn_size"):
+            run()
+
+
 def test_scoring_cuts_what_does_not_fit_and_keeps_the_rest(models, groups):
     """The reference reads the samples again, and its log-probs are part of every reward."""
     flags = {"advantage_estimator": "rloo", "init_kl_coef": 0.1, "max_tokens_per_gpu": 12}
