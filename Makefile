@@ -64,6 +64,7 @@ bench: $(BENCH)/stamp
 	$(BENCH)/bin/python -m bench.serve_rm
 	$(BENCH)/bin/python -m bench.packing
 	$(BENCH)/bin/python -m bench.sft
+	$(BENCH)/bin/python -m bench.long
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

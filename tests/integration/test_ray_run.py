@@ -29,6 +29,7 @@ def alone(demo, tmp_path_factory):
 SHARED_OUT = {
     "zero 2": ["--ds.zero_stage", "2"],
     "zero 3": ["--ds.zero_stage", "3"],
+    "compiled": ["--ds.deepcompile", "--ds.zero_stage", "2"],  # or not, where there is no C++ compiler
     "context 2": ["--ds.ring_attn_size", "2", "--ds.zero_stage", "2"],  # by ring: the demo's model has 7 heads
 }
 
