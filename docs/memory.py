@@ -12,6 +12,8 @@ USABLE = 0.9
 """The share of it that a layout may fill: the rest is for what fragments, and for longer samples."""
 TILES = 2 * (128 << 20)
 """Logits in fp32: two tiles of `models/logprobs.py` on a GPU."""
+LONG, TILE = 16_384, 4_096
+"""Tokens of a sequence on a rank from which MLPs are computed in tiles, and of a tile (`models/tiles.py`)."""
 BUCKETS = {0: 0, 2: 2 * GIB, 3: 4 * GIB}
 """DeepSpeed's buffers, by stage: gradients on their way, and in stage 3 the layers that are gathered."""
 
@@ -60,10 +62,20 @@ MEASURED: dict[tuple[str, int, Layout], float] = {
 """GiB, from bench/RESULTS.md."""
 
 
-def token_bytes(shape: Shape, *, tensor: int = 1, checkpointing: bool = False) -> float:
-    """Activations in bf16 for one token of a stream."""
-    layer = 2 * (7 * shape.hidden + (5 * shape.hidden + 4 * shape.intermediate) / tensor)
+PACKED = {16_384: 4_096}
+"""Tokens of a stream that was measured → those of its sequences, where it has several."""
+
+
+def token_bytes(shape: Shape, *, tensor: int = 1, checkpointing: bool = False, tiled: bool = False) -> float:
+    """Activations in bf16 for one token of a stream. `tiled`: without MLPs, of which one tile is there."""
+    intermediate = 0 if tiled else shape.intermediate
+    layer = 2 * (7 * shape.hidden + (5 * shape.hidden + 4 * intermediate) / tensor)
     return layer + 2 * shape.hidden * shape.layers if checkpointing else layer * shape.layers
+
+
+def tile_bytes(shape: Shape, *, tensor: int = 1) -> float:
+    """Activations of a tile, twice, with their gradients; and the gradients of an MLP, summed in fp32."""
+    return (2 * TILE * 2 * 4 * shape.intermediate + 4 * 3 * shape.hidden * shape.intermediate) / tensor
 
 
 def state_bytes(shape: Shape, layout: Layout) -> float:
@@ -75,10 +87,12 @@ def state_bytes(shape: Shape, layout: Layout) -> float:
     return weights + gradients + 12 * own / (shares if layout.zero >= 1 else 1)
 
 
-def rank_gib(shape: Shape, tokens: int, layout: Layout) -> float:
-    """All of it on one rank, for streams of so many tokens."""
-    each = token_bytes(shape, tensor=layout.tensor, checkpointing=layout.checkpointing)
+def rank_gib(shape: Shape, tokens: int, layout: Layout, *, sequence: int | None = None) -> float:
+    """All of it on one rank, for streams of so many tokens. `sequence`: of the longest in them; None: there is one."""
+    tiled = (tokens if sequence is None else sequence) / layout.context >= LONG
+    each = token_bytes(shape, tensor=layout.tensor, checkpointing=layout.checkpointing, tiled=tiled)
     total = state_bytes(shape, layout) + tokens / layout.context * each
+    total += tile_bytes(shape, tensor=layout.tensor) if tiled else 0
     return (total + TILES + BUCKETS[layout.zero]) / GIB
 
 
@@ -99,21 +113,32 @@ def smallest(shape: Shape, tokens: int) -> Layout:
 
 
 def longest(shape: Shape, layout: Layout) -> int:
-    """Tokens of the longest stream that fits, to the thousand; 0 where the model does not."""
+    """Tokens of the longest sequence that fits, to the thousand; 0 where the model does not."""
     left = USABLE * DEVICE_GIB - rank_gib(shape, 0, layout)
-    each = token_bytes(shape, tensor=layout.tensor, checkpointing=layout.checkpointing) / layout.context / GIB
-    return max(0, int(left / each) // 1000 * 1000)
+    found = 0
+    for tiled in (False, True):
+        each = token_bytes(shape, tensor=layout.tensor, checkpointing=layout.checkpointing, tiled=tiled)
+        room = left - (tile_bytes(shape, tensor=layout.tensor) / GIB if tiled else 0)
+        tokens = int(room * GIB / each * layout.context)
+        least, most = (LONG * layout.context, tokens) if tiled else (0, LONG * layout.context - 1)
+        if tokens >= least:
+            found = max(found, min(tokens, most))
+    return found // 1000 * 1000
 
 
 def states() -> str:
     """What a model takes, and a token of its streams."""
     lines = [
-        "| shape | weights | gradients | masters, moments | a token | a token, checkpointed |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| shape | weights | gradients | masters, moments | a token | checkpointed | MLP in tiles | both |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
         parts = [_gib(factor * shape.parameters / GIB) for factor in (2, 4, 12)]
-        parts += [f"{token_bytes(shape, checkpointing=on) / 1024:,.0f} KiB" for on in (False, True)]
+        parts += [
+            f"{token_bytes(shape, checkpointing=on, tiled=tiled) / 1024:,.0f} KiB"
+            for tiled in (False, True)
+            for on in (False, True)
+        ]
         lines.append(f"| {shape.name} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
@@ -126,7 +151,11 @@ def predictions() -> str:
     ]
     for shape in SHAPES:
         for tokens in LENGTHS:
-            activations = [_gib(tokens * token_bytes(shape, checkpointing=on) / GIB) for on in (False, True)]
+            tiled = tokens >= LONG
+            activations = [
+                _gib((tokens * token_bytes(shape, checkpointing=on, tiled=tiled) + tiled * tile_bytes(shape)) / GIB)
+                for on in (False, True)
+            ]
             layout = smallest(shape, tokens)
             found = MEASURED.get((shape.name, tokens, layout))
             values = [shape.name, f"{tokens:,}", *activations, str(layout), _gib(rank_gib(shape, tokens, layout))]
@@ -139,13 +168,13 @@ def comparisons() -> str:
     shapes = {shape.name: shape for shape in SHAPES}
     lines = ["| shape | tokens | | predicted | measured |", "|---|---:|---|---:|---:|"]
     for (name, tokens, layout), found in MEASURED.items():
-        predicted = rank_gib(shapes[name], tokens, layout)
+        predicted = rank_gib(shapes[name], tokens, layout, sequence=PACKED.get(tokens))
         lines.append(f"| {name} | {tokens:,} | {layout} | {_gib(predicted)} | {_gib(found)} |")
     return "\n".join(lines)
 
 
 def limits() -> str:
-    """The longest streams on one device, and on eight that share them."""
+    """The longest sequences on one device, and on eight that share them."""
     lines = ["| shape | | as it is | with checkpointing |", "|---|---|---:|---:|"]
     for shape in SHAPES:
         for ranks, zero, context in ((1, 0, 1), (8, 2, 1), (8, 3, 8)):
