@@ -157,11 +157,11 @@ def test_the_balance_of_experts_is_that_of_the_whole_stream(rounds, ranks, case)
 def test_gradients_add_up_whatever_the_degree(rounds):
     """A mean over the ranks of a stream would be smaller by the degree, a sum over shares of the loss larger."""
     norms = {
-        (ranks, case.degree, case.ring): rounds[ranks, str(case)]["metrics"][0][0]["actor_grad_norm"]
+        (ranks, case.degree, case.ring, case.tensor): rounds[ranks, str(case)]["metrics"][0][0]["actor_grad_norm"]
         for ranks, case in ALL
         if (case.model, case.algorithm) == ("8/2 heads", "ppo")
     }
-    assert {(2, 2, False), (2, 2, True), (4, 2, False), (4, 4, False)} <= norms.keys()
+    assert {(2, 2, False, 1), (2, 2, True, 1), (4, 2, False, 1), (4, 4, False, 1), (4, 2, False, 2)} <= norms.keys()
     (expected,) = alone("8/2 heads", "ppo")["metrics"][0]
     assert list(norms.values()) == pytest.approx([expected["actor_grad_norm"]] * len(norms), rel=1e-5)
 

@@ -99,10 +99,13 @@ class Case(NamedTuple):
     degree: int
     ring: bool = False
     """Also where the degree divides the heads."""
+    tensor: int = 1
+    """Ranks that share every layer."""
 
     def __str__(self) -> str:
         way = "by ring" if self.ring or "3 heads" in self.model else "by heads"
-        return f"{self.model}, {self.algorithm}, ZeRO {self.zero}, {self.degree} ranks {way}"
+        layers = f", layers of {self.tensor} ranks" if self.tensor > 1 else ""
+        return f"{self.model}, {self.algorithm}, ZeRO {self.zero}, {self.degree} ranks {way}{layers}"
 
 
 CASES = {
@@ -135,9 +138,11 @@ CASES = {
         Case("8/2 heads", "whitened", 2, 2),
         Case("8/2 heads", "gspo", 0, 2),
         Case("window", "whitened", 3, 2, ring=True),
+        Case("8/2 heads", "kl loss", 3, 2, tensor=2),
+        Case("8/2 heads", "ppo", 1, 2, tensor=2),
     ],
 }
-"""By the number of ranks."""
+"""By the number of ranks. Those that share layers are last: DeepSpeed makes its groups once in a process."""
 
 
 def make_models(model: str) -> RLModels:
@@ -236,7 +241,7 @@ def play(case: Case, distribution: Any = ONE_PROCESS) -> dict[str, Any]:
 
 
 def distribution_of(case: Case) -> Distribution:
-    ds = BackendSection(zero_stage=case.zero, ring_attn_size=case.degree)
+    ds = BackendSection(zero_stage=case.zero, ring_attn_size=case.degree, tensor_parallel_size=case.tensor)
     distribution = Distribution(join(ranks_per_share=ds.ranks_per_share), ds)
     if case.ring:
         assert distribution._context is not None
