@@ -1,11 +1,13 @@
 """The RL loop on Ray, vLLM and DeepSpeed, on CPU: it learns what one process learns, wherever its models sit."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from demo_runs import column, run, scores
+from demo_runs import Demo, column, run, scores
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from universal_checkpoints import rewritten
 
 from openrlhf.checkpoint.training_state import read_training_state
@@ -165,6 +167,54 @@ def test_a_multi_turn_agent_and_a_checkpoint_that_one_process_goes_on_from(demo,
     assert max(column(run_dir, "sync/probe_gap")) < 1e-4
     on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", "--train.total_steps", "4", steps=2, without=others)
     assert column(on, "global_step") == [3, 4]
+    assert max(column(on, "logprobs_diff")) < 1e-4
+
+
+def write_even_model(folder: Path, demo: Demo) -> Path:
+    """With the demo's tokenizer: four heads and two for keys and values, so that two ranks can share them."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.folder / "inputs" / "model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # vLLM's attention on a CPU has no smaller ones
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_two_ranks_share_every_layer_and_one_process_goes_on(demo, cluster, tmp_path):
+    """Policy, critic and reference are cut; engines get whole weights, and so does the checkpoint."""
+    words = [
+        *("--actor.model_name_or_path", str(write_even_model(tmp_path / "even", demo))),
+        *("--algo.advantage.estimator", "gae", "--algo.kl.init_coef", "0.01", "--critic.adam.lr", "1e-3"),
+        *("--ckpt.path", str(tmp_path / "ckpt"), "--ckpt.save_steps", "1", "--actor.lr_scheduler", "constant"),
+        *("--vllm.sync_verify", "--train.batch_size", "128", "--rollout.n_samples_per_prompt", "1"),
+    ]
+    ranks = ["--train.launcher", "ray", "--ds.tensor_parallel_size", "2", "--vllm.num_engines", "1"]
+    ranks += ["--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2", "--critic.num_gpus_per_node", "2"]
+    ranks += ["--train.colocate_actor_ref"]
+    others = ("actor.model_name_or_path", "eval.dataset", "eval.at_start", "eval.steps")
+    run_dir = run(
+        demo, tmp_path / "run", *words, *ranks, steps=2, without=others, make_launcher=cluster.with_own_engines
+    )
+    assert column(run_dir, "rollout/failed") == [0, 0]
+    assert max(column(run_dir, "logprobs_diff")) < 1e-4
+    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
+    assert column(run_dir, "kl")[0] == pytest.approx(0, abs=1e-5)
+    assert column(run_dir, "kl")[1] != 0
+    assert min(column(run_dir, "critic_loss")) > 0
+    on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", "--train.total_steps", "3", steps=2, without=others)
+    assert column(on, "global_step") == [3]
     assert max(column(on, "logprobs_diff")) < 1e-4
 
 

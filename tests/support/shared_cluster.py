@@ -31,6 +31,12 @@ class SharedCluster:
         with placed(plan_on(self.cluster, config), self.cluster) as found:
             yield _Launcher(config, tokenizer, found, self.engines)
 
+    @contextlib.contextmanager
+    def with_own_engines(self, config: RLConfig, tokenizer) -> Iterator[RayLauncher]:
+        """As `ray_launcher`, for a model of another shape."""
+        with placed(plan_on(self.cluster, config), self.cluster) as found:
+            yield RayLauncher(config, tokenizer, found)
+
 
 class _Launcher(RayLauncher):
     def __init__(self, config, tokenizer, found, shared: RayEngines) -> None:
