@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from vision_models import KINDS
 
 from openrlhf.backends.tensor_parallel import Cut, _divide_heads, cut_plan
 from openrlhf.config.backend import BackendSection, LoraSection
@@ -69,6 +70,16 @@ def test_a_critic_is_cut_like_a_policy_and_its_head_is_not():
     with torch.device("meta"):
         critic = ValueModel(AutoModel.from_config(AutoConfig.for_model("qwen2", **SIZES)), ScalarHead(16))
     assert cuts(critic) == PROJECTIONS | MLP
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_an_image_text_model_the_decoder_is_cut(kind):
+    """Every layer that is cut is the language model's; the tower stays whole."""
+    _, model, _ = KINDS[kind]()
+    model.model.language_model.config.num_key_value_heads = 2  # the small models of the tests have one
+    found = cut_plan(Policy(model), TWO).layers
+    assert found
+    assert all("language_model.layers." in name for name in found)
 
 
 def test_adapters_are_cut_on_the_side_of_their_layers():
