@@ -58,19 +58,32 @@ class Layout:
 MEASURED: dict[tuple[str, int, Layout], float] = {
     ("1.5B", 16_384, Layout(1, 0)): 73,
     ("1.5B", 16_384, Layout(1, 2)): 67,
+    ("1.5B", 8_192, Layout(1, 0)): 40.7,
+    ("1.5B", 32_768, Layout(1, 0)): 38.4,
+    ("1.5B", 131_072, Layout(1, 0)): 89.8,
+    ("1.5B", 8_192, Layout(1, 0, checkpointing=True)): 26.6,
+    ("1.5B", 32_768, Layout(1, 0, checkpointing=True)): 27.0,
+    ("1.5B", 131_072, Layout(1, 0, checkpointing=True)): 35.6,
 }
 """GiB, from bench/RESULTS.md."""
 
 
 PACKED = {16_384: 4_096}
-"""Tokens of a stream that was measured → those of its sequences, where it has several."""
+"""Tokens of a stream that was measured → those of its sequences, where it has several. Such a step had several
+micro-batches; the others had one."""
 
 
 def token_bytes(shape: Shape, *, tensor: int = 1, checkpointing: bool = False, tiled: bool = False) -> float:
-    """Activations in bf16 for one token of a stream. `tiled`: without MLPs, of which one tile is there."""
+    """Activations in bf16 for one token of a stream. `tiled`: without MLPs, of which one tile is there.
+
+    With checkpointing the layer at work counts with the gradients of its activations; otherwise these are little.
+    """
     intermediate = 0 if tiled else shape.intermediate
-    layer = 2 * (7 * shape.hidden + (5 * shape.hidden + 4 * intermediate) / tensor)
-    return layer + 2 * shape.hidden * shape.layers if checkpointing else layer * shape.layers
+    layer = 2 * (4 * shape.hidden + (2.6 * shape.hidden + 4 * intermediate) / tensor)
+    if not checkpointing:
+        return layer * shape.layers
+    gradients = 2 * (5 * shape.hidden + 2 * intermediate / tensor)
+    return layer + gradients + 2 * shape.hidden * shape.layers
 
 
 def tile_bytes(shape: Shape, *, tensor: int = 1) -> float:
@@ -83,17 +96,27 @@ def state_bytes(shape: Shape, layout: Layout) -> float:
     own = shape.parameters / layout.tensor
     shares = layout.ranks / layout.tensor
     weights = 2 * own / (shares if layout.zero == 3 else 1)
-    gradients = 4 * own / (shares if layout.zero >= 2 else 1)
-    return weights + gradients + 12 * own / (shares if layout.zero >= 1 else 1)
+    return weights + gradient_bytes(shape, layout) + 12 * own / (shares if layout.zero >= 1 else 1)
 
 
-def rank_gib(shape: Shape, tokens: int, layout: Layout, *, sequence: int | None = None) -> float:
-    """All of it on one rank, for streams of so many tokens. `sequence`: of the longest in them; None: there is one."""
+def gradient_bytes(shape: Shape, layout: Layout) -> float:
+    return 4 * shape.parameters / (layout.ranks if layout.zero >= 2 else layout.tensor)
+
+
+def rank_gib(
+    shape: Shape, tokens: int, layout: Layout, *, sequence: int | None = None, one_micro_batch: bool = False
+) -> float:
+    """All of it on one rank, for streams of so many tokens. `sequence`: of the longest in them; None: there is one.
+
+    `one_micro_batch`: of a step. Its gradients grow while its activations go; later ones find all of them there.
+    """
     tiled = (tokens if sequence is None else sequence) / layout.context >= LONG
     each = token_bytes(shape, tensor=layout.tensor, checkpointing=layout.checkpointing, tiled=tiled)
-    total = state_bytes(shape, layout) + tokens / layout.context * each
-    total += tile_bytes(shape, tensor=layout.tensor) if tiled else 0
-    return (total + TILES + BUCKETS[layout.zero]) / GIB
+    activations = tokens / layout.context * each
+    activations += tile_bytes(shape, tensor=layout.tensor) if tiled else 0
+    if one_micro_batch:
+        activations = max(0, activations - gradient_bytes(shape, layout))
+    return (state_bytes(shape, layout) + activations + TILES + BUCKETS[layout.zero]) / GIB
 
 
 def layouts() -> Iterator[Layout]:
@@ -168,7 +191,8 @@ def comparisons() -> str:
     shapes = {shape.name: shape for shape in SHAPES}
     lines = ["| shape | tokens | | predicted | measured |", "|---|---:|---|---:|---:|"]
     for (name, tokens, layout), found in MEASURED.items():
-        predicted = rank_gib(shapes[name], tokens, layout, sequence=PACKED.get(tokens))
+        several = PACKED.get(tokens)
+        predicted = rank_gib(shapes[name], tokens, layout, sequence=several, one_micro_batch=several is None)
         lines.append(f"| {name} | {tokens:,} | {layout} | {_gib(predicted)} | {_gib(found)} |")
     return "\n".join(lines)
 

@@ -21,7 +21,8 @@ def memory():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_one_process_is_predicted_as_runs_estimate_it(memory, checkpointing):
+def test_runs_estimate_a_little_more_for_one_process(memory, checkpointing):
+    """They decide by it whether an engine has to sleep, and would rather let it sleep in vain."""
     for shape in memory.SHAPES:
         estimate = training_bytes(
             TrainedShape(
@@ -35,40 +36,52 @@ def test_one_process_is_predicted_as_runs_estimate_it(memory, checkpointing):
             tokens=8192,
         )
         predicted = memory.rank_gib(shape, 8192, memory.Layout(1, 0, checkpointing=checkpointing)) * memory.GIB
-        assert predicted - memory.TILES == pytest.approx(estimate + 2 * shape.parameters, rel=1e-6)
+        own = predicted - memory.TILES - 2 * shape.parameters
+        assert own == pytest.approx(estimate, rel=0.2)
+        assert checkpointing or own < estimate
 
 
 def test_ranks_share_state_by_stage_and_tokens_by_context(memory):
-    """2 layers, 1,000 parameters, hidden size 1 and intermediate 2: a layer keeps 2 (7 + (5 + 8)/t) bytes a token."""
-    shape, Layout = memory.Shape("x", 1000, 2, 1, 2), memory.Layout
+    """2 layers, 1,000 parameters, hidden size 5 and intermediate 2: a layer keeps 2 (20 + (13 + 8)/t) bytes a token,
+    and its gradients 2 (25 + 4/t)."""
+    shape, Layout = memory.Shape("x", 1000, 2, 5, 2), memory.Layout
     assert [memory.state_bytes(shape, Layout(4, zero)) for zero in range(4)] == [18_000, 9_000, 6_000, 4_500]
     assert memory.state_bytes(shape, Layout(4, 2, tensor=2)) == 2 * 500 + 16 * 250
     assert memory.state_bytes(shape, Layout(4, 3, tensor=2)) == 18 * 250
-    assert memory.token_bytes(shape) == 2 * 2 * 20
-    assert memory.token_bytes(shape, tensor=13) == 2 * 2 * 8
-    assert memory.token_bytes(shape, checkpointing=True) == 2 * 20 + 2 * 2
+    assert memory.token_bytes(shape) == 2 * 2 * 41
+    assert memory.token_bytes(shape, tensor=21) == 2 * 2 * 21
+    assert memory.token_bytes(shape, checkpointing=True) == 2 * 41 + 2 * 29 + 2 * 2 * 5
     whole, shared = (memory.rank_gib(shape, 10**9, Layout(8, 2, context)) for context in (1, 8))
     fixed = memory.rank_gib(shape, 0, Layout(8, 2))
     assert (whole - fixed) / (shared - fixed) == pytest.approx(8, rel=1e-4)
 
 
 def test_a_long_sequence_has_the_mlp_of_one_tile(memory):
-    """The same shape: of a layer 2 · 12 bytes a token are left; a tile has 2 · 2 · 8 bytes for each of its tokens, and
-    the three matrices of an MLP have 6 parameters."""
+    """The same shape: of a layer 2 · 33 bytes a token are left; a tile has 2 · 2 · 8 bytes for each of its tokens, and
+    the three matrices of an MLP have 30 parameters."""
     from openrlhf.models.tiles import LONG, TILE
 
     assert (memory.LONG, memory.TILE) == (LONG, TILE)
-    shape, alone = memory.Shape("x", 1000, 2, 1, 2), memory.Layout(1, 0)
+    shape, alone = memory.Shape("x", 1000, 2, 5, 2), memory.Layout(1, 0)
     fixed = memory.rank_gib(shape, 0, alone)
     taken = [(memory.rank_gib(shape, tokens, alone) - fixed) * memory.GIB for tokens in (LONG - 1, LONG)]
-    assert taken[0] == pytest.approx(80 * (LONG - 1))
-    assert taken[1] == pytest.approx(48 * LONG + 32 * TILE + 24)
+    assert taken[0] == pytest.approx(164 * (LONG - 1))
+    assert taken[1] == pytest.approx(132 * LONG + 32 * TILE + 120)
     packed = (memory.rank_gib(shape, LONG, alone, sequence=LONG - 1) - fixed) * memory.GIB
-    assert packed == pytest.approx(80 * LONG)
+    assert packed == pytest.approx(164 * LONG)
+
+
+def test_one_micro_batch_has_its_gradients_when_its_activations_are_gone(memory):
+    shape, alone = memory.Shape("x", 1000, 2, 5, 2), memory.Layout(1, 0)
+    fixed = memory.rank_gib(shape, 0, alone)
+    few, many = ((memory.rank_gib(shape, n, alone, one_micro_batch=True) - fixed) * memory.GIB for n in (10, 100))
+    assert few == pytest.approx(0)  # 1,640 bytes, and 4,000 of gradients
+    assert many == pytest.approx(16_400 - 4_000)
 
 
 def test_what_was_measured_is_near_what_is_predicted(memory):
     shapes = {shape.name: shape for shape in memory.SHAPES}
     for (name, tokens, layout), found in memory.MEASURED.items():
-        predicted = memory.rank_gib(shapes[name], tokens, layout, sequence=memory.PACKED.get(tokens))
-        assert predicted == pytest.approx(found, rel=0.25)
+        several = memory.PACKED.get(tokens)
+        predicted = memory.rank_gib(shapes[name], tokens, layout, sequence=several, one_micro_batch=several is None)
+        assert predicted == pytest.approx(found, rel=0.11), (name, tokens, layout)
