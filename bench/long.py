@@ -14,8 +14,8 @@ longest   The longest sequence whose step fits into the device's memory, to 5 %,
           holds as much memory as ever, and a step of a million tokens takes seconds. It begins where a line through
           the memory of two lengths meets the limit. On a CPU memory is what tensors take, and the limit is made up.
 context   What sharing a stream costs one rank alone, and all shards of 2 and 4 ranks played in this process
-          (`models/exchange.py`) against the whole: log-probs and the gradient, beside the noise of computing one
-          sequence at a time.
+          (`models/exchange.py`) against the whole: log-probs and the gradient, beside the noise of bf16 (the whole in
+          fp32) and of computing one sequence at a time.
 """
 
 from __future__ import annotations
@@ -340,7 +340,10 @@ def measure_context(sizes: Sizes) -> list[str]:
         rows.append(f"| {name} | {float(gap_A.mean()):.1e} | {float(gap_A.max()):.1e} | {gap / total:.1e} |")
         say(rows[-1])
 
-    row("one sequence at a time (noise)", one_by_one(policy, sizes, tokens))
+    if CUDA:  # how far bf16 itself is from more digits: what any other order of rounding may differ by
+        row("the whole in fp32", trained(copy.deepcopy(policy).float(), tokens))
+        free()
+    row("one sequence at a time", one_by_one(policy, sizes, tokens))
     for ring in (False, True):
         for size in (2, 4):
 
