@@ -97,7 +97,7 @@ def _downloaded(name: str, kind: str, *, flag: str) -> str:
     except ImportError as error:
         raise ConfigError(
             f"--use_ms: {flag} {name} is to come from ModelScope, whose package is not installed: "
-            "pip install 'openrlhf[modelscope]'"
+            "pip install -e '.[modelscope]' in the repository"
         ) from error
     place = _place(f"{kind} {name}")
     lock, noted = FileLock(place.with_suffix(".lock")), place.with_suffix(".folder")

@@ -162,7 +162,9 @@ def data_images(
 def load_image_processor(path: str, tokenizer: Any, *, trust_remote_code: bool, flag: str) -> ImageProcessor:
     """The image processor of a model that is to read images. Raises ModelLoadError, also where it cannot."""
     if importlib.util.find_spec("PIL") is None:
-        raise ModelLoadError("--data.max_images_per_prompt: images need Pillow: pip install 'openrlhf[vlm]'")
+        raise ModelLoadError(
+            "--data.max_images_per_prompt: images need Pillow: pip install -e '.[vlm]' in the repository"
+        )
     try:
         processor = ImageProcessor.load(path, tokenizer, trust_remote_code=trust_remote_code)
     except ImageProcessorError as error:
