@@ -72,7 +72,9 @@ TENSOR_PARALLEL = {
     "tp zero 1": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 1},
     "tp zero 3": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 3},
     "muon tp": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 1, **MUON},
+    "lora tp": {"ds.tensor_parallel_size": 2, "ds.zero_stage": 2, "ds.lora.rank": 4},
 }
+CUT = [("sft", way) for way in TENSOR_PARALLEL] + [(trainer, "tp zero 1") for trainer in ("rm", "dpo")]
 CONTEXT = {
     "cp zero 0": {"ds.ring_attn_size": 2, "ds.zero_stage": 0},
     "cp zero 1": {"ds.ring_attn_size": 2, "ds.zero_stage": 1},
@@ -269,13 +271,13 @@ def runs(tmp_path_factory, data) -> Runs:
     pairs = [
         runs.words(f"{way} {trainer}", trainer, **flags_of(way, (TWO_RANKS | CONTEXT)[way])) for trainer, way in CASES
     ]
-    cut = [runs.words(f"{way} sft", "sft", **flags) for way, flags in TENSOR_PARALLEL.items()]
+    cut = [runs.words(f"{way} {trainer}", trainer, **TENSOR_PARALLEL[way]) for trainer, way in CUT]
     runs.train("alone", alone)
     runs.train("two", pairs + cut)
     return runs
 
 
-@pytest.mark.parametrize(("trainer", "way"), [*CASES, *(("sft", way) for way in TENSOR_PARALLEL)])
+@pytest.mark.parametrize(("trainer", "way"), [*CASES, *CUT])
 def test_losses_and_gradient_norms_are_those_of_one_process(runs, trainer, way):
     loss = "gpt_loss" if trainer == "sft" else "loss"
     expected = runs.history(expected_run(trainer, way), loss, "grad_norm", "lr")
