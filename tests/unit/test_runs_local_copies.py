@@ -134,7 +134,9 @@ def test_a_file_that_is_missing_is_left_to_the_reader_of_files(hub):
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     module._downloaded.cache_clear()
     monkeypatch.setitem(sys.modules, PACKAGE, None)
-    with pytest.raises(ConfigError, match=r"--use_ms: --actor\.model_name_or_path org/policy .*openrlhf\[modelscope\]"):
+    with pytest.raises(
+        ConfigError, match=r"--use_ms: --actor\.model_name_or_path org/policy .*-e .\.\[modelscope\]. in the repository"
+    ):
         local_copies(rl("--pretrain", "org/policy"))
 
 
