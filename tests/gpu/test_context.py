@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from prompted_streams import prompted_stream
 
 from openrlhf.models.context import Context, share_streams
 from openrlhf.models.exchange import play
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
-from openrlhf.types import PackedTokens, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -31,22 +31,6 @@ def policy():
     model = hf.AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
     support = examine(model, native_attention="sdpa")
     return Policy(model, packed=support.packed, transform=support.transform)
-
-
-def segments(groups):
-    """`groups`: (prompt length, response lengths) of each prompt."""
-    generator = torch.Generator().manual_seed(0)
-    for prompt_length, responses in groups:
-        prompt = torch.randint(512, (prompt_length,), generator=generator)
-        for response in responses:
-            ids = torch.cat([prompt, torch.randint(512, (response,), generator=generator)])
-            yield Segment(
-                token_ids=ids,
-                action_mask=torch.arange(len(ids)) >= prompt_length,
-                rollout_logprobs=None,
-                versions=torch.zeros(len(ids), dtype=torch.int32),
-                turn_rewards=torch.zeros(len(ids)),
-            )
 
 
 STREAMS = {
@@ -70,7 +54,7 @@ def relative(found, expected):
 @pytest.mark.parametrize("groups", STREAMS)
 @pytest.mark.parametrize(("ranks", "always_ring"), [(2, False), (2, True), (4, False)])
 def test_shards_are_the_whole_within_rounding(policy, groups, ranks, always_ring):
-    stream = PackedTokens.from_segments(list(segments(STREAMS[groups]))).to("cuda")
+    stream = prompted_stream(STREAMS[groups]).to("cuda")
     in_fp32 = trained(copy.deepcopy(policy).float(), stream)
     whole = trained(policy, stream)
     parts = play(ranks, lambda e: trained(policy, stream, Context(exchange=e, always_ring=always_ring)))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from prompted_streams import prompted_stream
 
 from openrlhf.models import ring
 from openrlhf.models.exchange import play
 from openrlhf.models.packed import PackedAttention
 from openrlhf.models.prefixes import share_prefixes
 from openrlhf.models.ring import RingAttention
-from openrlhf.types import PackedTokens, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -24,22 +24,7 @@ def packed(lengths):
 
 def prompted(groups):
     """`groups`: (prompt length, response lengths) of each prompt."""
-    generator = torch.Generator().manual_seed(0)
-    segments = []
-    for prompt_length, responses in groups:
-        prompt = torch.randint(512, (prompt_length,), generator=generator)
-        for response in responses:
-            ids = torch.cat([prompt, torch.randint(512, (response,), generator=generator)])
-            segments.append(
-                Segment(
-                    token_ids=ids,
-                    action_mask=torch.arange(len(ids)) >= prompt_length,
-                    rollout_logprobs=None,
-                    versions=torch.zeros(len(ids), dtype=torch.int32),
-                    turn_rewards=torch.zeros(len(ids)),
-                )
-            )
-    shared = share_prefixes(PackedTokens.from_segments(segments).to("cuda"))
+    shared = share_prefixes(prompted_stream(groups).to("cuda"))
     return shared.plan, shared.tokens.num_tokens
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 import transformers as hf
+from prompted_streams import prompted_stream
 
 from openrlhf.models.policy import Policy
 from openrlhf.models.support import examine
-from openrlhf.types import PackedTokens, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -25,25 +25,6 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def make_stream() -> PackedTokens:
-    generator = torch.Generator().manual_seed(0)
-    segments = []
-    for prompt_length, responses in GROUPS:
-        prompt = torch.randint(512, (prompt_length,), generator=generator)
-        for response in responses:
-            ids = torch.cat([prompt, torch.randint(512, (response,), generator=generator)])
-            segments.append(
-                Segment(
-                    token_ids=ids,
-                    action_mask=torch.arange(len(ids)) >= prompt_length,
-                    rollout_logprobs=None,
-                    versions=torch.zeros(len(ids), dtype=torch.int32),
-                    turn_rewards=torch.zeros(len(ids)),
-                )
-            )
-    return PackedTokens.from_segments(segments).to("cuda")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sharing_changes_neither_log_probs_nor_gradient(name, dtype):
@@ -52,7 +33,7 @@ def test_sharing_changes_neither_log_probs_nor_gradient(name, dtype):
     model = hf.AutoModelForCausalLM.from_config(CONFIGS[name]).to("cuda", dtype)
     policy = Policy(model, packed=examine(model, native_attention="sdpa").packed)
     assert policy.packed
-    tokens = make_stream()
+    tokens = prompted_stream(GROUPS).to("cuda")
 
     def run(stream):
         policy.zero_grad()

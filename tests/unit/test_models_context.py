@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from test_models_policy import EXPERTS, SMALL, make_policy, make_sequences
+from test_models_prefixes import make_stream
 from torch import nn
 
 from openrlhf.config.fields import ConfigError
@@ -14,8 +16,6 @@ from openrlhf.models.exchange import play
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.types import PackedTokens
-from tests.unit.test_models_policy import EXPERTS, SMALL, make_policy, make_sequences
-from tests.unit.test_models_prefixes import make_stream
 
 HEADS = {**SMALL, "num_attention_heads": 8, "num_key_value_heads": 2}
 MODELS = {

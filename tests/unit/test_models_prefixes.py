@@ -7,34 +7,16 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompted_streams import prompted_segment, prompted_stream
 from test_models_policy import PACKED, SMALL, VOCAB, make_policy
 
 from openrlhf.models import packed
 from openrlhf.models.prefixes import share_prefixes
-from openrlhf.types import PackedTokens, Segment
-
-
-def segment(token_ids, prompt):
-    T = len(token_ids)
-    return Segment(
-        token_ids=token_ids,
-        action_mask=torch.arange(T) >= prompt,
-        rollout_logprobs=None,
-        versions=torch.zeros(T, dtype=torch.int32),
-        turn_rewards=torch.zeros(T),
-    )
+from openrlhf.types import PackedTokens
 
 
 def make_stream(groups, *, seed=0):
-    """`groups`: (prompt length, response lengths) of each prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    segments = []
-    for prompt_length, responses in groups:
-        prompt = torch.randint(3, VOCAB, (prompt_length,), generator=generator)
-        for response in responses:
-            answer = torch.randint(3, VOCAB, (response,), generator=generator)
-            segments.append(segment(torch.cat([prompt, answer]), prompt_length))
-    return PackedTokens.from_segments(segments)
+    return prompted_stream(groups, lowest=3, vocabulary=VOCAB, seed=seed)
 
 
 GROUPS = st.lists(
@@ -96,7 +78,7 @@ def test_the_computed_stream_and_the_way_back():
     A sequence without a prefix counts as a tail of its whole length, and stands before those that have one.
     """
     ids = [[7, 8, 10, 11], [7, 8, 12], [7, 8, 13, 14], [9, 15]]
-    tokens = PackedTokens.from_segments([segment(torch.tensor(row), 1 if row[0] == 9 else 2) for row in ids])
+    tokens = PackedTokens.from_segments([prompted_segment(torch.tensor(row), 1 if row[0] == 9 else 2) for row in ids])
     assert tokens.shared_prefixes == (0, 2, 2, 0)
     shared = share_prefixes(tokens)
     assert shared.tokens.token_ids.tolist() == [7, 8, 9, 15, 12, 10, 11, 13, 14]
@@ -108,7 +90,9 @@ def test_the_computed_stream_and_the_way_back():
 def test_prompts_that_only_look_alike_are_not_shared():
     """Same length and other ids; same ids and another length; equal up to a longer prompt."""
     a, b, c = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 5, 3, 4]), torch.tensor([1, 2, 3, 9, 9])
-    tokens = PackedTokens.from_segments([segment(a, 2), segment(b, 2), segment(a, 2), segment(c, 3)])
+    tokens = PackedTokens.from_segments(
+        [prompted_segment(a, 2), prompted_segment(b, 2), prompted_segment(a, 2), prompted_segment(c, 3)]
+    )
     assert tokens.shared_prefixes == ()
     assert share_prefixes(tokens) is None
 

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompted_streams import prompted_segment
 from safetensors.torch import load_file, save_file
 from small_sections import loading
 from test_models_policy import ONE_BY_ONE, PACKED, SMALL, make_sequences
@@ -17,7 +18,7 @@ from openrlhf.checkpoint.export import export_value_model
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.loading import ModelLoadError, load_value_model
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel, sequence_ends
-from openrlhf.types import PackedTokens, Segment
+from openrlhf.types import PackedTokens
 
 HIDDEN = SMALL["hidden_size"]
 FAMILIES = PACKED | {name: make for name, (make, _) in ONE_BY_ONE.items()}
@@ -147,7 +148,7 @@ class TestValues:
         """The state before the first action is the prompt's end, computed once and read by all."""
         prompt = torch.arange(3, 9)
         answers = [torch.arange(10, 14), torch.arange(20, 22), torch.arange(30, 35)]
-        segments = [segment(torch.cat([prompt, answer]), prompt=len(prompt)) for answer in answers]
+        segments = [prompted_segment(torch.cat([prompt, answer]), len(prompt)) for answer in answers]
         together = PackedTokens.from_segments(segments)
         assert together.shared_prefixes == (0, 6, 6)
         with torch.no_grad():
@@ -180,14 +181,6 @@ class TestValues:
         assert len(calls) == 2, "the layer runs again in the backward pass"
         for (name, a), b in zip(plain.named_parameters(), recomputing.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, msg=name)
-
-
-def segment(token_ids, *, prompt):
-    mask = torch.arange(len(token_ids)) >= prompt
-    zeros = torch.zeros(len(token_ids))
-    return Segment(
-        token_ids=token_ids, action_mask=mask, rollout_logprobs=None, versions=zeros.int(), turn_rewards=zeros
-    )
 
 
 class TestHead:
