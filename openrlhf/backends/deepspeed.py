@@ -28,6 +28,7 @@ from openrlhf.backends.optimizer import (
     muon_arguments,
     rate_factor,
     sum_dtype,
+    trained_dtype,
 )
 from openrlhf.backends.ranks import DEADLINE, Launch, Ranks, join
 from openrlhf.backends.sharded_muon import Piece, ShardedMuon, Sharing
@@ -135,7 +136,7 @@ class DeepSpeedBackend:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         base, self._kinds = _one_optimizer(module, optimizer, trained)
         self._rates = ScheduledOptimizers([base], rate_factor(optimizer, total_steps=total_steps))
-        dtype = next(iter(trained.values())).dtype
+        dtype = trained_dtype(module)
         ds, sums = _with_sums(ds, dtype)
         # Without ZeRO nobody measures the gradient, and it is whole only inside step(): we do it there, and clip too.
         self._unwrapped = ds.zero_stage == 0

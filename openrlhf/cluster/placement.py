@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from openrlhf.config.backend import undivided_group
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.models import GroupSection
@@ -283,12 +284,8 @@ def _workers(request: PlacementRequest, role: Role, host: Role) -> int:
             f"--{role}.num_gpus_per_node is {wanted}: make it {available}{few}"
         )
     workers = wanted or available
-    if workers % request.ranks_per_share:
-        raise ConfigError(
-            f"{request.share_in_flags}: the {role} model has {workers} workers (--{role}.num_nodes × "
-            f"--{role}.num_gpus_per_node), which cannot be divided into groups of {request.ranks_per_share}; make it a "
-            "multiple"
-        )
+    if error := undivided_group(request.share_in_flags, request.ranks_per_share, role=role, workers=workers):
+        raise ConfigError(error)
     return workers
 
 

@@ -122,6 +122,16 @@ class BackendSection(InferenceBackendSection):
         return " × ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
 
 
+def undivided_group(share_in_flags: str, ranks_per_share: int, *, role: str, workers: int) -> str | None:
+    """Why the workers of a model cannot be divided into shares, for an error message; None: they can."""
+    if workers % ranks_per_share == 0:
+        return None
+    return (
+        f"{share_in_flags}: the {role} model has {workers} workers (--{role}.num_nodes × --{role}.num_gpus_per_node), "
+        f"which cannot be divided into groups of {ranks_per_share}; make it a multiple"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CausalBackendSection(LigerSection, BackendSection):
     """SFT and DPO."""

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.algorithms.preferences import PAIR_LOSSES
+from openrlhf.config.backend import undivided_group
 from openrlhf.config.commands import (
     Config,
     DPOConfig,
@@ -493,11 +494,8 @@ def shares_divide_every_group(config: RLConfig) -> Iterator[str]:
         return
     for name, needed in _groups(config).items():
         world = getattr(config, name).world_size
-        if needed and world and world % size:
-            yield (
-                f"{config.ds.share_in_flags}: the {name} model has {world} workers (--{name}.num_nodes × "
-                f"--{name}.num_gpus_per_node), which cannot be divided into groups of {size}; make it a multiple"
-            )
+        if needed and world and (error := undivided_group(config.ds.share_in_flags, size, role=name, workers=world)):
+            yield error
 
 
 @contradiction

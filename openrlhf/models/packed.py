@@ -99,7 +99,7 @@ class PackedAttention(StreamAttention):
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
         """`cu_seqlens` int32 [N+1], on the device of the tokens; `max_seqlen` the longest of the N."""
         self.cu_seqlens = cu_seqlens
-        self.max_seqlen = self.longest = max_seqlen
+        self.longest = max_seqlen
         self._groups: list[_Group] | None = None
         self._options = grouped_heads_option() if cu_seqlens.is_cuda else GroupedHeads()
 
@@ -116,8 +116,8 @@ class PackedAttention(StreamAttention):
             v_THD,
             self.cu_seqlens,
             self.cu_seqlens,
-            self.max_seqlen,
-            self.max_seqlen,
+            self.longest,
+            self.longest,
             scale=scaling,
             # (left, right): how many tokens before and after itself a query sees; -1 is all of them.
             window_size=(-1 if window is None else window - 1, 0),
