@@ -8,6 +8,8 @@ Records that only one stage uses live in that stage's package.
 
 Shapes: T tokens of one stream, N sequences, A action tokens, G samples of a group, V vocabulary. A token's
 column entry describes the token itself: `logprobs[t]` is log π(token t | tokens before t), never that of t + 1.
+Routes of a mixture: R tokens, L decoder layers (those without experts have zeros that nobody reads), K experts of a
+token. `routes[t]` are the experts that computed token t, so they are part of the log-prob of token t + 1.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -262,6 +265,10 @@ class Generation:
     """The stop token or stop string that ended it; None if something else did."""
     text: str = ""
     """Decoded tokens, in the form the sampling parameters ask for."""
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """uint8 or int16 [R, L, K]: the experts of each token that the engine has read, prompt and response without the
+    last one; those of the last reading, where weights changed in between. Of a streamed generation the last part has
+    them. None: the model has no experts, or the engine does not tell."""
     _outputs: list[CompletionOutput] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -270,6 +277,8 @@ class Generation:
             lengths["logprobs"] = len(self.logprobs)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a generation's columns must have equal lengths, got {lengths}")
+        if self.routes is not None and self.routes.ndim != 3:
+            raise ValueError(f"routes must be [R, L, K], got {self.routes.shape}")
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -359,6 +368,9 @@ class Segment:
     """bool [T]: True on the last token of each action. None: not recorded, see `turn_ends_A`."""
     images: tuple[PlacedImage, ...] = ()
     """The images among the tokens, in order."""
+    routes: Tensor | None = None
+    """uint8 or int16 [R, L, K], R <= T: the experts of the first R tokens, as the engine chose them. The others have
+    none: no layer of the engine has seen the last token, nor feedback after the last action. None: it does not tell."""
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
@@ -379,6 +391,8 @@ class Segment:
         for start, image in self.images:
             if tuple(self.token_ids[start : start + len(image)].tolist()) != image.token_ids:
                 raise ValueError(f"the tokens from {start} on are not those of the image {image.digest}")
+        if self.routes is not None and (self.routes.dim() != 3 or len(self.routes) > len(self)):
+            raise ValueError(f"routes must be [R, L, K] of at most {len(self)} tokens, got {tuple(self.routes.shape)}")
 
     @property
     def oldest_version(self) -> int | None:
@@ -391,7 +405,7 @@ class Segment:
     def __reduce__(self) -> tuple[Any, ...]:
         """Columns cross processes as numpy arrays: pickle would make an archive of every tensor, which takes 0.9 ms per
         segment instead of 0.06."""
-        columns = [getattr(self, name) for name in SEGMENT_COLUMNS]
+        columns = [getattr(self, name) for name in (*SEGMENT_COLUMNS, "routes")]
         arrays = [None if column is None else column.numpy() for column in columns]
         return _segment_from_arrays, (arrays, self.images)
 
@@ -418,7 +432,7 @@ SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "
 
 def _segment_from_arrays(arrays: list[Any], images: tuple[PlacedImage, ...]) -> Segment:
     columns: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
-    named = dict(zip(SEGMENT_COLUMNS, columns, strict=True))
+    named = dict(zip((*SEGMENT_COLUMNS, "routes"), columns, strict=True))
     return Segment(**named, images=images)
 
 
@@ -709,6 +723,9 @@ class PackedTokens:
     A forward may compute them once; see `models.prefixes`."""
     images: PackedImages | None = None
     """The images among the tokens; None: there are none."""
+    routes_TLK: Tensor | None = None
+    """int16 [T, L, K]: the experts that the policy's routers are to choose (`models.routes`); -1: their own choice.
+    None: their own choice everywhere."""
 
     def __post_init__(self) -> None:
         T = self.token_ids.shape[0]
@@ -718,6 +735,8 @@ class PackedTokens:
             raise ValueError("cu_seqlens must be int32 [N+1] with N >= 1")
         if len(self.shared_prefixes) not in (0, self.num_sequences):
             raise ValueError(f"{len(self.shared_prefixes)} shared prefixes for {self.num_sequences} sequences")
+        if self.routes_TLK is not None and self.routes_TLK.shape[0] != T:
+            raise ValueError(f"routes of shape {tuple(self.routes_TLK.shape)} for {T} tokens")
 
     @staticmethod
     def from_sequences(
@@ -726,11 +745,12 @@ class PackedTokens:
         *,
         shared_prefixes: Sequence[int] = (),
         images: Sequence[Sequence[PlacedImage]] = (),
+        routes: Sequence[Tensor | None] = (),
     ) -> PackedTokens:
         """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted.
 
-        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here. `images`: those
-        of each sequence.
+        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here. `images` and
+        `routes` (`Segment.routes`): those of each sequence.
         """
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) == 0:
@@ -750,6 +770,7 @@ class PackedTokens:
             max_seqlen=max(lengths),
             shared_prefixes=tuple(shared_prefixes) if any(shared_prefixes) else (),
             images=PackedImages.of(images, lengths),
+            routes_TLK=_packed_routes(routes, lengths),
         )
 
     @staticmethod
@@ -760,6 +781,7 @@ class PackedTokens:
             [s.action_mask for s in segments],
             shared_prefixes=(0, *(_shared_prompt(a, b) for a, b in pairwise(segments))),
             images=[s.images for s in segments],
+            routes=[s.routes for s in segments],
         )
 
     @property
@@ -790,6 +812,7 @@ class PackedTokens:
                 action_positions=self.action_positions[inside] - start,
                 max_seqlen=end - start,
                 images=None if self.images is None else self.images.at(slice(start, end)),
+                routes_TLK=None if self.routes_TLK is None else self.routes_TLK[start:end],
             )
 
     def to(self, device: torch.device | str) -> PackedTokens:
@@ -800,7 +823,12 @@ class PackedTokens:
             cu_seqlens=self.cu_seqlens.to(device),
             action_positions=self.action_positions.to(device),
             images=None if self.images is None else self.images.to(device),
+            routes_TLK=None if self.routes_TLK is None else self.routes_TLK.to(device),
         )
+
+    def without_routes(self) -> PackedTokens:
+        """For models whose routers choose themselves: every one but the policy."""
+        return self if self.routes_TLK is None else dataclasses.replace(self, routes_TLK=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -831,6 +859,20 @@ class PackedBatch:
             rows=self.rows,
             **{name: None if column is None else column.to(device) for name, column in columns.items()},
         )
+
+
+def _packed_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """int16 [T, L, K], -1 where a token has none; None when no token has one."""
+    some = next((known for known in routes if known is not None), None)
+    if some is None:
+        return None
+    packed_TLK = torch.full((sum(lengths), *some.shape[1:]), -1, dtype=torch.int16, device=some.device)
+    begin = 0
+    for known, length in zip(routes, lengths, strict=True):
+        if known is not None:
+            packed_TLK[begin : begin + len(known)] = known
+        begin += length
+    return packed_TLK
 
 
 def _shared_prompt(first: Segment, second: Segment) -> int:

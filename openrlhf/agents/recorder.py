@@ -30,6 +30,7 @@ class TokenRecorder:
         self._rewards: list[float] = []
         self._turn_ends: list[bool] = []
         self._images: list[PlacedImage] = []
+        self._routes: np.ndarray | None = None
         self._has_logprobs = True
         self._turns = 0
         if not prompt_ids:
@@ -68,6 +69,8 @@ class TokenRecorder:
         if generation.logprobs is None:
             self._has_logprobs = False
         n = len(generation.token_ids)
+        if generation.routes is not None:
+            self._take_routes(generation.routes, read=len(self) + n - 1)
         self._grow(generation.token_ids, [True] * n, generation.logprobs or [0.0] * n, generation.versions, rewards)
         self._turn_ends[-1] = True
         self._turns += 1
@@ -90,7 +93,14 @@ class TokenRecorder:
             turn_rewards=_column(self._rewards, np.float32),
             turn_ends=_column(self._turn_ends, np.bool_),
             images=self.images,
+            routes=None if self._routes is None else torch.from_numpy(self._routes),
         )
+
+    def _take_routes(self, routes: np.ndarray, *, read: int) -> None:
+        """Those of a later turn are of the whole history: what was read again may have been routed anew."""
+        if len(routes) != read:
+            raise ValueError(f"the engine gave routes of {len(routes)} tokens, and has read {read}")
+        self._routes = routes
 
     def _grow(
         self,

@@ -189,6 +189,7 @@ class RecordingEngine:
         logprobs: list[float] | None = []
         versions: list[int] = []
         reason: FinishReason | None = FinishReason.STOP
+        routes = None
         at = start
         while at < end:
             here = token_ids[at:end]
@@ -213,7 +214,10 @@ class RecordingEngine:
             # If the user's code has cut the answer, the engine's finish reason (its length limit) does not apply.
             reason = best.finish_reason if n == len(best.token_ids) else FinishReason.STOP
             at += n
-        return Generation(token_ids=token_ids[start:end], logprobs=logprobs, versions=versions, finish_reason=reason)
+            routes = None if best.routes is None else best.routes[: at - 1]  # of all that was read before its last token
+        return Generation(
+            token_ids=token_ids[start:end], logprobs=logprobs, versions=versions, finish_reason=reason, routes=routes
+        )
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
@@ -229,6 +233,7 @@ def joined(parts: Sequence[Generation]) -> Generation:
         finish_reason=parts[-1].finish_reason,
         stop_reason=parts[-1].stop_reason,
         text="".join(part.text for part in parts),
+        routes=parts[-1].routes,
     )
 
 

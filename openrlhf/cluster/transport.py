@@ -26,6 +26,7 @@ class _Header(NamedTuple):
     actions: int
     has_logprobs: bool
     images: tuple[PlacedImage, ...]
+    routes: np.ndarray | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class PackedSamples:
                     actions=len(sample.rewards_A),
                     has_logprobs=sample.segment.rollout_logprobs is not None,
                     images=sample.segment.images,
+                    routes=None if sample.segment.routes is None else sample.segment.routes.numpy(),
                 )
                 for place, sample in placed
             ],
@@ -72,9 +74,10 @@ class PackedSamples:
             own: dict[str, Any] = {name: column[token : token + header.tokens] for name, column in columns.items()}
             if not header.has_logprobs:
                 own["rollout_logprobs"] = None
+            routes = None if header.routes is None else torch.from_numpy(header.routes.copy())
             sample = TrainingSample(
                 key=header.key,
-                segment=Segment(**own, images=header.images),
+                segment=Segment(**own, images=header.images, routes=routes),
                 rewards_A=rewards_A[action : action + header.actions],
                 compared_A=None if compared_A is None else compared_A[action : action + header.actions],
             )

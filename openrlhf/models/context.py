@@ -70,7 +70,7 @@ class Context:
         return -(-length // self.size) * self.size
 
     def stripe(self, tokens: PackedTokens) -> PackedTokens:
-        """This rank's tokens of a stream: their ids, positions and images. Padding repeats the last token.
+        """This rank's tokens of a stream: their ids, positions, images and routes. Padding repeats the last token.
 
         Which sequences they are in is known to attention's plan, and only there.
         """
@@ -82,6 +82,7 @@ class Context:
             token_ids=tokens.token_ids[own_t],
             position_ids=tokens.position_ids[..., own_t],
             images=None if tokens.images is None else tokens.images.at(own_t),
+            routes_TLK=None if tokens.routes_TLK is None else tokens.routes_TLK[own_t],
             shared_prefixes=(),
         )
 

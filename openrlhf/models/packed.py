@@ -193,6 +193,7 @@ def length_order(tokens: PackedTokens) -> LengthOrder | None:
             token_ids=tokens.token_ids[order_T],
             position_ids=tokens.position_ids[..., order_T],
             images=None if tokens.images is None else tokens.images.at(order_T),
+            routes_TLK=None if tokens.routes_TLK is None else tokens.routes_TLK[order_T],
             cu_seqlens=ends.to(torch.int32).to(device),
             action_positions=back_T[tokens.action_positions].sort().values,
         ),

@@ -76,6 +76,7 @@ def share_prefixes(tokens: PackedTokens) -> SharedStream | None:
         token_ids=tokens.token_ids[given_U],
         position_ids=tokens.position_ids[..., given_U],
         images=None if tokens.images is None else tokens.images.at(given_U),
+        routes_TLK=None if tokens.routes_TLK is None else tokens.routes_TLK[given_U],
         cu_seqlens=cu_seqlens,
         action_positions=back_T[tokens.action_positions].sort().values,
         max_seqlen=max(part.length for part in parts),

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,25 @@ def test_two_turns_are_recorded_as_they_happened():
     assert segment.turn_rewards.tolist() == [0, 0, 0, 0.5, 0, 1.0]
     assert segment.turn_ends.tolist() == [False, False, False, True, False, True]
     assert recorder.turns == 2
+
+
+def routed(read: int, mark: int) -> np.ndarray:
+    """Two layers, one expert each: the first layer's is `mark`, the second layer's is the token's place."""
+    return np.stack([np.full(read, mark), np.arange(read)], axis=1)[:, :, None].astype(np.uint8)
+
+
+def test_routes_are_those_of_the_last_reading():
+    """The second turn reads the first one again; feedback after it, and the last token, have no experts."""
+    recorder = TokenRecorder([10, 11])
+    recorder.append_action(dataclasses.replace(said([1, 2]), routes=routed(3, mark=7)))
+    recorder.append_observation([12])
+    recorder.append_action(dataclasses.replace(said([3]), routes=routed(5, mark=8)))
+    assert recorder.segment().routes[:, :, 0].tolist() == [[8, i] for i in range(5)]
+    recorder.append_action(said([4]))  # by an engine that does not tell
+    recorder.append_observation([13])
+    assert recorder.segment().routes.shape == (5, 2, 1)
+    with pytest.raises(ValueError, match="routes of 3 tokens, and has read 8"):
+        recorder.append_action(dataclasses.replace(said([5]), routes=routed(3, mark=9)))
 
 
 def test_turns_side_by_side_are_told_apart():

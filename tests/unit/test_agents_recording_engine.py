@@ -1,7 +1,9 @@
 """The engine that remembers: what was sampled where, and the token histories behind an episode's calls."""
 
 import asyncio
+import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +52,26 @@ def test_answers_without_anything_between_them_explain_one_range():
     engine = recording(call("ab", "CD", version=1), call("abCD", "E", version=2))
     found = match(engine, "ab[CDE]")
     assert (found.versions, found.logprobs) == ([1, 1, 2], [0.0, -0.125, 0.0])
+
+
+def test_a_range_has_the_routes_of_all_that_was_read_before_its_last_token():
+    """Each call tells the experts of the tokens it has read: here their places, for the first call, and 100 more."""
+    told = [
+        call(prompt, answer)._replace(generation=routed(call(prompt, answer), first))
+        for prompt, answer, first in (("ab", "CD", 0), ("abCD", "EF", 100))
+    ]
+    engine = recording(*told)
+    assert match(engine, "ab[CD]").routes.ravel().tolist() == [0, 1, 2]
+    assert match(engine, "ab[C]D").routes.ravel().tolist() == [0, 1]
+    assert match(engine, "ab[CDEF]").routes.ravel().tolist() == [100, 101, 102, 103, 104]
+    assert match(engine, "ab[CDE]F").routes.ravel().tolist() == [100, 101, 102, 103]
+    (segment,) = segments_from_calls(told)
+    assert segment.routes.ravel().tolist() == [100, 101, 102, 103, 104]
+
+
+def routed(one: EngineCall, first: int) -> Generation:
+    read = len(one.prompt_ids) + len(one.generation.token_ids) - 1
+    return dataclasses.replace(one.generation, routes=(first + np.arange(read, dtype=np.uint8))[:, None, None])
 
 
 def test_the_finish_reason_is_that_of_the_last_answer_if_it_was_kept_whole():

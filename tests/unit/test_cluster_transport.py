@@ -21,6 +21,9 @@ def test_samples_survive_packing():
     image = ImageInput(tensors=pixels, token_ids=(first,), placeholder=first, digest="a", thumbnail=b"png", size=(3, 2))
     bare = dataclasses.replace(samples[1].segment, rollout_logprobs=None, images=(PlacedImage(0, image),))
     samples[1] = dataclasses.replace(samples[1], segment=bare)
+    routes = torch.arange(12, dtype=torch.uint8).view(2, 3, 2)
+    routed = dataclasses.replace(samples[2].segment, routes=routes)
+    samples[2] = dataclasses.replace(samples[2], segment=routed)
     arrived = unpacked([pickle.loads(pickle.dumps(PackedSamples.of(list(enumerate(samples)))))])
     assert len(arrived) == len(samples) == 6
     for there, here in zip(arrived, samples, strict=True):
@@ -31,6 +34,7 @@ def test_samples_survive_packing():
             one, other = getattr(there.segment, name), getattr(here.segment, name)
             assert (one is None) == (other is None)
             assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
+    assert torch.equal(arrived[2].segment.routes, routes) and arrived[1].segment.routes is None
     (placed,) = arrived[1].segment.images
     assert (placed.start, placed.image.digest, placed.image.token_ids) == (0, "a", (first,))
     assert (placed.image.thumbnail, placed.image.size) == (b"png", (3, 2))

@@ -1,6 +1,7 @@
 """Records refuse what does not fit, where it arises."""
 
 import copy
+import dataclasses
 import pickle
 
 import numpy as np
@@ -48,6 +49,25 @@ def test_a_segment_crosses_processes_as_it_is(logprobs):
         assert (before is after is None) or (before.dtype == after.dtype and torch.equal(before, after))
     arrived.turn_rewards[-1] = 1.0
     assert sent.turn_rewards[-1] == 0.0
+
+
+def test_routes_cross_processes_and_are_packed_where_their_tokens_are():
+    """Three sequences of 6 tokens: the engine told the experts of 4 tokens, of none, and of 5."""
+    told = [torch.arange(4 * 2 * 2, dtype=torch.uint8).view(4, 2, 2), None, torch.full((5, 2, 2), 200).to(torch.uint8)]
+    sent = [dataclasses.replace(segment(6), routes=routes) for routes in told]
+    arrived = [pickle.loads(pickle.dumps(one)) for one in sent]
+    packed = PackedTokens.from_segments(arrived)
+    assert packed.routes_TLK.dtype == torch.int16
+    assert packed.routes_TLK[:4].tolist() == told[0].tolist()
+    known = (packed.routes_TLK >= 0).all(dim=(1, 2))
+    assert known.tolist() == [True] * 4 + [False] * 2 + [False] * 6 + [True] * 5 + [False]
+    first, second, third = packed.split()
+    assert first.routes_TLK.tolist() == packed.routes_TLK[:6].tolist()
+    assert (third.routes_TLK[:5] == 200).all() and (second.routes_TLK == -1).all()
+    assert packed.without_routes().routes_TLK is None
+    assert PackedTokens.from_segments([segment()]).routes_TLK is None
+    with pytest.raises(ValueError, match="at most 6 tokens"):
+        dataclasses.replace(segment(6), routes=torch.zeros(7, 2, 2, dtype=torch.uint8))
 
 
 def test_prompt_must_not_be_empty():
