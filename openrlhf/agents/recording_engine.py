@@ -214,7 +214,7 @@ class RecordingEngine:
             # If the user's code has cut the answer, the engine's finish reason (its length limit) does not apply.
             reason = best.finish_reason if n == len(best.token_ids) else FinishReason.STOP
             at += n
-            routes = None if best.routes is None else best.routes[: at - 1]  # of all that was read before its last token
+            routes = None if best.routes is None else best.routes[: at - 1]  # of all before its last token
         return Generation(
             token_ids=token_ids[start:end], logprobs=logprobs, versions=versions, finish_reason=reason, routes=routes
         )

@@ -34,7 +34,8 @@ def test_samples_survive_packing():
             one, other = getattr(there.segment, name), getattr(here.segment, name)
             assert (one is None) == (other is None)
             assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
-    assert torch.equal(arrived[2].segment.routes, routes) and arrived[1].segment.routes is None
+    assert torch.equal(arrived[2].segment.routes, routes)
+    assert arrived[1].segment.routes is None
     (placed,) = arrived[1].segment.images
     assert (placed.start, placed.image.digest, placed.image.token_ids) == (0, "a", (first,))
     assert (placed.image.thumbnail, placed.image.size) == (b"png", (3, 2))

@@ -63,7 +63,8 @@ def test_routes_cross_processes_and_are_packed_where_their_tokens_are():
     assert known.tolist() == [True] * 4 + [False] * 2 + [False] * 6 + [True] * 5 + [False]
     first, second, third = packed.split()
     assert first.routes_TLK.tolist() == packed.routes_TLK[:6].tolist()
-    assert (third.routes_TLK[:5] == 200).all() and (second.routes_TLK == -1).all()
+    assert (third.routes_TLK[:5] == 200).all()
+    assert (second.routes_TLK == -1).all()
     assert packed.without_routes().routes_TLK is None
     assert PackedTokens.from_segments([segment()]).routes_TLK is None
     with pytest.raises(ValueError, match="at most 6 tokens"):
