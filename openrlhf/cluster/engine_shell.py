@@ -16,7 +16,7 @@ from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rollout.base import EngineError, NoWeightsError
 from openrlhf.rollout.requests import EngineRequests, PackedRequest
 from openrlhf.types import ImageInput, PlacedImage
-from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock
 
 
 class ProcessId(NamedTuple):
@@ -79,25 +79,30 @@ class EngineShell(DeviceHolder):
             self._serving = asyncio.create_task(serve_requests(handler, host=ray.util.get_node_ip_address()))
         return await asyncio.shield(self._serving)
 
-    async def pause(self) -> None:
+    async def pause(self) -> bool:
+        """Like the next three: whether it needs a base then."""
         with _explained():
             await self._engine.pause()
+            return self._engine.needs_base
 
-    async def resume(self, version: int) -> None:
+    async def resume(self, version: int) -> bool:
         with _explained():
             await self._engine.resume(version)
+            return self._engine.needs_base
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> bool:
         with _explained():
             await self._engine.sleep()
+            return self._engine.needs_base
 
-    async def wake(self) -> None:
+    async def wake(self) -> bool:
         with _explained():
             await self._engine.wake()
+            return self._engine.needs_base
 
-    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+    async def load_weights(self, blocks: Sequence[WeightBlock], adapter: AdapterSpec | None = None) -> None:
         with _explained():
-            await self._engine.load_weights(blocks)
+            await self._engine.load_weights(blocks, adapter=adapter)
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         with _explained():

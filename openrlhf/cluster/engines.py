@@ -38,7 +38,7 @@ from openrlhf.rollout.requests import PackedRequest, RequestHandler, by_digest, 
 from openrlhf.rollout.router import Router
 from openrlhf.types import Generation, ImageInput, PlacedImage, SamplingParams
 from openrlhf.utils import waits
-from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,8 @@ class RayEngines:
         self._connections = EngineConnections()
         self._max_model_len = max_model_len
         self._version = 0
+        self._with_base: dict[int, Any] = {}
+        """Engines that have said to need no base, each with the process that said it."""
         self.paused = False
         """They are to sample nothing until a push is over."""
         self._awake = threading.Event()
@@ -293,12 +295,18 @@ class RayEngines:
     def shares_weights(self) -> bool:
         return False
 
+    @property
+    def needs_base(self) -> bool:
+        """Whether one of those that sample does. Each says it when it is told to do something; one that is new has said
+        nothing yet."""
+        return any(self._with_base.get(engine) is not actor for engine, actor in self.sampling.items())
+
     async def pause(self) -> None:
         self.paused = True
-        await self._ask_all(lambda actor: actor.pause.remote(), "to pause")
+        await self._tell_all(lambda actor: actor.pause.remote(), "to pause")
 
     async def resume(self, version: int) -> None:
-        await self._ask_all(lambda actor: actor.resume.remote(version), "to resume")
+        await self._tell_all(lambda actor: actor.resume.remote(version), "to resume")
         self._version = version
         self.paused = False
 
@@ -308,18 +316,18 @@ class RayEngines:
             await asyncio.sleep(LOOK_SECONDS)
         self._awake.clear()
         self.paused = True
-        await self._ask_all(lambda actor: actor.sleep.remote(), "to sleep")
+        await self._tell_all(lambda actor: actor.sleep.remote(), "to sleep")
 
     async def wake(self) -> None:
         self._awake.set()
-        await self._ask_all(lambda actor: actor.wake.remote(), "to wake")
+        await self._tell_all(lambda actor: actor.wake.remote(), "to wake")
 
-    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+    async def load_weights(self, blocks: Sequence[WeightBlock], *, adapter: AdapterSpec | None = None) -> None:
         """Blocks are written once, and fetched by the engines of each node."""
         import ray
 
         stored = ray.put(list(blocks))
-        await self._ask_all(lambda actor: actor.load_weights.remote(stored), "to load weights")
+        await self._ask_all(lambda actor: actor.load_weights.remote(stored, adapter), "to load weights")
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Those of one of the engines; `all_logprobs` are those of each."""
@@ -336,9 +344,22 @@ class RayEngines:
         """What every engine's first device did since the last call, with its node."""
         return await self._ask_all(lambda actor: actor.usage.remote(), "for usage")
 
+    async def _tell_all(self, tell: Callable[[Any], Any], what: str) -> None:
+        """All that sample, which answer whether they need a base then."""
+        for (engine, actor), needs_base in (await self._answers(tell, what)).items():
+            if needs_base:
+                self._with_base.pop(engine, None)
+            else:
+                self._with_base[engine] = actor
+
     async def _ask_all(self, ask: Callable[[Any], Any], what: str, seconds: float = CONTROL_DEADLINE) -> list[Any]:
-        """What all answer that sample. An engine that fails or does not answer in time is given up, and its answer is
-        left out. Raises EngineError when no engine will sample any more."""
+        return list((await self._answers(ask, what, seconds)).values())
+
+    async def _answers(
+        self, ask: Callable[[Any], Any], what: str, seconds: float = CONTROL_DEADLINE
+    ) -> dict[tuple[int, Any], Any]:
+        """What all answer that sample, by engine and process. An engine that fails or does not answer in time is given
+        up, and its answer is left out. Raises EngineError when no engine will sample any more."""
         import ray
 
         if self._failure is not None:
@@ -349,14 +370,14 @@ class RayEngines:
             if asked:
                 await asyncio.wait(asked, timeout=seconds)
         waits.mark_progress()
-        answers = []
+        answers = {}
         for answer, (engine, actor) in asked.items():
             if not answer.done():
                 answer.cancel()
                 self._lose(engine, actor, f"waited {seconds:g} s {what}: {self._slots[engine].name}")
                 continue
             try:
-                answers.append(answer.result())
+                answers[engine, actor] = answer.result()
             except ray.exceptions.RayError as error:
                 self._lose(engine, actor, self._cause(engine, error))
         return answers
@@ -505,12 +526,12 @@ class EngineHandles:
     def resume(self, version: int) -> None:
         self._all(lambda actor: actor.resume.remote(version), "to resume")
 
-    def load_weights(self, block: WeightBlock) -> None:
+    def load_weights(self, block: WeightBlock, *, adapter: AdapterSpec | None = None) -> None:
         """Written once, and fetched by the engines of each node."""
         import ray
 
         stored = ray.put([block])
-        self._all(lambda actor: actor.load_weights.remote(stored), "to load weights")
+        self._all(lambda actor: actor.load_weights.remote(stored, adapter), "to load weights")
 
     def logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
         return self._all(lambda actor: actor.logprobs.remote(list(token_ids)), "for log-probs")

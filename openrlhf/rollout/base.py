@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from openrlhf.types import Generation, PlacedImage, SamplingParams
 
 if TYPE_CHECKING:
-    from openrlhf.weight_sync.blocks import WeightBlock
+    from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock
 
 
 class EngineError(RuntimeError):
@@ -69,14 +69,21 @@ class EngineControl(Protocol):
         await engine.load_weights(blocks)    # any number of times: the first call begins an update
         await engine.resume(version)         # which finishes the update
 
-    A push that breaks off leaves the engine paused, with some weights old and some new. The next `pause` forgets what
-    was unfinished, and the next push starts over.
+    A push brings all weights, or, for a policy with an adapter, the frozen base and the adapter; where the engine has
+    the base already (`needs_base`), the adapter alone. A push that breaks off leaves the engine paused, with some
+    weights old and some new. The next `pause` forgets what was unfinished, and the next push starts over.
     """
 
     @property
     def shares_weights(self) -> bool:
         """Whether it samples with the very tensors that are trained. If so, they change under it: it has to be paused
         from the beginning of an update of the policy until the push after it, and a push has nothing to load."""
+        ...
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the next push of an adapter has to bring its base too: the engine is new, or has slept since it got
+        one, or got a part of one. After a `pause` it is known."""
         ...
 
     async def pause(self) -> None:
@@ -87,7 +94,9 @@ class EngineControl(Protocol):
     async def resume(self, version: int) -> None:
         """Sample again; tokens from here on carry `version`. Requests under way go on with the weights there are now.
 
-        Raises NoWeightsError for an engine that has slept and has not got its weights back.
+        Raises NoWeightsError for an engine that has slept and has not got its weights back, or that got an adapter and
+        still needs its base; and WeightSyncError for an adapter that reaches other modules than its spec says. After
+        either it samples nothing.
         """
         ...
 
@@ -99,8 +108,12 @@ class EngineControl(Protocol):
         """Take back the memory that weights need, so that `load_weights` can fill it. The engine stays paused."""
         ...
 
-    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
-        """Take over some of the policy's weights, while paused. Raises ValueError for a block that arrived damaged."""
+    async def load_weights(self, blocks: Sequence[WeightBlock], *, adapter: AdapterSpec | None = None) -> None:
+        """Take over some of the policy's weights, while paused. Raises ValueError for a block that arrived damaged.
+
+        `adapter`: the blocks hold tensors of this adapter. From `resume` on all samples and log-probs are those of the
+        base with it, until a push brings weights without one.
+        """
         ...
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:

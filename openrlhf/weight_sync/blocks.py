@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ from torch import Tensor
 
 class WeightSyncError(RuntimeError):
     """The engine does not have the policy's weights, and must not go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """The adapter that blocks belong to. Their tensors have the names that PEFT's files give them, below their prefix:
+    `model.layers.0.self_attn.q_proj.lora_A.weight`."""
+
+    name: str = "policy"
+    number: int = 1
+    """What an engine calls it. Several adapters in one engine have several numbers."""
+    config: Mapping[str, Any]
+    """What PEFT's adapter_config.json says: r, lora_alpha, rank_pattern, alpha_pattern, use_rslora …"""
+    modules: tuple[str, ...]
+    """The modules that it changes, all of them, by their names in the model's files: `model.layers.0.self_attn.q_proj`.
+    An engine in which it would reach others, or not all of these, refuses it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,25 @@ class EngineContract:
         assert set(after.versions) == {version}
 
     @on_a_loop
+    async def test_contract_a_base_is_needed_again_after_a_sleep_and_after_a_part_of_one(self, subject: Subject):
+        """By an engine with weights of its own."""
+        engine, own = subject.engine, not subject.engine.shares_weights
+        await subject.push(subject.weights)
+        assert not engine.needs_base
+        await engine.sleep()
+        assert engine.needs_base == own
+        await subject.push(subject.weights)
+        assert not engine.needs_base
+        await engine.pause()
+        assert not engine.needs_base
+        blocks = subject.blocks(subject.weights)
+        await engine.load_weights(blocks[: (len(blocks) + 1) // 2])
+        await engine.pause()
+        assert engine.needs_base == own
+        await subject.push(subject.weights)
+        assert not engine.needs_base
+
+    @on_a_loop
     async def test_contract_a_request_that_is_given_up_leaves_the_others_alone(self, subject: Subject):
         """Be it a call that is cancelled, or a stream that is closed."""
         before = await subject.generate()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from openrlhf.rollout.base import NoWeightsError, check_prompt
 from openrlhf.types import FinishReason, Generation, SamplingParams
-from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock
 
 PROBLEMS = ("132", "213", "231", "312", "321")
 """The demo's task with three digits: `312>` → `123`. What stands behind `>` only names a prompt."""
@@ -39,6 +39,11 @@ class FakeEngine:
         self.version = 0
         self.asleep = asleep
         self.has_weights = shares_weights or not asleep
+        self.needs_base = not shares_weights
+        self.loading: set[str] = set()
+        """What came since the last pause: "base", "adapter"."""
+        self.adapter: dict[str, Tensor] = {}
+        """Its tensors, by their names in the blocks. Nothing is computed with them."""
         self.running = asyncio.Event()
         if not asleep:
             self.running.set()
@@ -83,10 +88,16 @@ class FakeEngine:
         if self.running.is_set():
             self.running.clear()
             self.events.append("pause")
+        self.loading.clear()
 
     async def resume(self, version: int) -> None:
         if not self.has_weights:
             raise NoWeightsError("an engine that slept has no weights before the next push")
+        if "base" in self.loading:
+            self.needs_base = False
+        elif "adapter" in self.loading and self.needs_base:
+            raise NoWeightsError("an adapter came without its base")
+        self.loading.clear()
         if not self.running.is_set() or version != self.version:
             self.version = version
             self.running.set()
@@ -95,7 +106,7 @@ class FakeEngine:
     async def sleep(self) -> None:
         if not self.asleep:
             self.running.clear()
-            self.asleep, self.has_weights = True, self.shares_weights
+            self.asleep, self.has_weights, self.needs_base = True, self.shares_weights, not self.shares_weights
             self.events.append("sleep")
 
     async def wake(self) -> None:
@@ -103,9 +114,17 @@ class FakeEngine:
             self.asleep = False
             self.events.append("wake")
 
-    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+    async def load_weights(self, blocks: Sequence[WeightBlock], *, adapter: AdapterSpec | None = None) -> None:
         assert not self.running.is_set(), "weights are loaded into an engine that samples"
         assert not self.asleep, "weights are loaded into memory that was given away"
+        if adapter is not None:
+            self.loading.add("adapter")
+            self.adapter |= {name: tensor.clone() for block in blocks for name, tensor in block.tensors()}
+            self.events.append("load_adapter")
+            return
+        self.loading.add("base")
+        self.needs_base = not self.shares_weights
+        self.adapter = {}
         for name, tensor in (pair for block in blocks for pair in block.tensors()):
             self.policy.get_parameter(name).data.copy_(tensor)
         self.has_weights = True

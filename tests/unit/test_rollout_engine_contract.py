@@ -11,10 +11,13 @@ from fake_engine import FakeEngine, TablePolicy
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from openrlhf.backends.base import ModuleWeights
+from openrlhf.config.backend import LoraSection
+from openrlhf.models.adapters import add_adapter
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.weight_sync.base import PolicyWeights
+from openrlhf.weight_sync.blocks import AdapterSpec, pack
 
 SMALL = Qwen2Config(
     vocab_size=40,
@@ -61,6 +64,17 @@ class TestEmbeddedEngine(EngineContract):
         before = [module.training for module in model.modules()]
         asyncio.run(subject.engine.logprobs(subject.prompt))
         assert [module.training for module in model.modules()] == before
+
+    def test_an_adapter_is_loaded_by_the_names_of_its_file(self, subject: Subject):
+        model = subject.engine.model
+        add_adapter(model, LoraSection(rank=2, alpha=4, target_modules=("q_proj",)), dtype=torch.float32)
+        name = "model.layers.1.self_attn.q_proj.lora_B.weight"
+        spec = AdapterSpec(config={"r": 2, "lora_alpha": 4}, modules=("model.layers.1.self_attn.q_proj",))
+        before = asyncio.run(subject.engine.logprobs(subject.prompt))
+        asyncio.run(subject.engine.load_weights([*pack([(name, torch.ones(16, 2))], max_bytes=1000)], adapter=spec))
+        assert model.get_parameter(name.replace("lora_B", "lora_B.default")).eq(1).all()
+        assert asyncio.run(subject.engine.logprobs(subject.prompt)) != before
+        assert not subject.engine.needs_base
 
     def test_resume_samples_for_nobody_if_all_have_given_up(self, subject: Subject):
         engine, forwards = subject.engine, []

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from openrlhf.models.adapters import adapter_tensors
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.body import decoder_body
 from openrlhf.models.compilation import uncompiled
@@ -40,7 +41,7 @@ from openrlhf.rollout.generated_text import StopStrings, eos_token_ids, finished
 from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.utils.randomness import derive_seed
-from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock
 from openrlhf.weight_sync.probe import policy_logprobs
 
 
@@ -146,6 +147,10 @@ class EmbeddedEngine:
     def shares_weights(self) -> bool:
         return True
 
+    @property
+    def needs_base(self) -> bool:
+        return False
+
     async def pause(self) -> None:
         """On the loop that its requests are served on: a step is never in the middle there."""
         self._free_to_step.clear()
@@ -174,9 +179,11 @@ class EmbeddedEngine:
     async def wake(self) -> None:
         """Nothing has to come back before the next step."""
 
-    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+    async def load_weights(self, blocks: Sequence[WeightBlock], *, adapter: AdapterSpec | None = None) -> None:
         """Copies into the model, which is the caller's too. A trainer of this model has nothing to load."""
-        own = dict(self.model.named_parameters())
+        own: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        if adapter is not None:
+            own = adapter_tensors(own)
         with torch.no_grad():
             for name, tensor in (pair for block in blocks for pair in block.tensors()):
                 if name not in own:

@@ -50,7 +50,7 @@ from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopThread
-from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock, WeightSyncError
 from openrlhf.weight_sync.transports import message_of
 
 _T = TypeVar("_T")
@@ -119,6 +119,7 @@ class VllmEngine:
         self._given_away: set[str] = set()
         self._weightless = False
         """It has slept, and nothing was loaded since."""
+        self._needs_base = True
         self._updating = False
         """Weights were loaded since the last pause, and their update is not finished."""
         try:
@@ -213,6 +214,10 @@ class VllmEngine:
     def shares_weights(self) -> bool:
         return False
 
+    @property
+    def needs_base(self) -> bool:
+        return self._needs_base
+
     async def pause(self) -> None:
         """Cached keys and values are forgotten, those of running requests too."""
         self._paused = True
@@ -229,7 +234,7 @@ class VllmEngine:
             raise NoWeightsError("an engine that slept has no weights before the next push")
         if self._updating:
             await self.ask(self.llm.collective_rpc("finish_blocks"), "to finish with new weights")
-            self._updating = False
+            self._updating = self._needs_base = False
         await self.ask(self._resume(version), "to sample again")
         self._paused = False
 
@@ -240,18 +245,20 @@ class VllmEngine:
         if _WEIGHTS not in self._given_away:
             await self.ask(self.llm.sleep(level=2, mode="keep"), "to sleep")
             self._given_away = {_WEIGHTS, _KEYS_AND_VALUES}
-            self._weightless = True
+            self._weightless = self._needs_base = True
 
     async def wake(self) -> None:
         if _WEIGHTS in self._given_away:
             await self.ask(self.llm.wake_up([_WEIGHTS]), "to wake")
             self._given_away.remove(_WEIGHTS)
 
-    async def load_weights(self, blocks: Sequence[WeightBlock]) -> None:
+    async def load_weights(self, blocks: Sequence[WeightBlock], *, adapter: AdapterSpec | None = None) -> None:
         """vLLM loads them layer by layer, as if from a checkpoint. An error of a worker is raised as vLLM tells it."""
         if not self._paused:
             raise VllmError("weights are loaded while an engine is paused")
-        self._updating = True
+        if adapter is not None:
+            raise WeightSyncError("an engine that was started without room for an adapter is sent one")
+        self._updating = self._needs_base = True
         messages = [message_of(block) for block in blocks]
         await self.ask(self.llm.collective_rpc("take_blocks", args=(messages,)), "to take weights")
         self._weightless = False
