@@ -119,6 +119,13 @@ class AlgoSection:
         Literal["token", "sequence", "constant"] | None,
         Flag("mean of the loss over tokens, over sequences, or sum over a constant; unset: the policy loss's own"),
     ] = None
+    router_replay: Annotated[
+        bool | None,
+        Flag(
+            "of a mixture of experts: each token is trained through the experts that the engine chose for it; unset: "
+            "where the engine tells them"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from openrlhf.config.rules import required
 from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
+from openrlhf.models.routes import route_shape
 from openrlhf.models.value import ValueModel
 from openrlhf.observability.usage import GIB
 from openrlhf.rollout.base import ControlledEngine
@@ -70,6 +71,18 @@ def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, 
         max_images=config.data.max_images_per_prompt,
         keep_image_features=config.actor.freeze_visual_encoder,
     )
+
+
+def wants_routes(config: RLConfig, model_config: Any) -> bool:
+    """Whether engines are to tell which experts they chose. `model_config`: the policy's Hugging Face configuration.
+
+    Raises ConfigError where the flag asks for it and the model has no experts.
+    """
+    asked, experts = config.algo.router_replay, route_shape(model_config) is not None
+    if asked and not experts:
+        name = model_config.get_text_config().model_type
+        raise ConfigError(f"--algo.router_replay: {name} is no mixture of experts; leave the flag out")
+    return experts and asked is not False
 
 
 def transport(config: RLConfig, device: torch.device) -> str:

@@ -63,6 +63,7 @@ ADDED = {
     ("reward.api_key", "str", None): ("train_ppo_ray",),
     ("algo.advantage.turns", "str outcome/to_go/step", None): ("train_ppo_ray",),
     ("algo.loss_agg", "str token/sequence/constant", None): ("train_ppo_ray",),
+    ("algo.router_replay", "switch", None): ("train_ppo_ray",),
     ("eval.at_start", "switch", False): ("train_ppo_ray",),
     ("logger.rollouts", "int", 4): ("train_ppo_ray",),
     ("data.trust_remote_code", "switch", False): TRAINERS,

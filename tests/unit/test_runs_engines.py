@@ -3,8 +3,9 @@
 import pytest
 import torch
 from small_rl import make_models
+from transformers import Qwen2Config, Qwen3MoeConfig
 
-from openrlhf.config import parse
+from openrlhf.config import ConfigError, parse
 from openrlhf.observability.usage import GIB
 from openrlhf.runs.engines import (
     TrainedShape,
@@ -14,6 +15,7 @@ from openrlhf.runs.engines import (
     places,
     training_bytes,
     transport,
+    wants_routes,
 )
 
 SHAPE = TrainedShape(parameters=1000, layers=3, hidden=10, intermediate=20, element_bytes=2, checkpointing=False)
@@ -109,3 +111,19 @@ def test_the_memory_of_an_engine_follows_from_flags_and_models(monkeypatch, aske
     found = engine_memory(config, make_models(), torch.device("cuda"))
     assert found.share == pytest.approx(share, abs=1e-6)
     assert found.sleeps is sleeps
+
+
+@pytest.mark.parametrize(
+    ("flags", "mixture", "dense"), [([], True, False), (["--algo.router_replay", "false"], False, False)]
+)
+def test_engines_of_mixtures_tell_their_routes(flags, mixture, dense):
+    config = parse("train_ppo_ray", flags)
+    assert wants_routes(config, Qwen3MoeConfig()) is mixture
+    assert wants_routes(config, Qwen2Config()) is dense
+
+
+def test_routes_of_a_model_without_experts_cannot_be_replayed():
+    config = parse("train_ppo_ray", ["--algo.router_replay", "true"])
+    assert wants_routes(config, Qwen3MoeConfig())
+    with pytest.raises(ConfigError, match=r"--algo.router_replay: qwen2 is no mixture of experts"):
+        wants_routes(config, Qwen2Config())
