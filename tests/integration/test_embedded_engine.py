@@ -27,7 +27,7 @@ from transformers import (
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.packed import PackedAttention
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.rollout.embedded.kv_store import BLOCK, KeptHistories, KVStore, LayerShape, StoredHistory
+from openrlhf.rollout.embedded.kv_store import BLOCK, KeptHistories, KVStore, LayerShape, RouteShape, StoredHistory
 from openrlhf.rollout.generated_text import GrowingText, StopStrings, decode, eos_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams
 
@@ -809,14 +809,20 @@ def test_a_rotary_embedding_that_depends_on_the_batch_is_refused():
 def test_the_store_keeps_every_history_whatever_moves(operations):
     """Rows come, fork, leave in pairs and outgrow pools of 64, 128 and 256; what each has stored stays readable."""
     store = KVStore(
-        {0: LayerShape(1, 1, 1)}, max_rows=12, max_length=256, dtype=torch.float32, device=torch.device("cpu")
+        {0: LayerShape(1, 1, 1)},
+        max_rows=12,
+        max_length=256,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        routes=RouteShape(layers=1, experts=2**15, per_token=1),
     )
     histories: dict[int, list[float]] = {}
     numbers = iter(range(1, 10**6))
 
     def write(row: int, position: int, number: float) -> None:
         pool, slot = store.slot(row)
-        pool.keys[0][slot, 0, position, 0] = pool.values[0][slot, 0, position, 0] = number
+        for cache in (pool.keys[0], pool.values[0], pool.routes[0]):
+            cache[slot, 0, position, 0] = number
 
     for operation, choice in operations:
         free = [row for row in range(12) if row not in histories]
@@ -851,6 +857,7 @@ def test_the_store_keeps_every_history_whatever_moves(operations):
             assert len(history) <= pool.capacity
             assert pool.keys[0][slot, 0, : len(history), 0].tolist() == history
             assert pool.values[0][slot, 0, : len(history), 0].tolist() == history
+        assert [routes.ravel().tolist() for routes in store.routes(list(histories))] == list(histories.values())
     assert sum(len(pool.rows) for pool in store.pools) == len(histories)
 
 
@@ -866,7 +873,7 @@ def test_kept_histories_are_found_by_their_longest_common_beginning(sequences, b
     for token_ids in sequences:
         before = {history.tokens for history in kept._histories.values()}
         if kept.make_room(token_ids, len(token_ids), budget=budget):
-            kept.add(StoredHistory(token_ids, {}, {}, len(token_ids)))
+            kept.add(StoredHistory(token_ids, (), len(token_ids)))
         present = {history.tokens for history in kept._histories.values()}
         assert kept.num_bytes == sum(map(len, present)) <= budget
         dropped |= any(not any(p[: len(b)] == b for p in present) for b in before)
@@ -884,7 +891,7 @@ def test_a_wanted_history_is_not_dropped_for_another():
     kept = KeptHistories()
     for first in (1, 2):
         assert kept.make_room((first,) * 10, 10, budget=25)
-        kept.add(StoredHistory((first,) * 10, {}, {}, 10))
+        kept.add(StoredHistory((first,) * 10, (), 10))
     oldest = kept.find((1,) * 10).number
     kept.find((2,) * 10)
     assert not kept.make_room((3,) * 20, 20, budget=25, wanted={oldest})

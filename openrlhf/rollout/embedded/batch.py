@@ -225,6 +225,7 @@ class StreamedParts:
             finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
             text=whole.text[self._shown :],
+            routes=whole.routes,
         )
 
     def _show(self, token_ids: list[int]) -> str:

@@ -8,12 +8,13 @@ pool of the store. New prompts attend to themselves, causally, as in a training 
 attend to that beginning and to themselves.
 
 Shapes: T stream tokens, n rows of a pool, H key-value heads, G query heads per key-value head, D head
-dimension, L the longest history of the pool, E the most new tokens of a row, R sequences, V vocabulary.
+dimension, L the longest history of the pool, E the most new tokens of a row, R sequences, V vocabulary. Of a mixture: M
+decoder layers, K experts of a token, F = M·K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from openrlhf.models.packed import PackedAttention
 from openrlhf.rollout.embedded.images import ImageReader
 from openrlhf.rollout.embedded.kv_store import KnownPrefix, KVStore, LayerShape, SlotPool, Tokens
+from openrlhf.rollout.embedded.routes import RouteReader
 from openrlhf.types import PackedImages, PlacedImage
 
 _MAX_SCORES = 2**24
@@ -107,15 +109,22 @@ class Decoder(Protocol):
         """Forget everything and give the memory back."""
         ...
 
+    def routes(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """[tokens, M, K] of each row: the experts of the tokens that it was fed. Only of a decoder that reads them."""
+        ...
+
 
 class PackedDecoder:
     """`Decoder` for models whose attention implementation is `openrlhf.models.attention.ATTENTION`."""
 
-    def __init__(self, model: Any, store: KVStore, images: ImageReader | None = None) -> None:
-        """`images`: None for a model of text."""
+    def __init__(
+        self, model: Any, store: KVStore, images: ImageReader | None = None, routes: RouteReader | None = None
+    ) -> None:
+        """`images`: None for a model of text. `routes`: None: experts are not read, and not stored."""
         self.model = model
         self.store = store
         self._images = images
+        self._routes = routes
         self._shifts = np.zeros(store.max_rows, np.int64)
         """By row, see `Prefill.shift`."""
 
@@ -184,6 +193,9 @@ class PackedDecoder:
         if self._images is not None:
             self._images.clear()
 
+    def routes(self, rows: Sequence[int]) -> list[np.ndarray]:
+        return self.store.routes(rows)
+
     def _forward_or_make_room(self, inputs: dict[str, Any]) -> Tensor:
         """Run the forward; if memory runs out, drop what is kept of finished requests and run it again.
 
@@ -199,7 +211,15 @@ class PackedDecoder:
             self._images.clear()
         return self._forward(**inputs)
 
-    def _forward(
+    def _forward(self, *, plan: DecodePlan, **inputs: Any) -> Tensor:
+        if self._routes is None:
+            return self._logits(plan=plan, **inputs)
+        with self._routes.reading():
+            logits = self._logits(plan=plan, **inputs)
+        plan.store_routes(self._routes.take())
+        return logits
+
+    def _logits(
         self,
         *,
         token_ids: np.ndarray,
@@ -305,7 +325,8 @@ class DecodePlan:
         ]
         if self._packed is not None:
             part = slice(self._prompt_start, self._prompt_end)
-            self._store_prompts(layer, k_THD[part], v_THD[part])
+            self._store_prompts(lambda pool: pool.keys[layer], k_THD[part])
+            self._store_prompts(lambda pool: pool.values[layer], v_THD[part])
             prompts = self._packed(
                 module,
                 query[:, :, part],
@@ -321,14 +342,22 @@ class DecodePlan:
         ]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
-    def _store_prompts(self, layer: int, k_THD: Tensor, v_THD: Tensor) -> None:
+    def store_routes(self, routes_TF: Tensor) -> None:
+        """Store the experts of the step's tokens with their keys and values."""
+        routes_T1F = routes_TF.unsqueeze(1)
+        parts: list[_PoolPart | _ExtensionPart] = [*self._parts, *self._extensions]
+        for part in parts:
+            part.store(part.pool.routes[0], routes_T1F)
+        if self._packed is not None:
+            self._store_prompts(lambda pool: pool.routes[0], routes_T1F[self._prompt_start : self._prompt_end])
+
+    def _store_prompts(self, cache: Callable[[SlotPool], Tensor], new_THD: Tensor) -> None:
         start = 0
         for pool, slot, count, length in self._prompt_slots:
             end = start + count * length
-            for cache, new_THD in ((pool.keys, k_THD), (pool.values, v_THD)):
-                cache[layer][slot : slot + count, :, :length] = (
-                    new_THD[start:end].unflatten(0, (count, length)).transpose(1, 2)
-                )
+            cache(pool)[slot : slot + count, :, :length] = (
+                new_THD[start:end].unflatten(0, (count, length)).transpose(1, 2)
+            )
             start = end
 
 
@@ -336,7 +365,7 @@ class _PoolPart:
     """The decoding rows of one pool: stream tokens start … start+n-1 are slots 0 … n-1."""
 
     def __init__(self, pool: SlotPool, lengths: np.ndarray, *, start: int, device: torch.device) -> None:
-        self._pool = pool
+        self.pool = pool
         self._stream = slice(start, start + len(lengths))
         self._slots = torch.arange(len(lengths), device=device)
         self._positions = torch.from_numpy(lengths).to(device)
@@ -351,9 +380,9 @@ class _PoolPart:
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
         """Store the key and value of each row's token, then attend to the row's whole history → [n, Hq, D]."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        keys[self._slots, :, self._positions] = k_THD[self._stream]
-        values[self._slots, :, self._positions] = v_THD[self._stream]
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        self.store(keys, k_THD)
+        self.store(values, v_THD)
         n, L, H = len(self._slots), self._longest, keys.shape[1]
         # The G query heads that share a key-value head are passed as G queries: SDPA then reads the keys once, not G
         # times. There is one query per row, so the query dimension is free for this.
@@ -362,6 +391,10 @@ class _PoolPart:
             q_nHGD, keys[:n, :, :L], values[:n, :, :L], attn_mask=self._mask(window, q_THD.dtype), scale=scaling
         )
         return out_nHGD.flatten(1, 2)
+
+    def store(self, cache: Tensor, new_THD: Tensor) -> None:
+        """Write what is new of each row's token into a tensor of its pool."""
+        cache[self._slots, :, self._positions] = new_THD[self._stream]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """[n, 1, 1, L]: 0 where a row may attend, -inf elsewhere; None where every row may attend everywhere."""
@@ -401,7 +434,7 @@ class _ExtensionPart:
     """Prompts with a known beginning, in adjacent slots of one pool. Their new tokens are padded to E each."""
 
     def __init__(self, store: KVStore, prefills: Sequence[Prefill], *, start: int) -> None:
-        self._pool, self._first = store.slot(prefills[0].row)
+        self.pool, self._first = store.slot(prefills[0].row)
         new = np.array([len(prefill.token_ids) for prefill in prefills])
         before = np.array([prefill.before for prefill in prefills])
         row = np.repeat(np.arange(len(new)), new)
@@ -413,16 +446,16 @@ class _ExtensionPart:
         self._shape = len(new), int(new.max())
         longest = int((before + new).max())
         # As for decoding rows: CUDA's masked attention wants aligned masks.
-        self._longest = min(self._pool.capacity, -(-longest // 16) * 16) if store.device.type == "cuda" else longest
+        self._longest = min(self.pool.capacity, -(-longest // 16) * 16) if store.device.type == "cuda" else longest
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None
     ) -> Tensor:
         """Store the new keys and values, then let each token attend to all before it → [tokens of this part, Hq, D]."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        keys[self._slots, :, self._positions] = k_THD[self._stream]
-        values[self._slots, :, self._positions] = v_THD[self._stream]
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        self.store(keys, k_THD)
+        self.store(values, v_THD)
         (n, E), L, H = self._shape, self._longest, keys.shape[1]
         q_nEHD = q_THD.new_zeros(n, E, *q_THD.shape[1:])
         q_nEHD[self._row, self._offset] = q_THD[self._stream]
@@ -437,6 +470,10 @@ class _ExtensionPart:
             scale=scaling,
         ).unflatten(2, (G, E))
         return out_nHGED[self._row, :, :, self._offset].flatten(1, 2)
+
+    def store(self, cache: Tensor, new_THD: Tensor) -> None:
+        """Write what is new of each row's tokens into a tensor of their pool."""
+        cache[self._slots, :, self._positions] = new_THD[self._stream]
 
     def _mask(self, window: int | None, dtype: torch.dtype, *, repeat: int) -> Tensor:
         """[n, 1, G·E, L]: 0 where a token may attend, -inf elsewhere."""
@@ -457,7 +494,14 @@ _LOW_PRECISION_TOLERANCE = 5e-2
 _ADVICE = "load it with its native attention instead: it then decodes one request at a time"
 
 
-def packed_decoder(model: Any, *, max_rows: int, max_length: int, images: ImageReader | None = None) -> PackedDecoder:
+def packed_decoder(
+    model: Any,
+    *,
+    max_rows: int,
+    max_length: int,
+    images: ImageReader | None = None,
+    routes: RouteReader | None = None,
+) -> PackedDecoder:
     """A decoder for `model`, after a check: two short sequences must get the same logits by steps as in one forward.
 
     Raises ValueError, naming the model, where they do not (for example, where layers have a state of their own).
@@ -497,7 +541,8 @@ def packed_decoder(model: Any, *, max_rows: int, max_length: int, images: ImageR
             f"the embedded engine cannot batch {name}: decoded step by step its logits differ by {error:.1e} from one "
             f"forward over the whole sequence; {_ADVICE}"
         )
-    return PackedDecoder(model, store(max_rows=max_rows, max_length=max_length), images)
+    shape = None if routes is None else routes.shape
+    return PackedDecoder(model, store(max_rows=max_rows, max_length=max_length, routes=shape), images, routes)
 
 
 class _Recorder:

@@ -36,6 +36,7 @@ from openrlhf.rollout.embedded.decoder import Decoder, Prefill, packed_decoder
 from openrlhf.rollout.embedded.fallback import CachedDecoder
 from openrlhf.rollout.embedded.images import ImageReader
 from openrlhf.rollout.embedded.kv_store import KnownPrefix, Tokens, comparable
+from openrlhf.rollout.embedded.routes import RouteReader
 from openrlhf.rollout.embedded.sampler import sample
 from openrlhf.rollout.generated_text import StopStrings, eos_token_ids, finished_text
 from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
@@ -76,6 +77,7 @@ class EmbeddedEngine:
         reuse_prefixes: bool = True,
         max_feature_bytes: int = 2**29,
         frozen_tower: bool = False,
+        return_routes: bool = False,
         seed: int = 0,
     ) -> None:
         """
@@ -90,6 +92,8 @@ class EmbeddedEngine:
             max_feature_bytes: most memory of features of images that are kept for prompts that show them again. The
                 least recently used ones go first. The images of one step come on top.
             frozen_tower: whether a change of the weights leaves the vision tower as it is, and with it the features.
+            return_routes: whether generations say which experts computed their tokens (`Generation.routes`). A model
+                without experts is refused.
             seed: randomness of requests that bring no seed; theirs follow from it and the order of the calls.
         """
         for name, value in (
@@ -132,11 +136,15 @@ class EmbeddedEngine:
             if reads_images(self._body)
             else None
         )
+        self._return_routes = return_routes
+        routes = RouteReader(model) if return_routes else None
         with torch.no_grad(), _evaluating(model):
             self._decoder: Decoder = (
-                packed_decoder(model, max_rows=max_batch_size, max_length=max_model_len, images=self._images)
+                packed_decoder(
+                    model, max_rows=max_batch_size, max_length=max_model_len, images=self._images, routes=routes
+                )
                 if self.packed
-                else CachedDecoder(model, self._images)
+                else CachedDecoder(model, self._images, routes)
             )
 
     @property
@@ -433,6 +441,8 @@ class EmbeddedEngine:
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason) -> None:
         sampled = [self._batch.sampled(request.running_row) for request in requests]
+        if self._return_routes:
+            sampled = self._with_routes(requests, sampled)
         if self._reuse_prefixes and reason is not FinishReason.ABORT:
             # The last token was sampled but never fed. Requests that saw two versions of the weights are mixtures.
             self._decoder.keep(
@@ -446,6 +456,15 @@ class EmbeddedEngine:
         self._free(requests)
         for request, tokens in zip(requests, sampled, strict=True):
             self._resolve(request, tokens, reason)
+
+    def _with_routes(self, requests: Sequence[Request], sampled: Sequence[Generation]) -> list[Generation]:
+        """A request that ends before new weights have read it again has none: nothing of it is stored."""
+        stored = [request.running_row for request in requests if request.row not in self._stale]
+        routes = dict(zip(stored, self._decoder.routes(stored), strict=True))
+        return [
+            dataclasses.replace(tokens, routes=routes.get(request.running_row))
+            for request, tokens in zip(requests, sampled, strict=True)
+        ]
 
     def _resolve(self, request: Request, sampled: Generation, reason: FinishReason) -> None:
         if request.future.done():

@@ -12,20 +12,24 @@ from torch import Tensor
 from openrlhf.rollout.embedded.decoder import Prefill, StepLogits
 from openrlhf.rollout.embedded.images import ImageReader
 from openrlhf.rollout.embedded.kv_store import Tokens
+from openrlhf.rollout.embedded.routes import RouteReader
 from openrlhf.types import PackedImages, PlacedImage
 
 
 class CachedDecoder:
     """`Decoder` for models that no attention plan can express (soft-cap, sinks, state-space layers)."""
 
-    def __init__(self, model: Any, images: ImageReader | None = None) -> None:
-        """`images`: None for a model of text."""
+    def __init__(self, model: Any, images: ImageReader | None = None, routes: RouteReader | None = None) -> None:
+        """`images`: None for a model of text. `routes`: None: experts are not read."""
         self.model = model
         self._images = images
+        self._routes = routes
         self._device = next(model.parameters()).device
         self._caches: dict[int, Any] = {}
         self._next: dict[int, int] = {}
         """By row: the position of its next token."""
+        self._chosen: dict[int, list[Tensor]] = {}
+        """By row: the experts of its tokens, [P, M·K] of each forward."""
 
     def step(self, last_tokens: np.ndarray, prefills: Sequence[Prefill]) -> StepLogits:
         rows = list(self._caches)
@@ -43,6 +47,7 @@ class CachedDecoder:
     def remove(self, rows: Sequence[int]) -> None:
         for row in rows:
             del self._caches[row], self._next[row]
+            self._chosen.pop(row, None)
 
     def keep(self, histories: Mapping[int, Tokens], *, wanted: Container[int]) -> None:
         """Keeps nothing: a cache that may hold a recurrent state cannot be cut back to a common beginning."""
@@ -58,13 +63,27 @@ class CachedDecoder:
     def clear(self) -> None:
         self._caches.clear()
         self._next.clear()
+        self._chosen.clear()
         if self._images is not None:
             self._images.clear()
+
+    def routes(self, rows: Sequence[int]) -> list[np.ndarray]:
+        assert self._routes is not None, "a decoder that reads no routes is not asked for them"
+        shape = self._routes.shape.layers, self._routes.shape.per_token
+        return [torch.cat(self._chosen[row]).cpu().numpy().reshape(-1, *shape) for row in rows]
 
     def _forward(
         self, row: int, token_ids: np.ndarray, positions: np.ndarray, images: Sequence[PlacedImage] = ()
     ) -> Tensor:
         """The logits [V] after the row's new tokens, whose positions are [P] or [R, P]."""
+        if self._routes is None:
+            return self._logits(row, token_ids, positions, images)
+        with self._routes.reading():
+            logits = self._logits(row, token_ids, positions, images)
+        self._chosen.setdefault(row, []).append(self._routes.take())
+        return logits
+
+    def _logits(self, row: int, token_ids: np.ndarray, positions: np.ndarray, images: Sequence[PlacedImage]) -> Tensor:
         token_ids_T = torch.from_numpy(token_ids).to(self._device)
         arguments: dict[str, Any] = {
             "position_ids": torch.from_numpy(positions).to(self._device).unsqueeze(-2),

@@ -5,6 +5,9 @@ slot, slots 0 … n-1 in use without holes. Attention runs pool by pool over con
 row of the pool, so a long row does not slow the short ones down and no row wastes more than half its slot.
 A row that outgrows its slot moves to the next pool; when one leaves, the last row of the pool takes its slot.
 
+Of a mixture the experts of every token can be stored with its keys and values (`RouteShape`). They go wherever those
+go: to siblings, into kept histories and out of them.
+
 The keys and values of finished rows can be kept beside the pools (`KeptHistories`), in at most as much memory, because
 the next turn of an episode begins with all that the episode has read and written so far. They are dropped first when
 memory is short.
@@ -17,14 +20,15 @@ Two images of one size have the same token ids. Histories and prompts are theref
 first token of each image is the image's digest. Equal digests mean equal tokens, so what two sequences have in common
 never ends inside an image that both of them have whole.
 
-Shapes: S slots, H key-value heads, C capacity, D head dimension, L tokens of a history.
+Shapes: S slots, H key-value heads, C capacity, D head dimension, L tokens of a history. Of routes: M decoder layers, K
+experts of a token.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,18 +61,41 @@ class LayerShape(NamedTuple):
     value_dim: int
 
 
+class RouteShape(NamedTuple):
+    """The figures of a mixture's routes."""
+
+    layers: int
+    """M: all decoder layers; those without experts have zeros."""
+    experts: int
+    """Of a layer."""
+    per_token: int
+    """K"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest that holds every expert's number."""
+        return torch.uint8 if self.experts <= 256 else torch.int16
+
+
 @dataclass(slots=True)
 class SlotPool:
     """Slots of one capacity."""
 
     capacity: int
-    keys: dict[int, Tensor]
+    keys: dict[int, Tensor] = field(default_factory=dict)
     """[S, H, C, D] by layer index."""
-    values: dict[int, Tensor]
-    rows: list[int]
+    values: dict[int, Tensor] = field(default_factory=dict)
+    routes: dict[int, Tensor] = field(default_factory=dict)
+    """[S, 1, C, M·K] under 0, if routes are stored. Shaped like the keys of one head: the same code moves both."""
+    rows: list[int] = field(default_factory=list)
     """The row in slot i."""
     slots: int = 0
     """S: the number of slots that are allocated."""
+
+    @property
+    def caches(self) -> tuple[dict[int, Tensor], ...]:
+        """All that is stored of a token: tensors whose dimensions 0 and 2 are the slot and the place in it."""
+        return self.keys, self.values, self.routes
 
 
 class KVStore:
@@ -82,8 +109,11 @@ class KVStore:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        routes: RouteShape | None = None,
     ) -> None:
+        """`routes`: None: no experts are stored."""
         self.layers = layers
+        self.route_shape = routes
         self.max_rows = max_rows
         self.dtype = dtype
         self.device = device
@@ -93,14 +123,17 @@ class KVStore:
         while capacities[-1] < max_length:
             capacities.append(capacities[-1] * 2)
         capacities[-1] = min(capacities[-1], max(max_length, MIN_CAPACITY))
-        self.pools = [SlotPool(capacity, {}, {}, []) for capacity in capacities]
+        self.pools = [SlotPool(capacity) for capacity in capacities]
         self._pool_of: dict[int, int] = {}
         self._slot_of: dict[int, int] = {}
         self.kept = KeptHistories()
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(s.heads * (s.key_dim + s.value_dim) for s in self.layers.values()) * self.dtype.itemsize
+        keys_and_values = sum(s.heads * (s.key_dim + s.value_dim) for s in self.layers.values()) * self.dtype.itemsize
+        if (routes := self.route_shape) is None:
+            return keys_and_values
+        return keys_and_values + routes.layers * routes.per_token * routes.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -143,9 +176,9 @@ class KVStore:
         """Copy the first `length` tokens of `source` to `targets` (in adjacent slots, without tokens yet)."""
         pool, slot = self.slot(source)
         target_pool, first = self.slot(targets[0])
-        for caches in ((pool.keys, target_pool.keys), (pool.values, target_pool.values)):
-            for layer, tensor in caches[0].items():
-                caches[1][layer][first : first + len(targets), :, :length] = tensor[slot, :, :length]
+        for here, there in zip(pool.caches, target_pool.caches, strict=True):
+            for layer, tensor in here.items():
+                there[layer][first : first + len(targets), :, :length] = tensor[slot, :, :length]
 
     def keep(self, histories: Mapping[int, Tokens], *, wanted: Container[int] = ()) -> None:
         """Keep the keys and values of these rows under their tokens, as far as memory and `wanted` histories allow."""
@@ -159,22 +192,36 @@ class KVStore:
                 continue
             pool, slot = self.slot(row)
             try:
-                keys, values = (
+                caches = tuple(
                     {layer: cache[slot, :, : len(tokens)].clone() for layer, cache in caches.items()}
-                    for caches in (pool.keys, pool.values)
+                    for caches in pool.caches
                 )
             except RuntimeError:  # out of memory after all; keeping histories only saves time, so this is no error
                 self.kept.clear()
                 return
-            self.kept.add(StoredHistory(tokens, keys, values, num_bytes))
+            self.kept.add(StoredHistory(tokens, caches, num_bytes))
             spare -= num_bytes
 
     def restore(self, known: KnownPrefix, row: int) -> None:
         """Copy the known beginning of a history into `row`, which has a slot already."""
         pool, slot = self.slot(row)
-        for caches in ((known.history.keys, pool.keys), (known.history.values, pool.values)):
-            for layer, tensor in caches[0].items():
-                caches[1][layer][slot, :, : known.length] = tensor[:, : known.length]
+        for kept, cache in zip(known.history.caches, pool.caches, strict=True):
+            for layer, tensor in kept.items():
+                cache[layer][slot, :, : known.length] = tensor[:, : known.length]
+
+    def routes(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """[L, M, K] of each row: the experts of its tokens. One copy to the host for all of them."""
+        assert self.route_shape is not None, "a store without routes is not asked for them"
+        found = []
+        for row in rows:
+            pool, slot = self.slot(row)
+            found.append(pool.routes[0][slot, 0, : self.lengths[row]])
+        if not found:
+            return []
+        together = torch.cat(found).cpu().numpy().reshape(-1, self.route_shape.layers, self.route_shape.per_token)
+        parts = np.split(together, np.cumsum([len(part) for part in found])[:-1])
+        # A part of an array would keep the memory of the whole.
+        return [together] if len(parts) == 1 else [part.copy() for part in parts]
 
     def make_room(self) -> None:
         """Move every row whose slot is full to the next pool. Afterwards each row can take one more token."""
@@ -205,10 +252,10 @@ class KVStore:
             pairs = [(int(a), int(b)) for a, b in zip(slots, targets, strict=True)]
         else:
             pairs = [(torch.tensor(slots, device=self.device), torch.tensor(targets, device=self.device))]
-        for caches in ((source.keys, target.keys), (source.values, target.values)):
-            for layer, tensor in caches[0].items():
+        for here, there in zip(source.caches, target.caches, strict=True):
+            for layer, tensor in here.items():
                 for a, b in pairs:
-                    caches[1][layer][b, :, :length] = tensor[a, :, :length]
+                    there[layer][b, :, :length] = tensor[a, :, :length]
 
     def clear(self) -> None:
         """Forget every row and every kept history, and give the memory back."""
@@ -216,7 +263,7 @@ class KVStore:
         self._pool_of.clear()
         self._slot_of.clear()
         for pool in self.pools:
-            pool.keys, pool.values, pool.rows, pool.slots = {}, {}, [], 0
+            pool.keys, pool.values, pool.routes, pool.rows, pool.slots = {}, {}, {}, [], 0
 
     def pool_index(self, length: int) -> int:
         """The pool in which a row of `length` tokens and one more is placed."""
@@ -246,13 +293,27 @@ class KVStore:
 
     def _allocate(self, pool: SlotPool, slots: int) -> None:
         for layer, shape in self.layers.items():
-            for cache, dim in ((pool.keys, shape.key_dim), (pool.values, shape.value_dim)):
-                # Zeros, not empty: masked positions still meet the softmax's zeros, and 0 · NaN is NaN.
-                grown = torch.zeros((slots, shape.heads, pool.capacity, dim), dtype=self.dtype, device=self.device)
-                if pool.slots:
-                    grown[: pool.slots] = cache[layer][: pool.slots]
-                cache[layer] = grown
+            self._grow(pool, pool.keys, layer, slots, (shape.heads, shape.key_dim), self.dtype)
+            self._grow(pool, pool.values, layer, slots, (shape.heads, shape.value_dim), self.dtype)
+        if (routes := self.route_shape) is not None:
+            self._grow(pool, pool.routes, 0, slots, (1, routes.layers * routes.per_token), routes.dtype)
         pool.slots = slots
+
+    def _grow(
+        self,
+        pool: SlotPool,
+        cache: dict[int, Tensor],
+        layer: int,
+        slots: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """`shape`: heads and dimension."""
+        # Zeros, not empty: masked positions still meet the softmax's zeros, and 0 · NaN is NaN.
+        grown = torch.zeros((slots, shape[0], pool.capacity, shape[1]), dtype=dtype, device=self.device)
+        if pool.slots:
+            grown[: pool.slots] = cache[layer][: pool.slots]
+        cache[layer] = grown
 
     def _does_not_fit(self, wanted: int, slots: int, capacity: int, why: str) -> str:
         return (
@@ -292,9 +353,8 @@ class StoredHistory:
     """Tokens, and their keys and values in all layers."""
 
     tokens: Tokens
-    keys: dict[int, Tensor]
-    """[H, L, D] by layer index."""
-    values: dict[int, Tensor]
+    caches: tuple[dict[int, Tensor], ...]
+    """[H, L, D] by layer index: those of `SlotPool.caches`, of these tokens."""
     num_bytes: int
 
 

@@ -1,0 +1,70 @@
+"""The experts that a mixture's routers choose in a forward of the engine, read where they are chosen.
+
+Shapes: T tokens of a forward, M decoder layers, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.models.body import decoder_layers
+from openrlhf.rollout.embedded.kv_store import RouteShape
+
+
+class RouteReader:
+    """Reads along with the routers of one model. A training forward of the same model is not read."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises ValueError for a model without routers."""
+        self._routers = _routers(model)
+        if not self._routers:
+            raise ValueError(f"{type(model).__name__} has no routers whose choice of experts can be read")
+        self.shape = RouteShape(
+            layers=model.config.get_text_config().num_hidden_layers,
+            experts=max(router.num_experts for _, router in self._routers),
+            per_token=max(router.top_k for _, router in self._routers),
+        )
+        self._chosen: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """One forward."""
+        self._chosen.clear()
+        hooks = [router.register_forward_hook(self._note(layer)) for layer, router in self._routers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def take(self) -> Tensor:
+        """[T, M·K]: the experts of the tokens of the last forward, on the device where they were chosen."""
+        some = next(iter(self._chosen.values()))
+        routes_TMK = torch.zeros(
+            (len(some), self.shape.layers, self.shape.per_token), dtype=self.shape.dtype, device=some.device
+        )
+        for layer, chosen_TK in self._chosen.items():
+            routes_TMK[:, layer, : chosen_TK.shape[1]] = chosen_TK
+        self._chosen.clear()
+        return routes_TMK.flatten(1)
+
+    def _note(self, layer: int) -> Any:
+        def note(router: Any, arguments: Any, output: tuple[Tensor, ...]) -> None:
+            # Routers return logits, weights and indices, not all of them in this order.
+            self._chosen[layer] = next(x for x in output if not x.is_floating_point()).flatten(0, -2)
+
+        return note
+
+
+def _routers(model: Any) -> list[tuple[int, Any]]:
+    return [
+        (layer, module)
+        for layer, block in enumerate(decoder_layers(model) or ())
+        for module in block.modules()
+        if hasattr(module, "top_k") and hasattr(module, "num_experts") and hasattr(module, "weight")
+    ]
