@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,11 +23,22 @@ GATHERED_BYTES = 256 * 2**20
 """The most bytes of parameters that are gathered at a time, where ranks share parameters out."""
 
 
+Wanted = Callable[[str], bool]
+"""Of a weight's name in the module: whether it is asked for."""
+
+
+def everything(name: str) -> bool:
+    return True
+
+
 class Weights(Protocol):
     """Weights that can be had whole, wherever they lie."""
 
-    def whole_weights(self, *, max_bytes: int = GATHERED_BYTES) -> Iterator[tuple[str, Tensor]]:
+    def whole_weights(
+        self, *, max_bytes: int = GATHERED_BYTES, only: Wanted = everything
+    ) -> Iterator[tuple[str, Tensor]]:
         """The live weights by their names in the module, in its dtypes: each parameter once, then what it saves beside.
+        `only`: of these names; the others are not gathered.
 
         Collective: every rank iterates to the end, and sees the same names in the same order. On each a tensor is
         whole; where ranks share parameters out, at most `max_bytes` of them are at a time (but one always is), so
@@ -208,10 +219,13 @@ class ModuleWeights:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def whole_weights(self, *, max_bytes: int = GATHERED_BYTES) -> Iterator[tuple[str, Tensor]]:
+    def whole_weights(
+        self, *, max_bytes: int = GATHERED_BYTES, only: Wanted = everything
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():
-            yield name, parameter.detach()
-        yield from saved_buffers(self._module)
+            if only(name):
+                yield name, parameter.detach()
+        yield from ((name, buffer) for name, buffer in saved_buffers(self._module) if only(name))
 
     def weights_not_finite(self) -> list[str]:
         return not_finite(dict(self._module.named_parameters()))

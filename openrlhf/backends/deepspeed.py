@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from openrlhf.backends.base import GATHERED_BYTES, meta_tensor, saved_buffers, whole_shape
+from openrlhf.backends.base import GATHERED_BYTES, Wanted, everything, meta_tensor, saved_buffers, whole_shape
 from openrlhf.backends.offload import Parking
 from openrlhf.backends.optimizer import (
     GOOD_STEPS_BEFORE_GROWTH,
@@ -364,13 +364,16 @@ class DeepSpeedBackend:
                 weights[name] = tensor.to("cpu", copy=True)
         yield weights
 
-    def whole_weights(self, *, max_bytes: int = GATHERED_BYTES) -> Iterator[tuple[str, Tensor]]:
-        for group in _together(self._module.named_parameters(), max_bytes=max_bytes):
+    def whole_weights(
+        self, *, max_bytes: int = GATHERED_BYTES, only: Wanted = everything
+    ) -> Iterator[tuple[str, Tensor]]:
+        wanted = ((name, parameter) for name, parameter in self._module.named_parameters() if only(name))
+        for group in _together(wanted, max_bytes=max_bytes):
             with _gathered([parameter for _, parameter in group]):
                 for name, parameter in group:
                     yield name, self._join(name, parameter.detach())
             waits.mark_progress()
-        yield from saved_buffers(self._module)
+        yield from ((name, buffer) for name, buffer in saved_buffers(self._module) if only(name))
 
     def weight_shapes(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():

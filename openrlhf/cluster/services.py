@@ -18,6 +18,7 @@ from openrlhf.learners.scorer import Scorer
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rewards.batching import Forward, Item
 from openrlhf.types import PlacedImage, TrainingBatch
+from openrlhf.weight_sync.base import Pushed
 from openrlhf.weight_sync.probe import Probe
 
 
@@ -49,7 +50,7 @@ class Sleeper(Protocol):
 class Sent(NamedTuple):
     """The result of sending weights to engines."""
 
-    buckets: int
+    pushed: Pushed
     version: int
     """The number of rounds that the weights were trained for."""
     probed: list[float]
@@ -59,8 +60,8 @@ class Sent(NamedTuple):
 class SentWeights(Protocol):
     """A rank's part in sending the policy's weights. Methods are collective."""
 
-    def send(self, engines: EngineHandles) -> int:
-        """Send all weights to these engines. Returns the number of blocks."""
+    def send(self, engines: EngineHandles, *, needs_base: bool) -> Pushed:
+        """Send the weights to these engines (`PolicyWeights.send`)."""
         ...
 
     def probe(self, probe: Probe) -> list[float]:
@@ -143,9 +144,9 @@ class PolicyService(RankService):
     def update(self) -> Metrics:
         return self._learners.update(self._batch)
 
-    def send_weights(self, engines: EngineHandles, probe: Probe | None = None) -> Sent:
-        blocks = self._weights.send(engines)
-        return Sent(blocks, self._learners.rounds, [] if probe is None else self._weights.probe(probe))
+    def send_weights(self, engines: EngineHandles, needs_base: bool, probe: Probe | None = None) -> Sent:
+        pushed = self._weights.send(engines, needs_base=needs_base)
+        return Sent(pushed, self._learners.rounds, [] if probe is None else self._weights.probe(probe))
 
     def state_dict(self) -> dict[str, Any]:
         return self._learners.state_dict()

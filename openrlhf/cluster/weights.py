@@ -12,7 +12,7 @@ from openrlhf.cluster.services import Sent
 from openrlhf.cluster.workers import WorkerError, WorkerGroup
 from openrlhf.observability.metrics import Metrics
 from openrlhf.utils.event_loops import LoopRunner
-from openrlhf.weight_sync.base import push
+from openrlhf.weight_sync.base import Pushed, push
 from openrlhf.weight_sync.probe import Probe
 
 DEADLINE = 1800.0 + UPDATE
@@ -34,7 +34,7 @@ class RayWeightSync:
         self._engines = engines
         self._loop = loop
         self._probe = probe
-        self._sent = Sent(buckets=0, version=0, probed=[])
+        self._sent = Sent(pushed=Pushed(), version=0, probed=[])
         self._sending = threading.Lock()
 
     def push(self, *, version: int) -> Metrics:
@@ -45,17 +45,18 @@ class RayWeightSync:
         metrics.last("rollout/engines_replaced", self._engines.take_replaced())
         return metrics
 
-    def _send(self) -> int:
-        """To all that sample; where one is lost on the way, to the others once more."""
+    def _send(self) -> Pushed:
+        """To all that sample; where one is lost on the way, to the others once more. Where one needs the base of an
+        adapter all get it: a process group has one sender for all its members."""
         while sampling := self._engines.sampling:
             try:
-                return self._send_to(list(sampling)).buckets
+                return self._send_to(list(sampling), needs_base=self._engines.needs_base).pushed
             except WorkerError:
                 if not self._lost_one_of(sampling):
                     raise
                 # The others have a part of the weights already: they forget it, and are sent all of them.
                 self._loop.run(self._engines.pause())
-        return 0
+        return Pushed()
 
     def _lost_one_of(self, sampling: dict[int, Any]) -> bool:
         """Whether one of these is gone, of which nobody may have heard yet."""
@@ -83,14 +84,14 @@ class RayWeightSync:
     def _send_alone(self, engine: int) -> Sent:
         """Of a failure the engine is innocent if it is well."""
         try:
-            return self._send_to([engine])
+            return self._send_to([engine], needs_base=True)
         except WorkerError as error:
             self._engines.handles([engine]).check_health()
             raise EngineLostError(f"a new engine gets no weights: {error}") from error
 
-    def _send_to(self, engines: Sequence[int]) -> Sent:
+    def _send_to(self, engines: Sequence[int], *, needs_base: bool) -> Sent:
         handles = self._engines.handles(engines)
-        self._sent = self._policy.call("send_weights", handles, self._probe, deadline=DEADLINE)[0]
+        self._sent = self._policy.call("send_weights", handles, needs_base, self._probe, deadline=DEADLINE)[0]
         return self._sent
 
     def _largest_gap(self, probe: Probe) -> float:

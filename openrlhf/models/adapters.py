@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ _NAME = "default"
 """PEFT's name of an adapter that was given none. It is part of its parameters' names, but not in its files."""
 _BASE = ".base_layer"
 """The part that PEFT adds to the names of a layer's own parameters."""
-_FACTORS = ((f"lora_A.{_NAME}.weight", "a"), (f"lora_B.{_NAME}.weight", "b"))
-
-
 _OUTSIDE_OF_DECODERS = rf"(?!.*\b({'|'.join(DECODERS)})\.).*"
 """Matches the modules of an image-text model that are not part of its decoder."""
 
@@ -63,13 +60,18 @@ def add_adapter(
         except ValueError as error:  # a module that is no linear layer
             raise AdapterError(f"--ds.lora.target_modules {' '.join(targets)}: {error}") from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
-        if _is_adapter(name):
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
 
 
+def is_adapter(parameter: str) -> bool:
+    """Whether a parameter of this name, in a model or in a policy, is part of an adapter."""
+    return ".lora_" in parameter and f".{_NAME}" in parameter
+
+
 def has_adapter(model: nn.Module) -> bool:
-    return any(_is_adapter(name) for name, _ in model.named_parameters())
+    return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def adapter_config(model: Any) -> Any:
@@ -79,7 +81,7 @@ def adapter_config(model: Any) -> Any:
     a list do, and its `proj` may be a convolution.
     """
     config = copy.deepcopy(model.peft_config[_NAME])
-    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if _is_adapter(name)}
+    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
     ends = {name.rpartition(".")[2] for name in adapted}
     own = (name for name, _ in model.named_modules() if ".lora_" not in name and not name.endswith(_BASE))
     alone = all(name in adapted for name in own if name.rpartition(".")[2] in ends)
@@ -89,12 +91,17 @@ def adapter_config(model: Any) -> Any:
 
 def adapter_tensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapter's part of a state, by the names that PEFT's files have below their prefix."""
-    return {name.replace(f".{_NAME}", ""): tensor for name, tensor in state_dict.items() if _is_adapter(name)}
+    return {name.replace(f".{_NAME}", ""): tensor for name, tensor in state_dict.items() if is_adapter(name)}
 
 
 def base_names(state_dict: Mapping[str, Tensor]) -> set[str]:
     """The names that the tensors of the frozen model had before the adapter came."""
-    return {name.replace(_BASE, "") for name in state_dict if not _is_adapter(name)}
+    return {name.replace(_BASE, "") for name in state_dict if not is_adapter(name)}
+
+
+def without_adapter(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the frozen model, by the names that they had before the adapter came."""
+    return ((name.replace(_BASE, ""), tensor) for name, tensor in named if not is_adapter(name))
 
 
 def merged(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -107,8 +114,12 @@ def merged(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tu
     if not has_adapter(model):
         yield from named
         return
-    layers = _adapted_weights(model)
-    parts = {f"{path}.{factor}": (weight, side) for weight, (path, _) in layers.items() for factor, side in _FACTORS}
+    layers = adapted_weights(model)
+    parts = {
+        factor: (weight, side)
+        for weight, adapted in layers.items()
+        for factor, side in zip(adapted.factors, "ab", strict=True)
+    }
     parts |= {weight: (weight, "weight") for weight in layers}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named:
@@ -117,15 +128,48 @@ def merged(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tu
             found = waiting.setdefault(weight, {})
             found[part] = tensor
             if len(found) == 3:
-                yield weight.replace(_BASE, ""), _sum(layers[weight][1], **waiting.pop(weight))
-        elif _is_adapter(name):
+                yield weight.replace(_BASE, ""), _sum(layers[weight].layer, **waiting.pop(weight))
+        elif is_adapter(name):
             raise AdapterError(f"the adapter's {name} is not one of two matrices that can be added to a weight")
         else:
             yield name.replace(_BASE, ""), tensor
 
 
-def _adapted_weights(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Weight → path and layer that add to it. A layer that adds to one of several stacks has another one below it."""
+class AdaptedWeight(NamedTuple):
+    """A weight that an adapter adds to."""
+
+    path: str
+    """Of `layer` in the model: its two factors are parameters below it."""
+    layer: Any
+    """PEFT's."""
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """The names of A and B in the model."""
+        return f"{self.path}.lora_A.{_NAME}.weight", f"{self.path}.lora_B.{_NAME}.weight"
+
+    @property
+    def rank(self) -> int:
+        return self.layer.r[_NAME]
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank"""
+        return self.layer.scaling[_NAME]
+
+    @property
+    def experts(self) -> int:
+        """Of a stack of experts how many there are; 1 for a matrix."""
+        return getattr(self.layer, "num_experts", 1)
+
+    @property
+    def outputs(self) -> int:
+        """Of a matrix, or of each expert."""
+        return self.layer.lora_B[_NAME].out_features
+
+
+def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
+    """By the weights' names in the model. A layer that adds to one of several stacks has another one below it."""
     from peft.tuners.lora import LoraLayer
 
     weights = {}
@@ -134,7 +178,7 @@ def _adapted_weights(model: nn.Module) -> dict[str, tuple[str, Any]]:
             below, inner = f"{path}{_BASE}", layer.base_layer
             while isinstance(inner, LoraLayer):
                 below, inner = f"{below}{_BASE}", inner.base_layer
-            weights[f"{below}.{getattr(layer, 'parameter_name', 'weight')}"] = (path, layer)
+            weights[f"{below}.{getattr(layer, 'parameter_name', 'weight')}"] = AdaptedWeight(path, layer)
     return weights
 
 
@@ -178,10 +222,6 @@ class WithoutAdapter(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with adapter_off(self.adapted):
             return self.adapted(*args, **kwargs)
-
-
-def _is_adapter(parameter: str) -> bool:
-    return ".lora_" in parameter and f".{_NAME}" in parameter
 
 
 def _check_targets(model: Any, targets: tuple[str, ...]) -> None:

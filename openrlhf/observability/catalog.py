@@ -184,6 +184,11 @@ CATALOG = (
             ),
             "device/<node>/<phase>_busy": Metric(SHARE, "how busy the devices of a node were in the phase"),
             "sync/buckets": Metric("buckets", "in how many parts the weights were sent to the engines"),
+            "sync/bytes": Metric(
+                "bytes",
+                "of the weights that were sent: all of them, or with `--vllm.lora_sync adapter` the adapter, and the "
+                "base where an engine needed it",
+            ),
             "sync/probe_gap": Metric(
                 NATS, "`--vllm.sync_verify`: how far the engine's log-probs are from the policy's"
             ),

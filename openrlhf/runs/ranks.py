@@ -33,7 +33,7 @@ from openrlhf.runs.rl_models import (
     reference_scorer,
     step_settings,
 )
-from openrlhf.weight_sync.base import PolicyWeights
+from openrlhf.weight_sync.base import PolicyWeights, Pushed
 from openrlhf.weight_sync.probe import Probe
 from openrlhf.weight_sync.transports import WeightSender
 
@@ -137,15 +137,14 @@ class RankWeights:
         """Those that the sender is for: a process group has members."""
         self._sender: WeightSender | None = None
 
-    def send(self, engines: EngineHandles) -> int:
+    def send(self, engines: EngineHandles, *, needs_base: bool) -> Pushed:
         if self._sender is None or engines.actors != self._engines:
             address = os.environ["MASTER_ADDR"]
             self._sender = weight_sender(
                 self._config, process_device(), ranks=self._ranks, engines=len(engines.actors), address=address
             )
             self._engines = engines.actors
-        self._weights.require_finite()
-        return self._sender.send(self._weights, engines.load_weights)
+        return self._weights.send(self._sender, engines.load_weights, needs_base=needs_base)
 
     def probe(self, probe: Probe) -> list[float]:
         return probe.policy_side(self._backend.module)

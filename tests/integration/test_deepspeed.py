@@ -484,7 +484,17 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for(tmp_path):
     assert unused == {"zero 0 fp32, bf16 sums", "zero 2 fp32, bf16 sums"}
 
 
-WHOLE = ["zero 0", "zero 2", "zero 3", "lora zero 2", "lora zero 3", "tp zero 1", "tp zero 3"]
+WHOLE = [
+    "zero 0",
+    "zero 2",
+    "zero 3",
+    "lora zero 2",
+    "lora zero 3",
+    "tp zero 1",
+    "tp zero 3",
+    "lora tp zero 1",
+    "lora tp zero 3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -520,6 +530,22 @@ def test_no_more_is_gathered_at_once_than_allowed(gathered, way):
     else:
         assert gathered[way]["largest"] == 0
     assert gathered[way]["gathered for weight_shapes"] == 0
+
+
+@pytest.mark.parametrize("way", [way for way in WHOLE if way.startswith("lora")])
+def test_an_adapter_is_had_without_its_base(gathered, way):
+    """Its parameters alone are gathered: 4 bytes for each number. Ranks that share layers have it whole too."""
+    found, expected = gathered[way]["apart"], gathered[way]["apart alone"]
+    for part in ("base", "adapter"):
+        assert found[part].keys() == expected[part].keys()
+        for name, tensor in expected[part].items():
+            torch.testing.assert_close(found[part][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+    assert all(tensor.any() for tensor in found["adapter"].values()), "B has left 0"
+    size = 4 * sum(tensor.numel() for tensor in found["adapter"].values())
+    if "tp" in way:  # each rank gathers its part of what is cut
+        assert found["gathered"] < size
+    else:
+        assert found["gathered"] == (size if "zero 3" in way else 0)
 
 
 @pytest.mark.parametrize("way", WHOLE)

@@ -320,38 +320,32 @@ def test_experts_arrive_with_what_an_adapter_adds_to_each_in_every_stage_of_a_pi
             assert setup.push(setup.sync(probe=setup.probed()))["sync/probe_gap"] < 1e-4
 
 
-class Gone:
+class Gone(PolicyWeights):
     """Weights that break off in the middle of a layer."""
 
-    def __init__(self, whole: PolicyWeights) -> None:
-        self._whole = whole
-
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._whole:
+        for name, tensor in super().__iter__():
             if name.endswith("layers.1.self_attn.v_proj.weight"):
                 raise OSError("a rank is gone")
             yield name, tensor
 
-    def require_finite(self) -> None:
-        self._whole.require_finite()
-
 
 def break_block(sync: EngineWeightSync) -> None:
     """One bit of the third block flips on its way."""
-    deliver, numbers = sync._deliver, itertools.count()
+    load, numbers = sync._load, itertools.count()
 
-    def damaging(block: WeightBlock) -> None:
+    def damaging(block: WeightBlock, **options: Any) -> None:
         if next(numbers) == 2:
             payload = block.payload.copy()
             payload[len(payload) // 2] ^= 1
             block = dataclasses.replace(block, payload=payload)
-        deliver(block)
+        load(block, **options)
 
-    sync._deliver = damaging
+    sync._load = damaging
 
 
 def break_source(sync: EngineWeightSync) -> None:
-    sync._weights = Gone(sync._weights)
+    sync._weights.__class__ = Gone
 
 
 @pytest.mark.parametrize(("broken", "reason"), [(break_block, "arrived damaged"), (break_source, "a rank is gone")])

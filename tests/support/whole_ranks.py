@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from small_sections import loading, optimizer
+from torch import Tensor
 
-from openrlhf.backends.base import Backend
+from openrlhf.backends.base import Backend, Weights
 from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed, sharded_loading
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.config.backend import BackendSection, LoraSection
-from openrlhf.models.file_weights import file_weights
+from openrlhf.models.adapters import is_adapter
+from openrlhf.models.file_weights import FileAdapter, file_weights
 from openrlhf.models.loading import load_policy
 from openrlhf.models.policy import Policy
 from openrlhf.types import PackedTokens
@@ -32,6 +34,8 @@ WAYS = {
     "lora zero 3": (BackendSection(zero_stage=3), LORA),
     "tp zero 1": (BackendSection(zero_stage=1, tensor_parallel_size=2), None),
     "tp zero 3": (BackendSection(zero_stage=3, tensor_parallel_size=2), None),
+    "lora tp zero 1": (BackendSection(zero_stage=1, tensor_parallel_size=2), LORA),
+    "lora tp zero 3": (BackendSection(zero_stage=3, tensor_parallel_size=2), LORA),
 }
 MAX_BYTES = 20_000
 
@@ -66,6 +70,16 @@ def train(backend: Backend, *, share: float) -> None:
         backend.step()
 
 
+def base_and_adapter(policy: Policy, weights: Weights, gathered: list[int]) -> dict[str, dict[str, Tensor] | int]:
+    """As an engine gets them that holds an adapter, and how many bytes were gathered for the adapter."""
+    of_base = weights.whole_weights(only=lambda name: not is_adapter(name), max_bytes=MAX_BYTES)
+    base = {n: t.clone() for n, t in file_weights(policy, of_base, merge=False)}
+    gathered.clear()
+    of_adapter = weights.whole_weights(only=is_adapter, max_bytes=MAX_BYTES)
+    adapter = {n: t.clone() for n, t in FileAdapter(policy).tensors(of_adapter)}
+    return {"base": base, "adapter": adapter, "gathered": sum(gathered)}
+
+
 def main(model: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     gathered = Gathered()
@@ -98,6 +112,9 @@ def main(model: str, folder: Path) -> None:
             "probe": probe.policy_side(ours.module),
             "probe alone": probe.policy_side(plain.module),
         }
+        if lora is not None:
+            result["apart"] = base_and_adapter(policy, ours, gathered.bytes)
+            result["apart alone"] = base_and_adapter(alone, plain, gathered.bytes)
         names = [None, None]
         dist.all_gather_object(names, list(found))
         result["same names"] = names[0] == names[1]

@@ -9,7 +9,7 @@ from openrlhf.cluster.engines import EngineLostError
 from openrlhf.cluster.services import Sent
 from openrlhf.cluster.weights import RayWeightSync
 from openrlhf.cluster.workers import WorkerError
-from openrlhf.weight_sync.base import WeightSyncError
+from openrlhf.weight_sync.base import Pushed, WeightSyncError
 
 LOOP = SimpleNamespace(run=asyncio.run)
 
@@ -43,6 +43,12 @@ class Engines:
         self.paused = False
         self.partly: set[str] = set()
         """Engines that were sent weights since they paused."""
+        self.have_base: set[str] = set()
+        """Engines that were sent the base of an adapter."""
+
+    @property
+    def needs_base(self):
+        return not self.have_base.issuperset(self.sampling.values())
 
     def handles(self, engines):
         return Handles(self, [self.slots[engine] for engine in engines])
@@ -75,6 +81,7 @@ class Ranks:
         self.engines = engines
         self.rounds = rounds
         self.received: list[tuple[str, ...]] = []
+        self.with_base: list[bool] = []
         self.broken = False
 
     def call(self, method, *arguments, deadline):
@@ -85,7 +92,10 @@ class Ranks:
         assert not self.engines.partly & set(actors), "an engine with a part of the weights forgets it before"
         self.engines.partly |= set(actors)
         self.received.append(actors)
-        return [Sent(buckets=3, version=self.rounds, probed=[])]
+        if arguments[1]:
+            self.engines.have_base |= set(actors)
+        self.with_base.append(arguments[1])
+        return [Sent(pushed=Pushed(3, 3000), version=self.rounds, probed=[])]
 
 
 def test_one_that_is_lost_on_the_way_holds_nobody_up():
@@ -96,7 +106,7 @@ def test_one_that_is_lost_on_the_way_holds_nobody_up():
     metrics = sync.push(version=7).values()
     assert ranks.received == [("b",)]
     assert engines.versions == {"b": 7}
-    assert metrics == {"sync/buckets": 3, "rollout/engines_replaced": 1}
+    assert metrics == {"sync/buckets": 3, "sync/bytes": 3000, "rollout/engines_replaced": 1}
 
 
 def test_where_nobody_samples_a_push_sends_nothing():
@@ -157,3 +167,23 @@ def test_whose_fault_it_is_that_a_new_engine_gets_no_weights():
     with pytest.raises(WorkerError, match="engine a is gone"):
         sync.supply(0)
     assert engines.sampling == {}
+
+
+def test_the_base_of_an_adapter_goes_to_engines_once_and_to_one_that_is_new():
+    """The one that is supplied alone has it, and the one that waits for the push gets it there, with all others."""
+    engines = Engines(e0="a", e1="b")
+    ranks = Ranks(engines)
+    sync = RayWeightSync(ranks, engines, LOOP)
+    sync.push(version=1)
+    sync.push(version=2)
+    assert ranks.with_base == [True, False]
+    engines.slots[0] = "c"
+    sync.supply(0)
+    sync.push(version=3)
+    assert ranks.with_base == [True, False, True, False]
+    engines.slots[1] = "d"
+    asyncio.run(engines.pause())
+    sync.supply(1)
+    sync.push(version=4)
+    sync.push(version=5)
+    assert ranks.with_base == [True, False, True, False, True, False]

@@ -1,5 +1,6 @@
 """What a policy computes with, written as files: the names of its model's files, and a model that computes the same."""
 
+import re
 import shutil
 
 import pytest
@@ -18,8 +19,8 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.backend import LoraSection
-from openrlhf.models.adapters import AdapterError
-from openrlhf.models.file_weights import file_weights
+from openrlhf.models.adapters import AdapterError, is_adapter
+from openrlhf.models.file_weights import FileAdapter, file_weights
 from openrlhf.models.loading import load_policy
 from openrlhf.types import PackedTokens
 
@@ -123,6 +124,65 @@ def test_a_model_with_these_weights_computes_what_the_policy_computes(folders, t
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
 
 
+def adapter(policy):
+    """The adapter, and the weights that it is trained beside, as the files' names have them."""
+    whole, files = ModuleWeights(policy), FileAdapter(policy)
+    factors = dict(files.tensors(whole.whole_weights(only=is_adapter)))
+    base = file_weights(policy, whole.whole_weights(only=lambda name: not is_adapter(name)), merge=False)
+    return files, factors, dict(base)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_base_and_the_adapter_beside_it_add_up_to_the_merged_weights(folders, name):
+    """W + α/r · B A for each module, of experts too, whose gate and up have twice the rank; nothing else differs."""
+    policy = change(load(folders[name], lora=LoraSection(rank=4, alpha=12)))
+    files, factors, base = adapter(policy)
+    merged, stored = weights(policy), load_file(folders[name] / "model.safetensors")
+    assert base.keys() == merged.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in base.items())
+    assert factors.keys() == {f"{module}.lora_{side}.weight" for module in files.modules for side in "AB"}
+    assert len(set(files.modules)) == len(files.modules)
+    assert files.rank == files.config["r"] == (8 if "experts" in name else 4)
+    assert files.config["lora_alpha"] / files.config["r"] == 3.0
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
+    assert changed == {f"{module}.weight" for module in files.modules}
+    for module in files.modules:
+        a, b = (factors[f"{module}.lora_{side}.weight"] for side in "AB")
+        assert len(a) == b.shape[1] == files.rank
+        product = 3.0 * b @ a
+        change_of_it = merged[f"{module}.weight"] - base[f"{module}.weight"]
+        torch.testing.assert_close(product.T if name == "transposed" else product, change_of_it, atol=1e-5, rtol=1e-4)
+
+
+def test_the_modules_of_an_adapter_are_those_that_it_was_asked_for(folders):
+    policy = load(folders["tied"], lora=LoraSection(rank=4, alpha=8, target_modules=("q_proj", "down_proj")))
+    found = {f"model.layers.{i}.{module}" for i in (0, 1) for module in ("self_attn.q_proj", "mlp.down_proj")}
+    assert set(adapter(policy)[0].modules) == found
+
+
+@pytest.mark.parametrize(
+    "also", ["model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight", "model.norm.weight"]
+)
+def test_what_is_more_than_two_matrices_is_no_adapter_for_an_engine(folders, also):
+    """DoRA's magnitudes, and a module that is trained whole."""
+    policy = load(folders["untied"])
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], use_dora="magnitude" in also), policy.model)
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or name == also)
+    with pytest.raises(AdapterError, match=rf"{re.escape(also)} is trained"):
+        FileAdapter(policy)
+
+
+def test_layers_of_different_scales_are_no_adapter_for_an_engine(folders):
+    policy = load(folders["untied"])
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj"], alpha_pattern={"k_proj": 5})
+    inject_adapter_in_model(config, policy.model)
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    with pytest.raises(AdapterError, match=r"different scales: 1, 2\.5"):
+        FileAdapter(policy)
+
+
 @pytest.mark.parametrize("bf16_instructions", [False, True])
 def test_weights_of_four_bits_are_made_whole(folders, tmp_path, monkeypatch, bf16_instructions):
     """Also on a CPU for whose instructions bitsandbytes would rearrange them."""
@@ -135,6 +195,14 @@ def test_weights_of_four_bits_are_made_whole(folders, tmp_path, monkeypatch, bf1
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     new = reloaded(found, folders["untied"], tmp_path / "new")
     torch.testing.assert_close(logprobs(new), logprobs(policy), atol=1e-4, rtol=0)
+    # An adapter is trained beside the weights that were made whole, not beside those of the files.
+    files, factors, base = adapter(policy)
+    stored = load_file(folders["untied"] / "model.safetensors")
+    quantised = {name for name, tensor in base.items() if not torch.equal(tensor, stored[name])}
+    assert quantised == {name for name in stored if name.endswith("_proj.weight")}
+    for module in files.modules:
+        change_of_it = 2.0 * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(base[f"{module}.weight"] + change_of_it, found[f"{module}.weight"])
 
 
 def test_a_16_bit_sum_is_rounded_once(folders):

@@ -20,6 +20,7 @@ from openrlhf.models import vision
 from openrlhf.models.body import decoder_body, with_any_image
 from openrlhf.models.context import Context, share_streams
 from openrlhf.models.exchange import play
+from openrlhf.models.file_weights import FileAdapter
 from openrlhf.models.image_processor import ImageProcessor, unsampled_tokens
 from openrlhf.models.loading import LoadSettings, ModelLoadError, load_policy, load_tokenizer, load_value_model
 from openrlhf.models.policy import tower_names
@@ -299,6 +300,16 @@ class TestFrozenTower:
         assert weights == in_files
         assert len(weights) - len(decoder) == len(tower_names(policy))
         assert not [name for name in decoder if any(part in name for part in ("visual", "vision", "projector"))]
+
+    def test_nor_is_it_part_of_the_base_of_an_adapter(self, family):
+        """The names of an adapter are those of the files, which not all families call as their class does."""
+        lora = BackendSection(param_dtype="fp32", lora=LoraSection(rank=2))
+        policy = load_policy(family.folder, dataclasses.replace(self.SETTINGS, ds=lora))
+        weights = PolicyWeights(policy, ModuleWeights(policy), only_decoder=True, as_adapter=True)
+        base = {name for name, _ in weights.base()}
+        assert base == {name for name, _ in weights}
+        modules = FileAdapter(policy).modules
+        assert base.issuperset(f"{module}.weight" for module in modules)
 
     def test_a_model_of_text_has_none(self, tmp_path):
         write_model(tmp_path, seed=0)

@@ -26,7 +26,7 @@ from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EnginePa
 from openrlhf.trainers.rl import RLTrainer, RunPeriods
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.event_loops import BackgroundRunner
-from openrlhf.weight_sync.base import SharedWeightSync, push
+from openrlhf.weight_sync.base import Pushed, SharedWeightSync, push
 from openrlhf.weight_sync.blocks import WeightBlock
 
 BATCH = 2
@@ -79,7 +79,7 @@ class Pusher:
         payload = logits.clone().flatten().view(torch.uint8)
         block = WeightBlock(("logits",), (tuple(logits.shape),), "float32", payload)
         self.loop.run(self.engine.load_weights([block]))
-        return 1
+        return Pushed(1, block.num_bytes)
 
 
 class TableWorkers:
@@ -404,7 +404,7 @@ def test_usage_is_taken_before_the_engine_sleeps_and_a_look_meanwhile_is_left_ou
     metrics.merge(run.pipeline.finish_training(1))
     busy = {"device/n1/generation_busy": 0.5, "device/n1/training_busy": 0.5}
     assert metrics.values() == busy | {
-        "memory/peak_generation_gb": 60, "memory/peak_training_gb": 50, "sync/buckets": 1
+        "memory/peak_generation_gb": 60, "memory/peak_training_gb": 50, "sync/buckets": 1, "sync/bytes": 180
     }  # fmt: skip
 
 
