@@ -26,8 +26,9 @@ from transformers import (
 
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.packed import PackedAttention
+from openrlhf.models.routes import RouteShape
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.rollout.embedded.kv_store import BLOCK, KeptHistories, KVStore, LayerShape, RouteShape, StoredHistory
+from openrlhf.rollout.embedded.kv_store import BLOCK, KeptHistories, KVStore, LayerShape, StoredHistory
 from openrlhf.rollout.generated_text import GrowingText, StopStrings, decode, eos_token_ids
 from openrlhf.types import FinishReason, Generation, SamplingParams
 

@@ -5,8 +5,8 @@ slot, slots 0 … n-1 in use without holes. Attention runs pool by pool over con
 row of the pool, so a long row does not slow the short ones down and no row wastes more than half its slot.
 A row that outgrows its slot moves to the next pool; when one leaves, the last row of the pool takes its slot.
 
-Of a mixture the experts of every token can be stored with its keys and values (`RouteShape`). They go wherever those
-go: to siblings, into kept histories and out of them.
+Of a mixture the experts of every token can be stored with its keys and values. They go wherever those go: to siblings,
+into kept histories and out of them.
 
 The keys and values of finished rows can be kept beside the pools (`KeptHistories`), in at most as much memory, because
 the next turn of an episode begins with all that the episode has read and written so far. They are dropped first when
@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.models.routes import RouteShape
 from openrlhf.types import PlacedImage
 
 MIN_CAPACITY = 64
@@ -59,22 +60,6 @@ class LayerShape(NamedTuple):
     heads: int
     key_dim: int
     value_dim: int
-
-
-class RouteShape(NamedTuple):
-    """The figures of a mixture's routes."""
-
-    layers: int
-    """M: all decoder layers; those without experts have zeros."""
-    experts: int
-    """Of a layer."""
-    per_token: int
-    """K"""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The smallest that holds every expert's number."""
-        return torch.uint8 if self.experts <= 256 else torch.int16
 
 
 @dataclass(slots=True)

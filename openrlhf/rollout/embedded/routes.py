@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.models.body import decoder_layers
-from openrlhf.rollout.embedded.kv_store import RouteShape
+from openrlhf.models.routes import route_shape
 
 
 class RouteReader:
@@ -21,14 +21,11 @@ class RouteReader:
 
     def __init__(self, model: Any) -> None:
         """Raises ValueError for a model without routers."""
+        shape = route_shape(model.config)
         self._routers = _routers(model)
-        if not self._routers:
+        if shape is None or not self._routers:
             raise ValueError(f"{type(model).__name__} has no routers whose choice of experts can be read")
-        self.shape = RouteShape(
-            layers=model.config.get_text_config().num_hidden_layers,
-            experts=max(router.num_experts for _, router in self._routers),
-            per_token=max(router.top_k for _, router in self._routers),
-        )
+        self.shape = shape
         self._chosen: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
