@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import tempfile
@@ -389,10 +390,15 @@ def as_kept(state):
 
 def test_a_group_comes_back_from_a_checkpoint_as_it_was():
     group = make_group(1.0, None, ordinal=3, version=7)
+    routed = dataclasses.replace(
+        group.trajectories[0].segments[0], routes=torch.tensor([[[200, 1], [0, 255]]], dtype=torch.uint8)
+    )
+    trajectories = (dataclasses.replace(group.trajectories[0], segments=(routed,)), *group.trajectories[1:])
+    group = dataclasses.replace(group, trajectories=trajectories)
     same = group_from(as_kept(group_state(group)), group.prompt)
     assert same.prompt == group.prompt
     (segment,), (kept,) = group.trajectories[0].segments, same.trajectories[0].segments
-    for name in ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards"):
+    for name in ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards", "routes"):
         assert torch.equal(getattr(segment, name), getattr(kept, name))
         assert getattr(segment, name).dtype == getattr(kept, name).dtype
     for one, other in zip(group.trajectories, same.trajectories, strict=True):

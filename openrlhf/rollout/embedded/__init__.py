@@ -6,9 +6,11 @@ decoder.py    one packed forward per step over the store, checked against the mo
 kv_store.py   keys and values of the running rows, and of finished requests for prompts that begin like them
 images.py     forwards of prompts with images, and the features of images that are kept
 fallback.py   one row at a time with the model's own cache, for models that no attention plan can express
+routes.py     the experts that a mixture's routers choose, read along with a forward
 sampler.py    logits → tokens, with randomness per request
 """
 
 from openrlhf.rollout.embedded.engine import EmbeddedEngine, EngineStats
+from openrlhf.rollout.embedded.routes import tells_routes
 
-__all__ = ["EmbeddedEngine", "EngineStats"]
+__all__ = ["EmbeddedEngine", "EngineStats", "tells_routes"]

@@ -16,16 +16,21 @@ from openrlhf.models.body import decoder_layers
 from openrlhf.models.routes import route_shape
 
 
+def tells_routes(model: Any) -> bool:
+    """Whether the model has routers whose choice of experts can be read."""
+    return route_shape(model.config) is not None and bool(_routers(model))
+
+
 class RouteReader:
     """Reads along with the routers of one model. A training forward of the same model is not read."""
 
     def __init__(self, model: Any) -> None:
         """Raises ValueError for a model without routers."""
         shape = route_shape(model.config)
-        self._routers = _routers(model)
-        if shape is None or not self._routers:
+        if shape is None or not tells_routes(model):
             raise ValueError(f"{type(model).__name__} has no routers whose choice of experts can be read")
         self.shape = shape
+        self._routers = _routers(model)
         self._chosen: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
