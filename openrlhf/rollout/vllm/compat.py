@@ -8,6 +8,8 @@ LayerwiseLoad              new weights, layer by layer, as if from a checkpoint
 never_sample               tokens that stand for images are out of every distribution
 ImageInputs                images that are prepared already, in the form of vLLM's engine
 use_pillow                 image processors of models where torchvision is missing
+route_arguments            the experts of every token, returned by vLLM itself
+RouteCapture               the same where it does not return them: on a CPU
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import mm_input
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models import registry as model_registry
@@ -35,8 +40,10 @@ from vllm.transformers_utils import processor as vllm_processors
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from openrlhf.models.image_processor import load_processor
+from openrlhf.rollout.vllm.routes import Message, RouteStore, StepPart
 from openrlhf.rollout.vllm.settings import SOCKETS, THREADS
 from openrlhf.types import ImageInput, PlacedImage
 
@@ -161,6 +168,118 @@ def never_sample(worker: Any, token_ids: Sequence[int]) -> None:
         return None if logits is None else logits.index_fill_(-1, banned, -torch.inf)  # None: another rank has them
 
     model.compute_logits = without_banned
+
+
+def route_arguments() -> dict[str, Any]:
+    """Of an engine on a GPU: `CompletionOutput.routed_experts` is there when a request has ended. Newer versions find
+    the routes of a cached prefix by the hashes of its blocks, and refuse to start without prefix caching."""
+    return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+
+
+def has_experts(config: VllmConfig) -> bool:
+    return bool(config.model_config.is_moe)
+
+
+def num_layers(config: VllmConfig) -> int:
+    return int(config.model_config.hf_text_config.num_hidden_layers)
+
+
+def routers(worker: Any) -> list[tuple[int, BaseRouter]]:
+    """(layer, router) of this worker's part of the model. Raises ValueError where the choice cannot be seen: older
+    versions return zeros without a word."""
+    found = []
+    for module in worker.model_runner.get_model().modules():
+        if not isinstance(module, MoERunner):
+            continue
+        if module.is_monolithic:
+            raise ValueError(f"the kernel of layer {module.layer_id} chooses experts itself, and does not tell")
+        if not isinstance(module.router, BaseRouter):
+            raise ValueError(f"the router of layer {module.layer_id} ({type(module.router).__name__}) does not tell")
+        found.append((module.layer_id, module.router))
+    return found
+
+
+class RouteCapture:
+    """Sees every step of a worker, and keeps which experts its tokens went to (`RouteStore`)."""
+
+    def __init__(self, worker: Any) -> None:
+        """Raises ValueError for a model whose routes cannot be captured."""
+        self._runner = worker.model_runner
+        named = routers(worker)
+        self.layers = [layer for layer, _ in named]
+        self._rows: dict[int, list[np.ndarray]] = {}
+        """Of the step that runs: by layer, in the order of its tokens."""
+        self._store: RouteStore | None = None
+        if not named or worker.rank % worker.parallel_config.tensor_parallel_size:
+            self.layers = []  # nothing to see, or another worker sees the same
+            return
+        cache = self._runner.kv_cache_config
+        # Only such layers keep the blocks of all tokens; others let go of what is behind their window.
+        whole = [i for i, group in enumerate(cache.kv_cache_groups) if _keeps_all(group.kv_cache_spec)]
+        top_k, *others = {router.top_k for _, router in named}
+        if not whole or others:
+            raise ValueError("no layer attends to all tokens" if others == [] else "layers differ in experts per token")
+        self._table = self._runner.input_batch.block_table[whole[0]]
+        self._top_k = top_k
+        self._store = RouteStore(
+            num_blocks=cache.num_blocks
+            * cache.kv_cache_groups[whole[0]].kv_cache_spec.block_size
+            // self._table.block_size,
+            block_size=self._table.block_size,
+            layers=self.layers,
+            top_k=top_k,
+            num_experts=max(router.global_num_experts for _, router in named),
+            keep=4 * worker.scheduler_config.max_num_seqs,
+        )
+        for layer, router in named:
+            router.set_capture_fn(functools.partial(self._note, layer))
+        self._execute = self._runner.execute_model
+        self._runner.execute_model = self._execute_model
+
+    def take(self, name: str, read: int) -> Message | None:
+        return None if self._store is None else self._store.take(name, read)
+
+    def _note(self, layer: int, chosen_TK: torch.Tensor) -> None:
+        self._rows.setdefault(layer, []).append(chosen_TK.to(torch.int16, copy=True).numpy())
+
+    def _execute_model(self, step: Any, *arguments: Any, **options: Any) -> Any:
+        if self._store is not None:
+            self._store.end(map(_our_name, step.finished_req_ids))
+            self._store.copy_blocks(getattr(step, "kv_cache_block_copies", None) or ())
+        self._rows.clear()
+        output = self._execute(step, *arguments, **options)
+        if self._store is not None and step.total_num_scheduled_tokens:
+            self._add(self._store, step)
+        return output
+
+    def _add(self, store: RouteStore, step: Any) -> None:
+        total = step.total_num_scheduled_tokens
+        rows = [np.concatenate(self._rows[layer])[:total] for layer in self.layers if layer in self._rows]
+        if len(rows) != len(self.layers) or any(layer.shape != (total, self._top_k) for layer in rows):
+            self._store = None  # better none than those of other tokens
+            return
+        batch, resumed = self._runner.input_batch, step.scheduled_cached_reqs.resumed_req_ids
+        blocks = self._table.get_numpy_array()
+        parts = [
+            StepPart(
+                _our_name(name),
+                start=int(batch.num_computed_tokens_cpu[row]),
+                num_tokens=step.num_scheduled_tokens[name],
+                blocks=blocks[row],
+                resumed=name in resumed,
+            )
+            for row, name in enumerate(batch.req_ids)
+        ]
+        store.add_step(parts, np.stack(rows, axis=1))
+
+
+def _keeps_all(spec: Any) -> bool:
+    return isinstance(spec, FullAttentionSpec)
+
+
+def _our_name(name: str) -> str:
+    """vLLM adds something random to the name of a request."""
+    return name.partition("-")[0]
 
 
 class ImageInputs:

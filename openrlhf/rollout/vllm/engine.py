@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig
 from vllm import SamplingParams as VllmSamplingParams
@@ -36,6 +38,7 @@ from openrlhf.models.image_processor import ImageProcessor, blank_image, unsampl
 from openrlhf.rollout.base import ControlledEngine, EngineError, NoWeightsError, check_images, check_prompt
 from openrlhf.rollout.generated_text import eos_token_ids
 from openrlhf.rollout.vllm import compat
+from openrlhf.rollout.vllm.routes import merged
 from openrlhf.rollout.vllm.sampling import sampling_arguments
 from openrlhf.rollout.vllm.settings import (
     OWNER,
@@ -52,6 +55,8 @@ from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopThread
 from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock, WeightSyncError
 from openrlhf.weight_sync.transports import message_of
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 START_SECONDS = 1800.0
@@ -80,10 +85,12 @@ class _Request:
     params: SamplingParams
     starts: list[tuple[int, int]]
     """(token, version): from this token on that version samples."""
-    handed_out: int = 0
-    """Tokens given to a stream."""
+    sampled: list[int] = field(default_factory=list)
+    """What was handed out, to a stream in parts."""
+    token_ids: list[int] = field(kw_only=True)
+    images: Sequence[PlacedImage] = field(kw_only=True)
     prompt: Any = field(kw_only=True)
-    """As vLLM takes it: tokens, with images or without."""
+    """Both, as vLLM takes them."""
     arguments: dict[str, Any] = field(kw_only=True)
     texts: PartTexts | None = field(kw_only=True)
     """None: no text, or vLLM's own where it looks for stop strings."""
@@ -92,6 +99,21 @@ class _Request:
         ends = [first for first, _ in self.starts[1:]] + [end]
         spans = zip(self.starts, ends, strict=True)
         return [version for (first, version), stop in spans for _ in range(max(first, start), min(stop, end))]
+
+    @property
+    def was_read_again(self) -> bool:
+        """Weights have changed after its first token."""
+        return any(first > 0 for first, _ in self.starts)
+
+
+@dataclass(slots=True)
+class _RouteSource:
+    """How the routes of a mixture of experts get here."""
+
+    num_layers: int
+    captured: list[int] | None
+    """The layers whose routes our workers know. None: vLLM itself returns them."""
+    warned: bool = False
 
 
 class VllmEngine:
@@ -138,7 +160,8 @@ class VllmEngine:
             wanted = worker_environment(settings, gpu=gpu, cores=sorted(os.sched_getaffinity(0)))
             owned = {OWNER: str(os.getpid()), SOCKETS: self._sockets, "VLLM_RPC_BASE_PATH": self._sockets}
             with environment(wanted | owned):
-                self._llm: AsyncLLM | None = self._thread.run(
+                self._llm: AsyncLLM | None
+                self._llm, self._routes = self._thread.run(
                     _start(settings, unsampled=self._unsampled, gpu=gpu), "to start", deadline=START_SECONDS
                 )
         except Exception as error:
@@ -193,7 +216,7 @@ class VllmEngine:
         async def pass_on() -> None:
             try:
                 async for output in self._outputs(request, RequestOutputKind.DELTA):
-                    part = self._part(request, output)
+                    part = await self._part(request, output)
                     loop.call_soon_threadsafe(parts.put_nowait, part)
             finally:
                 loop.call_soon_threadsafe(parts.put_nowait, None)
@@ -359,6 +382,8 @@ class VllmEngine:
             name=str(next(self._numbers)),
             params=params,
             starts=[(0, self._version)],
+            token_ids=prompt,
+            images=images,
             prompt=self._images.prompt(prompt, images)
             if self._images and images
             else TokensPrompt(prompt_token_ids=prompt),
@@ -393,14 +418,14 @@ class VllmEngine:
         return last
 
     async def _generate(self, request: _Request) -> Generation:
-        return self._part(request, await self._last_output(request))
+        return await self._part(request, await self._last_output(request))
 
-    def _part(self, request: _Request, output: Any) -> Generation:
+    async def _part(self, request: _Request, output: Any) -> Generation:
         """What vLLM says, in our words: new tokens of a stream, or a whole generation."""
         (found,) = output.outputs
         token_ids = list(found.token_ids)
-        start, end = request.handed_out, request.handed_out + len(token_ids)
-        request.handed_out = end
+        start, end = len(request.sampled), len(request.sampled) + len(token_ids)
+        request.sampled += token_ids
         logprobs = None
         if request.params.wants_logprobs:
             logprobs = [at[token].logprob for at, token in zip(found.logprobs or (), token_ids, strict=True)]
@@ -419,7 +444,51 @@ class VllmEngine:
             finish_reason=reason,
             stop_reason=stop_reason,
             text=text,
+            routes=await self._routes_of(request, found) if reason else None,
         )
+
+    async def _routes_of(self, request: _Request, found: Any) -> np.ndarray | None:
+        """The experts of all that vLLM has read for a request that has ended: everything but its last token."""
+        source, read = self._routes, len(request.token_ids) + len(request.sampled) - 1
+        if source is None or not request.sampled:
+            return None
+        if source.captured is None:
+            routes = found.routed_experts
+            # vLLM gives each token the route of its first reading. One that ends because the engine is to be empty
+            # must not ask for more.
+            if request.was_read_again and not self._paused and found.finish_reason != FinishReason.ABORT:
+                again = await self._read_again(request)
+                routes = routes if again is None else again
+        else:
+            try:
+                messages = await self.llm.collective_rpc("take_routes", args=(request.name, read))
+            except EngineDeadError:
+                return None
+            routes = merged(messages, num_layers=source.num_layers, routed=source.captured)
+        if routes is not None and routes.shape[:2] == (read, source.num_layers):
+            return routes.view(np.int16) if routes.dtype == np.uint16 else routes
+        if not source.warned:
+            source.warned = True
+            shape = "none" if routes is None else f"those of {routes.shape[0]} tokens in {routes.shape[1]} layers"
+            logger.warning(
+                "vLLM read %d tokens of a request in %d layers, and gave %s: a generation comes without routes (said "
+                "once)",
+                read,
+                source.num_layers,
+                shape,
+            )
+        return None
+
+    async def _read_again(self, request: _Request) -> np.ndarray | None:
+        """The routes of what was read under the newest weights: vLLM has it in its cache, where all but the last few
+        tokens need no computation, and returns the routes with which it got there. None: it was interrupted."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=None, detokenize=False)
+        again = self._make_request([*request.token_ids, *request.sampled[:-1]], params, request.images)
+        try:
+            (found,) = (await self._last_output(again)).outputs
+        except VllmError:
+            return None
+        return found.routed_experts if found.token_ids else None
 
     async def _stop(self) -> None:
         """vLLM's caches are those of keys and values and that of encoded images."""
@@ -440,19 +509,51 @@ class VllmEngine:
             await self.llm.resume_generation()
 
 
-async def _start(settings: VllmSettings, *, unsampled: Sequence[int], gpu: bool) -> AsyncLLM:
+async def _start(
+    settings: VllmSettings, *, unsampled: Sequence[int], gpu: bool
+) -> tuple[AsyncLLM, _RouteSource | None]:
     compat.use_pillow()
-    arguments = AsyncEngineArgs(**engine_arguments(settings, gpu=gpu), **compat.image_arguments())
-    config = arguments.create_engine_config()
-    compat.use_pillow_in_its_processes(config)
+    arguments = engine_arguments(settings, gpu=gpu) | compat.image_arguments()
+    config = AsyncEngineArgs(**arguments).create_engine_config()
     if not gpu:
         _check_heads(config)
-    llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+    routes = settings.return_routes and compat.has_experts(config)
+    llm = _start_with_routes(arguments) if routes and gpu else None
+    if llm is None:
+        routes = routes and not gpu
+        compat.use_pillow_in_its_processes(config)
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
     if not gpu and settings.pipeline_parallel_size > 1:
         await llm.collective_rpc("run_once")
     if unsampled:
         await llm.collective_rpc("never_sample", args=(list(unsampled),))
-    return llm
+    return llm, await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
+
+
+def _start_with_routes(arguments: dict[str, Any]) -> AsyncLLM | None:
+    """One that returns the routes of a mixture itself. None: there is none, and the log says why."""
+    try:
+        config = AsyncEngineArgs(**arguments | compat.route_arguments()).create_engine_config()
+        compat.use_pillow_in_its_processes(config)
+        # Some versions find out while they start, in another process, that a kernel does not tell.
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
+    except (ValueError, RuntimeError) as error:
+        _note_without_routes(str(error))
+        return None
+
+
+async def _route_source(llm: AsyncLLM, num_layers: int, *, gpu: bool) -> _RouteSource | None:
+    answers = await llm.collective_rpc("find_routers" if gpu else "capture_routes")
+    layers = sorted(layer for own, _ in answers for layer in own)
+    reasons = [reason for _, reason in answers if reason]
+    if reasons or not layers:
+        _note_without_routes(reasons[0] if reasons else "no router was found")
+        return None
+    return _RouteSource(num_layers, captured=None if gpu else layers)
+
+
+def _note_without_routes(reason: str) -> None:
+    logger.warning("generations come without routes of experts (--algo.router_replay), vLLM does not tell: %s", reason)
 
 
 def _image_inputs(llm: AsyncLLM, settings: VllmSettings) -> compat.ImageInputs:

@@ -58,6 +58,8 @@ class VllmSettings:
     as well. 0: a model that could read some has no tower for them here."""
     keep_image_features: bool = False
     """Whether what the tower made of images outlives a push of weights: only where the tower is not trained."""
+    return_routes: bool = False
+    """Whether generations of a mixture of experts come with its routes; where vLLM cannot tell, they come without."""
 
     @property
     def parts(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from openrlhf.rollout.vllm.routes import Message
 from openrlhf.rollout.vllm.settings import OWNER, SOCKETS
 from openrlhf.utils.parent_death import exit_with_parent
 from openrlhf.weight_sync.transports import BlockReceiver, block_from
@@ -22,6 +23,7 @@ class WorkerExtension:
 
     device: torch.device
     _weights: tuple[BlockReceiver, Any] | None
+    _routes: Any
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """vLLM constructs a worker before it loads anything. Its processes do not notice when the one that started
@@ -49,6 +51,28 @@ class WorkerExtension:
         from openrlhf.rollout.vllm.compat import never_sample
 
         never_sample(self, token_ids)
+
+    def capture_routes(self) -> tuple[list[int], str | None]:
+        """The layers whose routes this worker will know, or why it cannot."""
+        from openrlhf.rollout.vllm.compat import RouteCapture
+
+        try:
+            self._routes = RouteCapture(self)
+        except ValueError as error:
+            return [], str(error)
+        return self._routes.layers, None
+
+    def take_routes(self, name: str, read: int) -> Message | None:
+        return self._routes.take(name, read)
+
+    def find_routers(self) -> tuple[list[int], str | None]:
+        """The same as `capture_routes`, of a vLLM that returns routes itself."""
+        from openrlhf.rollout.vllm.compat import routers
+
+        try:
+            return [layer for layer, _ in routers(self)], None
+        except ValueError as error:
+            return [], str(error)
 
     def run_once(self) -> None:
         """A stage of a pipeline makes room for what the stage before sends it in its first forward with nothing in it,
