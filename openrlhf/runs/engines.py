@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoConfig
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.backends.ranks import ALONE, Ranks
@@ -51,8 +52,10 @@ class EngineMemory(NamedTuple):
     sleeps: bool
 
 
-def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, *, engines: int = 1) -> VllmSettings:
-    """The settings of one of so many engines."""
+def vllm_settings(
+    config: RLConfig, device: torch.device, memory: EngineMemory, *, model_config: Any, engines: int = 1
+) -> VllmSettings:
+    """The settings of one of so many engines. `model_config`: the policy's Hugging Face configuration."""
     return VllmSettings(
         model=required(config.actor.model_name_or_path),
         max_model_len=config.data.max_len,
@@ -70,6 +73,7 @@ def vllm_settings(config: RLConfig, device: torch.device, memory: EngineMemory, 
         engines=engines,
         max_images=config.data.max_images_per_prompt,
         keep_image_features=config.actor.freeze_visual_encoder,
+        return_routes=wants_routes(config, model_config),
     )
 
 
@@ -305,7 +309,8 @@ def open_vllm(
     probe = None
     if config.vllm.sync_verify:
         probe = LocalProbe(policy_probe(config, models.policy.model.config, device), models.policy)
-    with contextlib.closing(start_engine(vllm_settings(config, device, memory), tokenizer)) as engine:
+    settings = vllm_settings(config, device, memory, model_config=models.policy.model.config)
+    with contextlib.closing(start_engine(settings, tokenizer)) as engine:
         if memory.sleeps:
             loop.run(engine.sleep())
         sync = EngineWeightSync(engine, weights, weight_sender(config, device), loop, probe=probe)
@@ -316,7 +321,11 @@ def build_vllm(config: RLConfig, *, engines: int) -> ControlledEngine:
     """One of so many engines, in a process of its own. One that sleeps does so from the start."""
     config, device = local_copies(config), process_device()
     memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
-    engine = start_engine(vllm_settings(config, device, memory, engines=engines), policy_tokenizer(config))
+    model_config = AutoConfig.from_pretrained(
+        required(config.actor.model_name_or_path), trust_remote_code=config.actor.trust_remote_code
+    )
+    settings = vllm_settings(config, device, memory, model_config=model_config, engines=engines)
+    engine = start_engine(settings, policy_tokenizer(config))
     if memory.sleeps:
         asyncio.run(engine.sleep())
     return engine

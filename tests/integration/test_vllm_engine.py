@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import EngineContract, Subject
+from own_routes import check_routes
 from processes import living_children, wait_until
 from small_tokenizers import tokenizer as small_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
@@ -310,8 +311,10 @@ def test_experts_arrive_with_what_an_adapter_adds_to_each_in_every_stage_of_a_pi
     tokenizer = small_tokenizer()
     config = Qwen3MoeConfig(**SMALL, head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
     model, folder = write_model(config, tokenizer, tmp_path)
-    with contextlib.closing(start_engine(folder, tokenizer, pipeline_parallel_size=2)) as engine:
+    with contextlib.closing(start_engine(folder, tokenizer, pipeline_parallel_size=2, return_routes=True)) as engine:
         setup = Setup(engine, model, tokenizer)
+        for prompt, generation in zip(prompts(3), generate_all(engine, prompts(3), GREEDY), strict=True):
+            check_routes(generation.routes, model, [*prompt, *generation.token_ids])  # each stage has seen one layer
         add_adapter(model, LoraSection(rank=4, alpha=8), dtype=torch.float32)
         move_adapter(model)
         probe = probe_tokens(VOCABULARY)

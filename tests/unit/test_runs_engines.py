@@ -8,6 +8,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from openrlhf.config import ConfigError, parse
 from openrlhf.observability.usage import GIB
 from openrlhf.runs.engines import (
+    EngineMemory,
     TrainedShape,
     embedded_routes,
     engine_memory,
@@ -16,6 +17,7 @@ from openrlhf.runs.engines import (
     places,
     training_bytes,
     transport,
+    vllm_settings,
     wants_routes,
 )
 
@@ -118,9 +120,13 @@ def test_the_memory_of_an_engine_follows_from_flags_and_models(monkeypatch, aske
     ("flags", "mixture", "dense"), [([], True, False), (["--algo.router_replay", "false"], False, False)]
 )
 def test_engines_of_mixtures_tell_their_routes(flags, mixture, dense):
-    config = parse("train_ppo_ray", flags)
-    assert wants_routes(config, Qwen3MoeConfig()) is mixture
-    assert wants_routes(config, Qwen2Config()) is dense
+    config = parse("train_ppo_ray", ["--actor.model_name_or_path", "folder", *flags])
+    for model_config, told in ((Qwen3MoeConfig(), mixture), (Qwen2Config(), dense)):
+        assert wants_routes(config, model_config) is told
+        settings = vllm_settings(
+            config, torch.device("cpu"), EngineMemory(0.5, sleeps=False), model_config=model_config
+        )
+        assert settings.return_routes is told
 
 
 def test_routes_of_a_model_without_experts_cannot_be_replayed():
