@@ -39,7 +39,7 @@ LONGEST_FIRST = (
 SHARE_A_CLUSTER = ("test_ray_run.py", "test_recipes.py", "test_cluster_faults.py", "test_cluster_engines.py")
 
 
-RUN_FIXTURES = "cli start_cli run_cli workplace demo agent_demo files straight cluster runs server"
+RUN_FIXTURES = "cli start_cli run_cli workplace demo agent_demo mixture_demo files straight cluster runs server"
 """Fixtures for whole runs of a command, for Ray, and for ranks: a test that has one is slow."""
 
 

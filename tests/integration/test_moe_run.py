@@ -1,13 +1,18 @@
 """A mixture of experts trained by the commands as users call them, its experts kept busy."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from demo_runs import Demo, run, scores
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from openrlhf.cli.train_sft import main as train_sft
-from openrlhf.observability.loggers import read_metrics
+from openrlhf.demo.model import make_tokenizer, warm_up
+from openrlhf.demo.sorting import make_task
+from openrlhf.observability.loggers import read_metrics, without_times
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +78,85 @@ def test_rl_balances_the_actor_and_the_critic(cli, moe):
     assert all(record["actor_grad_norm"] > 0 for record in ran.metrics)
     assert all(2.0 < record["critic_aux_loss"] < 4.0 for record in ran.metrics)
     assert ran.metrics[0]["critic_aux_loss"] == pytest.approx(ran.metrics[0]["aux_loss"], rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def mixture_demo(tmp_path_factory) -> Demo:
+    """The demo's task and data, and a mixture that a minute's warm-up has taken as far as the demo's own model."""
+    task, folder = make_task(seed=0), tmp_path_factory.mktemp("mixture")
+    (folder / "inputs").mkdir()
+    task.write(folder / "inputs")
+    tokenizer = make_tokenizer(task.characters)
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=128,
+            moe_intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "inputs" / "model")
+    warm_up(folder / "inputs" / "model", task.train, seed=0, until=task.warm_up_until, on_step=lambda *_: None)
+    return Demo(task, folder)
+
+
+PIPELINES = {
+    "sync": [],
+    "partial": ["--train.async_enable", "--train.partial_rollout_enable"],
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_mixture_learns_through_the_engines_experts(mixture_demo, tmp_path, pipeline):
+    """From 0.56 to 0.9 of 500 problems; the difference has a standard error of 0.03."""
+    words = ["--actor.adam.lr", "1e-3", *PIPELINES[pipeline]]
+    folder = run(mixture_demo, tmp_path / "run", *words, steps=8)
+    before, after = scores(folder)
+    assert before <= 0.7
+    assert after >= before + 0.1
+
+
+def test_a_resumed_run_replays_what_was_waiting(cli, inputs, moe, tmp_path):
+    """Three of seven groups are too many for a round, and wait in the checkpoint with their experts. Interrupted after
+    round 2 of 4, it ends as if it had not been."""
+    flags = {
+        "actor__model_name_or_path": moe,
+        "actor__adam__lr": 1e-3,
+        "algo__dynamic_filtering_enable": True,
+        "rollout__vllm_generate_batch_size": 7,
+        "train__num_episodes": 3,
+        "train__max_epochs": 2,
+        "ckpt__save_steps": 2,
+    }
+    words = ["--algo.dynamic_filtering_range", "-1", "2"]
+    straight = cli(*words, **flags, ckpt__path=tmp_path / "a", ckpt__output_dir=tmp_path / "out_a")
+    assert straight.rc == 0, straight.err
+    shutil.copytree(tmp_path / "a" / "global_step2", tmp_path / "b" / "global_step2")
+    (tmp_path / "run").rename(tmp_path / "first")
+    resumed = cli(
+        *words, **flags, ckpt__path=tmp_path / "b", ckpt__output_dir=tmp_path / "out_b", ckpt__load_enable=True
+    )
+    assert resumed.rc == 0, resumed.err
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out_a", "out_b"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, again = (
+        [without_times(r) for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["step"] > 2]
+        for name in ("first", "run")
+    )
+    assert first == again != []
