@@ -46,14 +46,14 @@ class RouteReader:
 
     def take(self) -> Tensor:
         """[T, M·K]: the experts of the tokens of the last forward, on the device where they were chosen."""
-        some = next(iter(self._chosen.values()))
-        routes_TMK = torch.zeros(
-            (len(some), self.shape.layers, self.shape.per_token), dtype=self.shape.dtype, device=some.device
-        )
-        for layer, chosen_TK in self._chosen.items():
-            routes_TMK[:, layer, : chosen_TK.shape[1]] = chosen_TK
+        layers, chosen = zip(*sorted(self._chosen.items()), strict=True)
         self._chosen.clear()
-        return routes_TMK.flatten(1)
+        routes_TlK = torch.stack(chosen, dim=1).to(self.shape.dtype)
+        if len(layers) < self.shape.layers:
+            routes_TMK = routes_TlK.new_zeros(len(routes_TlK), self.shape.layers, self.shape.per_token)
+            routes_TMK[:, list(layers)] = routes_TlK
+            routes_TlK = routes_TMK
+        return routes_TlK.flatten(1)
 
     def _note(self, layer: int) -> Any:
         def note(router: Any, arguments: Any, output: tuple[Tensor, ...]) -> None:
