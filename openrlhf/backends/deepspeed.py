@@ -697,7 +697,7 @@ def _start(
     if ds.tensor_parallel_size > 1:
         cut_layers(module, ds)
     if config["zero_optimization"]["stage"] == 3:
-        _gather_tiled_mlps_whole(module)
+        _gather_whole(module)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for what machines read
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if getattr(engine, "first_dataloader_check", None):
@@ -714,14 +714,20 @@ def _gathered_texts(own: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(text for texts in all_of_them for text in texts))
 
 
-def _gather_tiled_mlps_whole(module: nn.Module) -> None:
-    """Inside of these its matrices are used once for each tile, and ranks have different numbers of tiles."""
+def _gather_whole(module: nn.Module) -> None:
+    """Some modules want all of their parameters at once.
+
+    MLPs in tiles use their matrices once for each tile, and ranks have different numbers of tiles. Routers use theirs
+    in fp32, which the parameters of modules inside of them would otherwise not be there for.
+    """
     from deepspeed.utils import set_z3_leaf_modules
 
+    from openrlhf.models.routes import Router
     from openrlhf.models.tiles import TiledMLP
 
-    if any(isinstance(one, TiledMLP) for one in module.modules()):
-        set_z3_leaf_modules(module, [TiledMLP])
+    kinds = [kind for kind in (TiledMLP, Router) if any(isinstance(one, kind) for one in module.modules())]
+    if kinds:
+        set_z3_leaf_modules(module, kinds)
 
 
 def _register_head(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.context import Context, ContextAttention, Share
 from openrlhf.models.packed import PackedAttention, StreamAttention, length_order
 from openrlhf.models.prefixes import share_prefixes
+from openrlhf.models.routes import ROUTES, RouteLog, StreamRoutes
 from openrlhf.models.vision import (
     ImageFeatures,
     encode,
@@ -86,34 +87,42 @@ def hidden_states(
     packed: bool = True,
     plan: AttentionPlan | None = None,
     router_log: RouterLog | None = None,
+    route_log: RouteLog | None = None,
     context: Context | None = None,
 ) -> HiddenStates:
     """Last hidden states at these stream positions (None: at all), no sequence seeing another.
 
     `packed`: the body's attention implementation is `ATTENTION`; one call, by `plan` (default: chosen by the stream).
     Otherwise it runs natively on one sequence after the other, for models that a plan cannot express (see
-    `models.support`). `router_log` is filled, if there is one. `context`: the ranks that share the stream.
+    `models.support`). `router_log` and `route_log` are filled, if there are any. `context`: the ranks that share the
+    stream. Routes of the tokens, and `route_log`, are for models whose routers take them (`models.routes`).
     """
     features = None if tokens.images is None else encode(body, tokens.images.inputs)
     if (rows_RT := packed_positions(body, tokens)) is not None:
         tokens = dataclasses.replace(tokens, position_ids=rows_RT)
     if not packed:
         hidden_TD = torch.cat(
-            [_run(body, sequence, features, router_log, **_unusual_positions(sequence)) for sequence in tokens.split()]
+            [
+                _run(body, sequence, features, router_log, _routes(sequence, route_log), **_unusual_positions(sequence))
+                for sequence in tokens.split()
+            ]
         )
         return HiddenStates(hidden_TD if positions is None else hidden_TD.index_select(0, positions), Share())
     layout = _layout(tokens) if plan is None else _Layout(tokens, None, plan)
     length, stream = layout.tokens.num_tokens, layout.tokens
     attention: AttentionPlan = layout.plan
+    counted = None
     if context is not None:
         assert isinstance(layout.plan, StreamAttention), "decoding has plans of its own, and is not shared"
         stream, attention = context.stripe(stream), ContextAttention(context, layout.plan, length)
+        counted = len(range(context.rank, length, context.size))  # the rest is padding
     computed = None if router_log is None else RouterLog()
     hidden = _run(
         body,
         stream,
         features,
         computed,
+        _routes(stream, route_log, counted=counted),
         attention_plan=attention,
         position_ids=stream.position_ids.unsqueeze(-2),  # [T] → [1, T]; several rows: [R, T] → [R, 1, T]
     )
@@ -166,10 +175,13 @@ def _run(
     tokens: PackedTokens,
     features: ImageFeatures | None,
     router_log: RouterLog | None = None,
+    routes: StreamRoutes | None = None,
     **kwargs: Any,
 ) -> Tensor:
     if router_log is not None:
         kwargs["output_router_logits"] = True
+    if routes is not None:
+        kwargs[ROUTES] = routes
     if features is None or tokens.images is None:
         output = body(input_ids=tokens.token_ids.unsqueeze(0), use_cache=False, **kwargs)
     else:
@@ -179,7 +191,15 @@ def _run(
         output = decoder(inputs_embeds=embeddings, use_cache=False, **more, **kwargs)
     if router_log is not None:
         router_log.logits += output.router_logits
+    if routes is not None:
+        routes.finish()
     return output[0].squeeze(0)
+
+
+def _routes(tokens: PackedTokens, log: RouteLog | None, *, counted: int | None = None) -> StreamRoutes | None:
+    if tokens.routes_TLK is None and log is None:
+        return None
+    return StreamRoutes(tokens.routes_TLK, log, counted=counted)
 
 
 def _unusual_positions(sequence: PackedTokens) -> dict[str, Tensor]:

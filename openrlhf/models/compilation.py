@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf.models import attention, tiles
+from openrlhf.models import attention, routes, tiles
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.body import decoder_layers
 
@@ -53,11 +53,13 @@ def compile_layers(model: Any) -> None:
         raise NoLayersError(f"{FLAG}: {type(model).__name__} has no list of layers to compile; leave it out")
     _COMPILER.start()
     for layer in layers:
-        before: Any = layer._compiled_call_impl  # what torch's own `Module.compile` sets
-        if isinstance(before, tiles.LayerCall):
-            before.run = _LayerCall(layer)
-        else:
+        around: Any = layer._compiled_call_impl  # what torch's own `Module.compile` sets
+        if around is None:
             layer._compiled_call_impl = _LayerCall(layer)
+            continue
+        while isinstance(around.run, tiles.LayerCall | routes.LayerCall):
+            around = around.run
+        around.run = _LayerCall(layer)
 
 
 @contextlib.contextmanager
@@ -152,6 +154,7 @@ class _Compiler(logging.Filter):
         logging.getLogger(_TORCH_LOGGER).addFilter(self)  # once, however often it is added
         attention.hide_from_compiler()
         tiles.hide_from_compiler()
+        routes.hide_from_compiler()
 
     def stop(self) -> None:
         """As at the beginning: nothing has failed."""

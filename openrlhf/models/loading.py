@@ -29,12 +29,13 @@ from transformers.utils import logging as transformers_logging
 from openrlhf.config.backend import BackendSection, InferenceBackendSection, LigerSection, LoraSection, ValueHeadSection
 from openrlhf.config.models import ActorSection, TrainedModelSection, TrustSection
 from openrlhf.models.adapters import AdapterError, add_adapter
-from openrlhf.models.body import decoder_body, fuse_norms
+from openrlhf.models.body import decoder_body, decoder_layers, fuse_norms
 from openrlhf.models.compilation import NoLayersError, compile_layers
 from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError, has_vision
 from openrlhf.models.policy import Policy
-from openrlhf.models.support import UnsupportedModelError, examine, examine_body
+from openrlhf.models.routes import install_routers
+from openrlhf.models.support import UnsupportedModelError, examine, examine_body, examine_replay
 from openrlhf.models.tiles import tile_mlps
 from openrlhf.models.value import Normalisation, ScalarHead, ValueModel
 from openrlhf.models.vision import reads_images, tower_parameters
@@ -143,6 +144,9 @@ def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
             support = examine(model, native_attention=model.config._attn_implementation, image=image)
     except UnsupportedModelError as error:
         raise ModelLoadError(f"{what}: {error}") from error
+    routers = install_routers(model, decoder_layers(model), replay=settings.trains)
+    if routers is not None and settings.trains:
+        routers = examine_replay(model, routers, packed=support.packed)
     _prepare_training(model, settings, what=what)
     policy = Policy(
         model,
@@ -151,6 +155,7 @@ def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
         config_changes=changed,
         stored_dtype=stored_dtype(path),
         blank=image,
+        routers=routers if settings.trains else None,
     )
     return policy.train()
 
@@ -193,6 +198,7 @@ def load_value_model(
         fuse_norms(body)
     with _trying(settings.ds.experts_implementation):
         reason = _examine_value_body(body, image, what=what)
+    install_routers(body, decoder_layers(body), replay=False)
     _prepare_training(body, settings, what=what)
     model = ValueModel(
         body,

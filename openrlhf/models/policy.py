@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
 from openrlhf.models.context import Context
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
+from openrlhf.models.routes import RouteLog, Routers
 from openrlhf.models.vision import reads_images, tower_parameters
 from openrlhf.types import ImageInput, PackedTokens
 
@@ -38,12 +39,14 @@ class Policy(nn.Module):
         config_changes: dict[str, float] | None = None,
         stored_dtype: torch.dtype | None = None,
         blank: ImageInput | None = None,
+        routers: Routers | None = None,
     ) -> None:
         """`packed`: the model's attention implementation is `ATTENTION`; otherwise sequences run one by one.
 
         `config_changes`: configuration values that loading replaced, as they were; an export writes them back.
         `stored_dtype`: what an export writes weights in; None: in the dtype they have. `blank`: an image that a rank
-        encodes whose samples have none, in a run with images.
+        encodes whose samples have none, in a run with images. `routers`: those of a mixture of experts; where they can
+        take routes, the policy computes with those that its tokens have.
         """
         super().__init__()
         self.model = model
@@ -52,6 +55,8 @@ class Policy(nn.Module):
         self.config_changes = config_changes or {}
         self.stored_dtype = stored_dtype
         self.blank = blank
+        self.routers = routers
+        self.replays = routers is not None and not routers.problem
         self.context: Context | None = None
         """The ranks that share a stream with this one; None: it computes its streams alone."""
 
@@ -62,18 +67,22 @@ class Policy(nn.Module):
         temperature: float,
         with_entropy: bool = False,
         router_log: RouterLog | None = None,
+        route_log: RouteLog | None = None,
     ) -> PolicyOutput:
         """log π(token t | tokens before t of its sequence) for t in `action_positions`, in that order.
 
-        π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1. `router_log` is filled,
-        if there is one.
+        π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1. `router_log` and
+        `route_log` are filled, if there are any; `route_log` is for routers that can take routes.
         """
+        if not self.replays:
+            tokens = tokens.without_routes()
         hidden_aD, share = hidden_states(
             decoder_body(self.model),
             with_any_image(tokens, self.blank),
             positions=tokens.action_positions - 1,  # the state before a token predicts it
             packed=self.packed,
             router_log=router_log,
+            route_log=route_log,
             context=self.context,
         )
         head = output_head(self.model)

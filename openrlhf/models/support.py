@@ -8,6 +8,7 @@ random sequences give the same hidden states packed as they do one by one with t
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import logging
@@ -24,6 +25,7 @@ from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.models.logprobs import LogitTransform
 from openrlhf.models.packed import PackedAttention
 from openrlhf.models.policy import output_head
+from openrlhf.models.routes import RouteLog, Routers
 from openrlhf.types import ImageInput, PackedTokens, PlacedImage
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ _SEEN_PACKED = {
 """Model types that tests hold to the probe, for weights that are sharded as they load and cannot be probed."""
 _SEEN_WITH_IMAGES = {"llava", "qwen2_5_vl", "qwen3_vl"}
 """The same, of models with images."""
+_SEEN_REPLAYED = {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+"""The same, of models whose routers take routes."""
 
 
 class UnsupportedModelError(ValueError):
@@ -100,6 +104,36 @@ def examine_body(model: Any, *, native_attention: str, image: ImageInput | None 
     if image is not None:
         _check_images(model, image, native_attention=native_attention, packed=not reason)
     return reason
+
+
+@torch.no_grad()
+def examine_replay(model: Any, routers: Routers, *, packed: bool) -> Routers:
+    """The routers, and why routes cannot be replayed where a forward with random ones shows it.
+
+    `packed`: as `examine` has found. What each router does with them is known already (`models.routes`).
+    """
+    if routers.problem:
+        return routers
+    if is_sharded(model):
+        family = model.config.get_text_config().model_type
+        problem = "its weights are sharded while loading, so that it could not be tried"
+        return routers if family in _SEEN_REPLAYED else dataclasses.replace(routers, problem=problem)
+    tokens, shape = _probe_tokens(model), routers.shape
+    device = tokens.token_ids.device
+    order_TLE = torch.rand(tokens.num_tokens, shape.layers, shape.experts, generator=torch.Generator().manual_seed(1))
+    routes_TLK = order_TLE.argsort(-1)[..., : shape.per_token].to(device, torch.int16)
+    log = RouteLog(shape, device)
+    try:
+        tokens = dataclasses.replace(tokens, routes_TLK=routes_TLK)
+        hidden_TD = hidden_states(decoder_body(model), tokens, packed=packed, route_log=log).states_pD
+    except Exception as error:  # anything a foreign model may raise means the same
+        return dataclasses.replace(routers, problem=f"its forward with routes fails ({error})")
+    wanted_LE = torch.zeros_like(log.chosen_LE)
+    for layer in routers.layers:
+        wanted_LE[layer] = routes_TLK[:, layer].flatten().long().bincount(minlength=shape.experts)
+    if not torch.equal(log.chosen_LE, wanted_LE) or not bool(hidden_TD.isfinite().all()):
+        return dataclasses.replace(routers, problem="its routers do not choose what they are given")
+    return routers
 
 
 def _set_attention(model: Any, name: str) -> None:

@@ -68,7 +68,7 @@ class LayerCall:
     """
 
     def __init__(self, layer: nn.Module, long: int) -> None:
-        self.run: Callable[..., Any] = layer._call_impl
+        self.run: Callable[..., Any] = layer._compiled_call_impl or layer._call_impl
         self._long = long
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:

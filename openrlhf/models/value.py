@@ -77,7 +77,7 @@ class ValueModel(nn.Module):
         """
         hidden_pD, share = hidden_states(
             decoder_body(self.model),
-            with_any_image(tokens, self.blank),
+            with_any_image(tokens.without_routes(), self.blank),
             positions=positions,
             packed=self.packed,
             router_log=router_log,

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as shapes
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
-from openrlhf.models import attention, compilation, tiles
+from openrlhf.models import attention, compilation, routes, tiles
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.types import PackedTokens
@@ -40,13 +40,13 @@ def compiling_with(inductor):
     torch._dynamo.reset()
     counters.clear()
     kept, compilation._inductor = compilation._inductor, inductor
-    in_tiles = tiles._in_tiles
+    in_tiles, route = tiles._in_tiles, routes._route
     dynamo = torch._dynamo.config
     try:
         with dynamo.patch(suppress_errors=False, recompile_limit=8), shapes.patch(use_duck_shape=True):
             yield Compiling()
     finally:
-        compilation._inductor, tiles._in_tiles = kept, in_tiles
+        compilation._inductor, tiles._in_tiles, routes._route = kept, in_tiles, route
         compilation._COMPILER.stop()
         AttentionInterface.register(attention.ATTENTION, attention._attend)
         torch._dynamo.reset()
