@@ -96,8 +96,14 @@ class Scorer:
 
 
 def logprobs(temperature: float) -> Callable[[nn.Module, PackedTokens], Tensor]:
-    """A policy's log-probs of the action tokens."""
+    """The policy's log-probs of the action tokens; of a mixture, through the experts that the engine chose."""
     return lambda module, tokens: module(tokens, temperature=temperature).logprobs_A
+
+
+def reference_logprobs(temperature: float) -> Callable[[nn.Module, PackedTokens], Tensor]:
+    """Another model's, whose routers choose themselves; it may be the policy without its adapter."""
+    own = logprobs(temperature)
+    return lambda module, tokens: own(module, tokens.without_routes())
 
 
 def values(module: nn.Module, tokens: PackedTokens) -> Tensor:

@@ -74,8 +74,10 @@ class Policy(nn.Module):
         π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1. `router_log` and
         `route_log` are filled, if there are any; `route_log` is for routers that can take routes.
         """
-        if not self.replays:
+        if self.routers is None or not self.replays:
             tokens = tokens.without_routes()
+        elif tokens.routes_TLK is not None:
+            self.routers.check(tokens.routes_TLK)
         hidden_aD, share = hidden_states(
             decoder_body(self.model),
             with_any_image(tokens, self.blank),

@@ -289,6 +289,15 @@ class Routers:
     problem: str = ""
     """Why routes cannot be replayed; empty: they can."""
 
+    def check(self, routes_TLK: Tensor) -> None:
+        """Raises ValueError for routes of another model."""
+        told, own = tuple(routes_TLK.shape[1:]), (self.shape.layers, self.shape.per_token)
+        if told != own:
+            raise ValueError(
+                f"the engine tells {told[1]} experts of a token in {told[0]} layers, and the policy has {own[1]} in "
+                f"{own[0]}: they are not the same model"
+            )
+
 
 def install_routers(model: Any, layers: nn.ModuleList | None, *, replay: bool) -> Routers | None:
     """Let a model's routers compute in fp32, in place, and with `replay` take routes; None for one without experts.

@@ -253,7 +253,7 @@ def open_embedded(
         # Only an agent comes back to a history it has shown before.
         reuse_prefixes=config.train.agent_func_path is not None,
         frozen_tower=config.actor.freeze_visual_encoder,
-        return_routes=embedded_routes(config, models.policy.model),
+        return_routes=models.policy.replays and embedded_routes(config, models.policy.model),
     )
     yield LocalEngine(engine, SharedWeightSync(engine, models.policy, loop))
 

@@ -19,13 +19,14 @@ from openrlhf.backends.torch import Distribution as OneProcess
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.learners.accumulation import MicroBatching
 from openrlhf.learners.advantages import AdvantageSettings, RewardShaping
 from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
 from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
-from openrlhf.learners.scorer import Scorer, logprobs, values
+from openrlhf.learners.scorer import Scorer, logprobs, reference_logprobs, values
 from openrlhf.learners.steps import StepSettings
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import NoRoutersError, experts_per_token
@@ -58,6 +59,7 @@ def load_models(
     Of a policy with an adapter the reference is the policy without it. `with_…` off: that model lives elsewhere.
     """
     policy = _load_policy(config, device, trains=True)
+    policy.replays = replays_routes(config, policy)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     reference: nn.Module | None = None
     if config.reference_is_base:
@@ -66,6 +68,18 @@ def load_models(
         reference = load_reference(config, device)
     critic = load_critic(config, device) if with_critic else None
     return RLModels(policy=policy, reference=reference, critic=critic)
+
+
+def replays_routes(config: RLConfig, policy: Policy) -> bool:
+    """Whether the policy is trained through the experts that engines tell. Raises ConfigError where it cannot."""
+    asked, routers = config.algo.router_replay, policy.routers
+    why = "it is no mixture of experts" if routers is None else routers.problem
+    if asked and why:
+        family = policy.model.config.get_text_config().model_type
+        raise ConfigError(f"--algo.router_replay: the routes of {family} cannot be replayed: {why}; leave the flag out")
+    if routers is not None and why and asked is None:
+        logger.info("The experts that engines choose are not those of the update (--algo.router_replay): %s", why)
+    return not why and asked is not False
 
 
 def load_reference(config: RLConfig, device: torch.device) -> Policy:
@@ -232,7 +246,7 @@ def reference_scorer(
     offload = config.ref.offload and not config.reference_is_base
     return Scorer(
         reference if config.reference_is_base else distribution.freeze(reference, offload=offload),
-        logprobs(config.rollout.temperature),
+        reference_logprobs(config.rollout.temperature),
         batching=scoring_batches(config),
         device=device,
         offload=offload and not distribution.shards_weights,

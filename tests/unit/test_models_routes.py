@@ -424,6 +424,12 @@ class TestRefusals:
         found = examine_replay(model, policy.routers, packed=policy.packed)
         assert found.problem.startswith("its forward with routes fails (the model did not pass the routes")
 
+    def test_routes_of_another_model(self):
+        policy, sequences = make_mixture(), random_ids(5)
+        routes = random_routes(make_mixture("mixtral", num_hidden_layers=2), sequences)
+        with pytest.raises(ValueError, match="tells 2 experts of a token in 2 layers, and the policy has 3 in 3"):
+            logprobs(policy, stream(sequences, routes))
+
     def test_routes_of_another_stream(self):
         policy, sequences = make_mixture(), random_ids(5)
         tokens = stream(sequences, random_routes(policy, sequences))
