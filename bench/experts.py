@@ -21,6 +21,7 @@ that replay costs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +111,8 @@ GPU = Work(
 """In GiB: weights 12.2, masters and moments 73, gradients 24, which makes 110 beside activations of some 5 with
 checkpointing. While it samples, vLLM has 12.2 of weights and 15 of keys and values beside 86 of the trainer's."""
 CPU = Work(
-    prompts=4, samples=4, prompt_tokens=12, new_tokens=12, budget=256, compared=8, dtype="fp32",
-    hidden=64, intermediate=32, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, per_token=2, vocabulary=256,
+    prompts=4, samples=4, prompt_tokens=12, new_tokens=12, budget=256, compared=8, dtype="bf16",
+    hidden=64, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=32, experts=8, per_token=2, vocabulary=256,
 )  # fmt: skip
 
 
@@ -158,7 +160,7 @@ class Rounds:
         def placed(learners: Any, groups: Any) -> Any:
             made = place(learners, groups)
             start = time.perf_counter()
-            self.found.append(compare(learners._policy_scorer._module, made.batch.samples[: self._work.compared]))
+            self.found.append(compare(learners._policy_scorer._module, self._comparable(made.batch.samples)))
             self.seconds.append(time.perf_counter() - start)
             if self._round == len(ROUNDS) - 1:
                 made.batch.samples[:] = [_without_routes(sample) for sample in made.batch.samples]
@@ -172,6 +174,11 @@ class Rounds:
             return metrics
 
         RankLearners.place, RankLearners.update = placed, updated
+
+    def _comparable(self, samples: Any) -> Any:
+        """A run asks vLLM for the log-probs of some prompts only, where nothing but metrics needs them."""
+        known = [sample for sample in samples if sample.segment.rollout_logprobs is not None]
+        return known[: self._work.compared]
 
 
 def _without_routes(sample: Any) -> Any:
@@ -194,17 +201,18 @@ def compare(policy: Any, samples: Any) -> dict[str, float]:
     """The engine's log-probs and experts beside the trainer's, with the engine's experts and with its own.
 
     `differing_choices` is a share of all choices (a token's experts in a layer, in whatever order), `differing_tokens`
-    of the tokens, which differ when they do in any layer.
+    of the tokens, which differ when they do in any layer. `differing_replayed` is a share of choices too: of those that
+    routers would have made while the engine's are replayed below them.
     """
     import torch
 
-    from openrlhf.rollout.embedded.routes import RouteReader
+    from openrlhf.models.routes import RouteLog
     from openrlhf.types import PackedTokens
 
     device = next(policy.parameters()).device
-    reader = RouteReader(policy.model)
     gaps: dict[str, list[Any]] = {"with": [], "without": []}
     choices, tokens_differ = [], []
+    log = RouteLog(policy.routers.shape, device)
     policy.eval()
     for start in range(0, len(samples), 16):
         segments = [sample.segment for sample in samples[start : start + 16]]
@@ -214,12 +222,12 @@ def compare(policy: Any, samples: Any) -> dict[str, float]:
         packed = dataclasses.replace(PackedTokens.from_segments(segments), shared_prefixes=()).to(device)
         engine_A = torch.cat([s.rollout_logprobs[s.action_mask] for s in segments])
         with torch.no_grad():
-            replayed_A = policy(packed, temperature=1.0).logprobs_A
-            with reader.reading():
+            replayed_A = policy(packed, temperature=1.0, route_log=log).logprobs_A
+            with chosen_experts(policy) as chosen:
                 own_A = policy(packed.without_routes(), temperature=1.0).logprobs_A
-        chosen_TLK = reader.take().unflatten(1, (reader.shape.layers, reader.shape.per_token)).to(torch.int16)
         for kind, logprobs_A in (("with", replayed_A), ("without", own_A)):
             gaps[kind].append((logprobs_A.float().cpu() - engine_A).abs())
+        chosen_TLK = torch.stack(chosen, dim=1).to(torch.int16)
         known_T = (packed.routes_TLK >= 0).all(dim=(1, 2))
         differs_TL = (chosen_TLK.sort(-1).values != packed.routes_TLK.sort(-1).values).any(-1)[known_T]
         choices.append(differs_TL.float().mean(1).cpu())
@@ -227,7 +235,25 @@ def compare(policy: Any, samples: Any) -> dict[str, float]:
     found = {f"gap_{kind}": float(torch.cat(parts).mean()) for kind, parts in gaps.items()}
     found |= {f"worst_{kind}": float(torch.cat(parts).max()) for kind, parts in gaps.items()}
     differing = {"choices": choices, "tokens": tokens_differ}
-    return found | {f"differing_{name}": float(torch.cat(parts).mean()) for name, parts in differing.items()}
+    found |= {f"differing_{name}": float(torch.cat(parts).mean()) for name, parts in differing.items()}
+    return found | {"differing_replayed": float(log.differing_L.sum() / log.compared_L.sum())}
+
+
+@contextlib.contextmanager
+def chosen_experts(policy: Any) -> Iterator[list[Any]]:
+    """Filled with the experts [T, K] of each layer in a forward of a mixture that has some in every layer."""
+    from openrlhf.models.routes import Router
+
+    chosen: list[Any] = []
+    routers = [module for module in policy.modules() if isinstance(module, Router)]
+    hooks = [
+        router.register_forward_hook(lambda router, inputs, output: chosen.append(output[2])) for router in routers
+    ]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def run(folder: Path, work: Work, *, engine: str, sharpness: float, kernel: str | None) -> dict[str, Any]:
@@ -354,12 +380,12 @@ def table(results: dict[str, dict[str, Any]], work: Work, *, engine: str, sharpn
             f"Log-probs of engine and trainer over {work.compared} samples of each round: mean and largest distance.",
             "",
             "| round | mean, own experts | mean, replayed | largest, own | largest, replayed | choices that differ | "
-            "tokens with such a choice |",
-            "|---|---|---|---|---|---|---|",
+            "tokens with such a choice | choices that would differ, replayed |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for i, title in enumerate(ROUNDS[:-1]):
             gaps = [found[f"{what}_{kind}"][i] for what in ("gap", "worst") for kind in ("without", "with")]
-            shares = [found[f"differing_{what}"][i] for what in ("choices", "tokens")]
+            shares = [found[f"differing_{what}"][i] for what in ("choices", "tokens", "replayed")]
             cells = [*(f"{gap:.1e}" for gap in gaps), *(f"{share:.2%}" for share in shares)]
             lines.append(f"| {title} | {' | '.join(cells)} |")
         lines += [

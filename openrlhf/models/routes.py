@@ -92,11 +92,24 @@ class RouteLog:
 class StreamRoutes:
     """The routes of one forward, for all layers. No tuple and no list, which wrappers around modules take apart."""
 
-    def __init__(self, routes_TLK: Tensor | None, log: RouteLog | None = None, *, counted: int | None = None) -> None:
-        """`routes_TLK`: as in `PackedTokens`. `log` is filled; only of the first `counted` tokens (None: of all)."""
+    def __init__(
+        self,
+        routes_TLK: Tensor | None,
+        log: RouteLog | None = None,
+        *,
+        counted: int | None = None,
+        seen: dict[int, Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            routes_TLK: as in `PackedTokens`.
+            log: is filled; only of the first `counted` tokens (None: of all).
+            seen: is filled with the experts that compute the tokens, [T, K] of each layer that has some.
+        """
         self.routes_TLK = routes_TLK
         self.log = log
         self.counted = counted
+        self.seen = seen
         self.reached: set[int] = set()
         """Layers that have been given theirs."""
 
@@ -121,6 +134,8 @@ class _LayerRoutes(NamedTuple):
     @torch.no_grad()
     def note(self, own_TK: Tensor, used_TK: Tensor) -> None:
         """`own_TK`: the router's own choice; `used_TK`: the experts that compute the tokens."""
+        if self.stream.seen is not None:
+            self.stream.seen[self.layer] = used_TK
         log, n = self.stream.log, self.stream.counted
         if log is None:
             return

@@ -31,7 +31,7 @@ from openrlhf.models.routes import route_shape
 from openrlhf.models.value import ValueModel
 from openrlhf.observability.usage import GIB
 from openrlhf.rollout.base import ControlledEngine
-from openrlhf.rollout.embedded import EmbeddedEngine, tells_routes
+from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm import start_engine
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.runs.local_copies import local_copies
@@ -253,25 +253,9 @@ def open_embedded(
         # Only an agent comes back to a history it has shown before.
         reuse_prefixes=config.train.agent_func_path is not None,
         frozen_tower=config.actor.freeze_visual_encoder,
-        return_routes=models.policy.replays and embedded_routes(config, models.policy.model),
+        return_routes=models.policy.replays,
     )
     yield LocalEngine(engine, SharedWeightSync(engine, models.policy, loop))
-
-
-def embedded_routes(config: RLConfig, model: Any) -> bool:
-    """Whether the embedded engine is to tell which experts it chose, and can: it reads along with the model's routers.
-
-    Raises ConfigError where the flag asks for it and it cannot.
-    """
-    if not wants_routes(config, model.config):
-        return False
-    if tells_routes(model):
-        return True
-    why = f"the routers of {type(model).__name__} do not say which experts they choose"
-    if config.algo.router_replay:
-        raise ConfigError(f"--algo.router_replay: {why}; leave the flag out")
-    logger.info("No routes are replayed: %s", why)
-    return False
 
 
 def require_vllm(config: RLConfig, device: torch.device) -> None:

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from small_rl import make_models
-from transformers import Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from openrlhf.config import ConfigError, parse
 from openrlhf.observability.usage import GIB
 from openrlhf.runs.engines import (
     EngineMemory,
     TrainedShape,
-    embedded_routes,
     engine_memory,
     engine_share,
     needs_sleep,
@@ -134,18 +133,3 @@ def test_routes_of_a_model_without_experts_cannot_be_replayed():
     assert wants_routes(config, Qwen3MoeConfig())
     with pytest.raises(ConfigError, match=r"--algo.router_replay: qwen2 is no mixture of experts"):
         wants_routes(config, Qwen2Config())
-
-
-def test_routers_that_do_not_tell_are_left_alone_unless_asked_for(caplog):
-    """A plain matrix instead of a router, as some families have: nobody sees what is chosen from its scores."""
-    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_experts": 4}
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "num_experts_per_tok": 2}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **shape))
-    config = parse("train_ppo_ray", [])
-    assert embedded_routes(config, model)
-    model.model.layers[0].mlp.gate = torch.nn.Linear(8, 4)
-    with caplog.at_level("INFO"):
-        assert not embedded_routes(config, model)
-    assert "routers of Qwen3MoeForCausalLM do not say" in caplog.text
-    with pytest.raises(ConfigError, match=r"--algo.router_replay: the routers of Qwen3MoeForCausalLM"):
-        embedded_routes(parse("train_ppo_ray", ["--algo.router_replay", "true"]), model)

@@ -11,6 +11,5 @@ sampler.py    logits → tokens, with randomness per request
 """
 
 from openrlhf.rollout.embedded.engine import EmbeddedEngine, EngineStats
-from openrlhf.rollout.embedded.routes import tells_routes
 
-__all__ = ["EmbeddedEngine", "EngineStats", "tells_routes"]
+__all__ = ["EmbeddedEngine", "EngineStats"]

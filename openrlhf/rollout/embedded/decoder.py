@@ -213,29 +213,27 @@ class PackedDecoder:
 
     def _forward(self, *, plan: DecodePlan, **inputs: Any) -> Tensor:
         if self._routes is None:
-            return self._logits(plan=plan, **inputs)
-        with self._routes.reading():
-            logits = self._logits(plan=plan, **inputs)
+            return self._logits({"attention_plan": plan}, **inputs)
+        logits = self._logits({"attention_plan": plan, **self._routes.argument()}, **inputs)
         plan.store_routes(self._routes.take())
         return logits
 
     def _logits(
         self,
+        arguments: dict[str, Any],
         *,
         token_ids: np.ndarray,
         position_ids: np.ndarray,
         images: PackedImages | None,
         keep: np.ndarray | None,
-        plan: DecodePlan,
     ) -> Tensor:
+        """`arguments`: those of the layers."""
         device = self.store.device
         token_ids_T = torch.from_numpy(token_ids).to(device)
         kept = None if keep is None else torch.from_numpy(keep).to(device)
-        arguments: dict[str, Any] = {
-            "position_ids": torch.from_numpy(position_ids).to(device).unsqueeze(-2),  # [T] → [1, T], [R, T] → [R, 1, T]
-            "attention_plan": plan,
-            "use_cache": False,
-        }
+        # [T] → [1, T], [R, T] → [R, 1, T]
+        arguments["position_ids"] = torch.from_numpy(position_ids).to(device).unsqueeze(-2)
+        arguments["use_cache"] = False
         if images is not None:
             assert self._images is not None, "a model of text gets no images"
             return self._images.forward(token_ids_T, images, keep=kept, **arguments).logits

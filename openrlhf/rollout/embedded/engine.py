@@ -93,7 +93,7 @@ class EmbeddedEngine:
                 least recently used ones go first. The images of one step come on top.
             frozen_tower: whether a change of the weights leaves the vision tower as it is, and with it the features.
             return_routes: whether generations say which experts computed their tokens (`Generation.routes`). A model
-                without experts is refused.
+                whose routers do not tell is refused.
             seed: randomness of requests that bring no seed; theirs follow from it and the order of the calls.
         """
         for name, value in (

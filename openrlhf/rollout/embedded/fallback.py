@@ -78,17 +78,20 @@ class CachedDecoder:
         """The logits [V] after the row's new tokens, whose positions are [P] or [R, P]."""
         if self._routes is None:
             return self._logits(row, token_ids, positions, images)
-        with self._routes.reading():
-            logits = self._logits(row, token_ids, positions, images)
+        logits = self._logits(row, token_ids, positions, images, **self._routes.argument())
         self._chosen.setdefault(row, []).append(self._routes.take())
         return logits
 
-    def _logits(self, row: int, token_ids: np.ndarray, positions: np.ndarray, images: Sequence[PlacedImage]) -> Tensor:
+    def _logits(
+        self, row: int, token_ids: np.ndarray, positions: np.ndarray, images: Sequence[PlacedImage], **more: Any
+    ) -> Tensor:
+        """`more`: arguments of the layers."""
         token_ids_T = torch.from_numpy(token_ids).to(self._device)
         arguments: dict[str, Any] = {
             "position_ids": torch.from_numpy(positions).to(self._device).unsqueeze(-2),
             "past_key_values": self._caches.get(row),
             "use_cache": True,
+            **more,
         }
         placed = PackedImages.of([images], [len(token_ids)])
         if placed is None:
