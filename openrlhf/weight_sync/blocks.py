@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,34 @@ class AdapterSpec:
     modules: tuple[str, ...]
     """The modules that it changes, all of them, by their names in the model's files: `model.layers.0.self_attn.q_proj`.
     An engine in which it would reach others, or not all of these, refuses it."""
+
+    def scaling(self, module: str) -> float:
+        """What PEFT multiplies B A of this module with. A pattern is the end of a name, the first that fits counts."""
+        config = self.config
+        rank = _of_pattern(config.get("rank_pattern"), module) or config["r"]
+        alpha = _of_pattern(config.get("alpha_pattern"), module)
+        alpha = config["lora_alpha"] if alpha is None else alpha
+        return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+    def difference(self, reached: Collection[str]) -> str | None:
+        """How the modules that an engine's adapter reaches differ from those that it is to change; None: in nothing."""
+        missing = [module for module in self.modules if module not in reached]
+        others = sorted(set(reached).difference(self.modules))
+        if not missing and not others:
+            return None
+        found = [f"{_some(missing)} unchanged"] if missing else []
+        found += [f"{_some(others)} changed, which the adapter has nothing for"] if others else []
+        return f"of the {len(self.modules)} modules that are trained it leaves {' and '.join(found)}"
+
+
+def _of_pattern(patterns: Mapping[str, Any] | None, module: str) -> Any:
+    found = (value for end, value in (patterns or {}).items() if re.match(rf"(.*\.)?({end})$", module))
+    return next(found, None)
+
+
+def _some(names: Collection[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ InProcessExecutor          a worker beside its scheduler, for engines of one par
 WorkerProcesses            workers in processes of their own, where torchvision is missing
 num_output_tokens          how far requests are
 LayerwiseLoad              new weights, layer by layer, as if from a checkpoint
+AdapterSlot                an adapter beside the weights, replaced in place
+adapter_problem            why vLLM cannot hold an adapter
 never_sample               tokens that stand for images are out of every distribution
 ImageInputs                images that are prepared already, in the form of vLLM's engine
 use_pillow                 image processors of models where torchvision is missing
@@ -20,7 +22,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +31,9 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import mm_input
+from vllm.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -104,10 +109,12 @@ class LayerwiseLoad:
         self._config: VllmConfig = worker.vllm_config
         self._model = worker.model_runner.get_model()
         self._open = False
+        self._wrappers = _Wrappers(self._model)
 
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
         with set_current_vllm_config(self._config):
             if not self._open:
+                self._wrappers.take_off()
                 initialize_layerwise_reload(self._model)
                 self._open = True
             self._model.load_weights(named)
@@ -122,6 +129,7 @@ class LayerwiseLoad:
                 self._pack_again()
             else:
                 torch.cuda.synchronize()
+            self._wrappers.put_on()
 
     def forget(self) -> None:
         """Layers in which an update broke off wait for the rest, and would take the start of the next for it."""
@@ -133,6 +141,7 @@ class LayerwiseLoad:
             if unfinished:  # the tensors from before are in place again
                 finalize_layerwise_reload(self._model, self._config.model_config)
             self._open = False
+            self._wrappers.put_on()
 
     def _pack_again(self) -> None:
         """On a CPU layers multiply with packed copies of their weights, and two kinds of them nothing else renews: a
@@ -146,6 +155,126 @@ class LayerwiseLoad:
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(layer)
+
+
+class _Wrappers:
+    """The layers that vLLM puts around others for an adapter. While base weights are loaded they are off, and the model
+    is the one that its loaders know: with them, parameters have other names, which 0.26 does not find."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # By every place that they have: a router belongs to its block and to what runs the experts.
+        self._places = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent._modules.items()
+            if isinstance(child, BaseLayerWithLoRA)
+        ]
+        self._experts = [child.base_layer.routed_experts for _, _, child in self._places if _holds_experts(child)]
+        self._methods = [experts.quant_method for experts in self._experts]
+
+    def take_off(self) -> None:
+        for parent, name, wrapper in self._places:
+            parent._modules[name] = wrapper.base_layer
+        for experts, method in zip(self._experts, self._methods, strict=True):
+            experts.lora_base_layer_prefix = ""
+            experts.quant_method = method.old_quant_method  # which knows how weights are prepared for its kernel
+
+    def put_on(self) -> None:
+        for parent, name, wrapper in self._places:
+            parent._modules[name] = wrapper
+        for experts, method in zip(self._experts, self._methods, strict=True):
+            experts.lora_base_layer_prefix = "base_layer."
+            experts.quant_method = method
+
+
+def _holds_experts(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, FusedMoEWithLoRA)
+
+
+class AdapterSlot:
+    """The place of the adapter in a worker's vLLM. Something is in it all the time, for all requests ask for it."""
+
+    def __init__(self, worker: Any) -> None:
+        self._manager = worker.model_runner.lora_manager._adapter_manager
+        self._device = worker.device
+        self._dtype = worker.vllm_config.lora_config.lora_dtype
+        self.max_rank: int = worker.vllm_config.lora_config.max_lora_rank
+        self._number = 0
+        renames = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        if renames is not None:  # of modules; what it says of layers that are put together is about weights
+            new = hasattr(renames, "get_rename_mapper")
+            renames = renames.get_rename_mapper() if new else renames.get_unstacked_mapper()
+        self._renames = renames
+
+    @staticmethod
+    def has_one(worker: Any) -> bool:
+        return worker.vllm_config.lora_config is not None
+
+    def clear(self, number: int | None = None) -> None:
+        """What is in it adds nothing from here on."""
+        self.fill(self._number if number is None else number, {})
+
+    def fill(self, number: int, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
+        """`factors`: A and B by module, with its name in the model's files. They replace what was in the slot.
+
+        Returns the modules that it adds to.
+        """
+        manager = self._manager
+        ours = {self._name(module): module for module in factors}
+        known = {part for layer in manager.modules for part in self._parts(layer)}
+        adapter = LoRAModel(
+            number,
+            max((len(a) for a, _ in factors.values()), default=1),
+            {name: self._weights(name, *factors[module]) for name, module in ours.items() if name in known}
+            # vLLM expects one module at least: of the layers of a stage of a pipeline none may be trained.
+            or {"": self._weights("", torch.zeros(1, 1), torch.zeros(1, 1))},
+        )
+        manager.remove_adapter(self._number or number)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(number)
+        manager._last_mapping = None  # of tokens to slots, which is on the device, and lost after a sleep
+        self._number = number
+        reached = [ours[part] for part in self._reached(adapter, ours)]
+        adapter.loras = _InUse()
+        if not current_platform.is_cpu():
+            torch.cuda.synchronize()
+        return reached
+
+    def _name(self, module: str) -> str:
+        """In vLLM."""
+        if self._renames is None:
+            return module
+        end = ".lora_A.weight"  # some renames are of the ends of weights' names
+        return (self._renames._map_name(f"{module}{end}") or "").removesuffix(end)
+
+    def _parts(self, layer: str) -> Sequence[str]:
+        """The modules of the files that vLLM has put together in one layer: queries, keys and values; or experts."""
+        return self._manager.packed_modules.get(layer) or [layer]
+
+    def _weights(self, name: str, a: torch.Tensor, b: torch.Tensor) -> LoRALayerWeights:
+        """alpha is the rank: vLLM has nothing to scale."""
+        a, b = (factor.to(self._device, self._dtype) for factor in (a, b))
+        return LoRALayerWeights(name, len(a), len(a), a, b)
+
+    def _reached(self, adapter: LoRAModel, sent: Mapping[str, str]) -> Iterator[str]:
+        manager = self._manager
+        for layer, wrapper in manager.modules.items():
+            held = manager._get_lora_layer_weights(adapter, layer)
+            if held is None:
+                continue
+            parts = self._parts(layer)
+            if _holds_experts(wrapper) or not isinstance(held.lora_a, list):
+                yield from (part for part in parts if part in sent)
+            else:
+                yield from (part for part, a in zip(parts, held.lora_a, strict=True) if a is not None)
+
+
+class _InUse(dict[str, Any]):
+    """In place of an adapter's tensors once they are in the layers' own: a second copy would stay on the device. vLLM
+    would ask for them to put them there again, which with one adapter it has no reason to."""
+
+    def get(self, *_: Any) -> Any:
+        raise RuntimeError("the adapter's tensors are in use, and nowhere else: a push brings it again")
 
 
 def image_arguments() -> dict[str, Any]:

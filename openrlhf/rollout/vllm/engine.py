@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -30,6 +31,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -69,6 +71,8 @@ STALL_SECONDS = 600.0
 """An engine with requests that samples no token for so long will not sample any more."""
 _WEIGHTS, _KEYS_AND_VALUES = "weights", "kv_cache"
 """What of its memory vLLM can give away, in its own words."""
+_NAME, _NUMBER = "policy", 1
+"""Of the adapter in vLLM."""
 _SHUTDOWN_SECONDS = 20.0
 """After this long vLLM kills what has not ended by itself."""
 
@@ -140,10 +144,17 @@ class VllmEngine:
         self._running: dict[str, _Request] = {}
         self._given_away: set[str] = set()
         self._weightless = False
-        """It has slept, and nothing was loaded since."""
+        """It has slept, or refused an adapter, and nothing was loaded since."""
         self._needs_base = True
         self._updating = False
         """Weights were loaded since the last pause, and their update is not finished."""
+        self._base_came = False
+        """A base was among them."""
+        self._adapter_came: AdapterSpec | None = None
+        """So was this adapter."""
+        self._adapter = None if settings.adapter_rank is None else LoRARequest(_NAME, _NUMBER, "pushed")
+        """What every request asks for, also before the first push: vLLM's CPU build gives wrong log-probs where some
+        requests of a batch have an adapter and others have none."""
         try:
             config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
         except (OSError, ValueError) as error:
@@ -248,16 +259,18 @@ class VllmEngine:
             await self.ask(self._stop(), "to stop sampling")
         if self._updating:
             await self.ask(self.llm.collective_rpc("forget_blocks"), "to forget unfinished weights")
-            self._updating = False
+            self._updating = self._base_came = False
+            self._adapter_came = None
 
     async def resume(self, version: int) -> None:
         if not self._paused and version == self._version:
             return
         if self._weightless:
-            raise NoWeightsError("an engine that slept has no weights before the next push")
+            raise NoWeightsError("an engine that slept, or refused an adapter, has no weights before the next push")
         if self._updating:
-            await self.ask(self.llm.collective_rpc("finish_blocks"), "to finish with new weights")
-            self._updating = self._needs_base = False
+            if self._needs_base and not self._base_came:
+                raise NoWeightsError("an adapter has come, and the base that it belongs to has not")
+            await self._finish_update()
         await self.ask(self._resume(version), "to sample again")
         self._paused = False
 
@@ -279,12 +292,18 @@ class VllmEngine:
         """vLLM loads them layer by layer, as if from a checkpoint. An error of a worker is raised as vLLM tells it."""
         if not self._paused:
             raise VllmError("weights are loaded while an engine is paused")
-        if adapter is not None:
-            raise WeightSyncError("an engine that was started without room for an adapter is sent one")
-        self._updating = self._needs_base = True
+        self._updating = True
         messages = [message_of(block) for block in blocks]
-        await self.ask(self.llm.collective_rpc("take_blocks", args=(messages,)), "to take weights")
-        self._weightless = False
+        if adapter is None:
+            self._needs_base = self._base_came = True
+            await self.ask(self.llm.collective_rpc("take_blocks", args=(messages,)), "to take weights")
+            self._weightless = False
+        else:
+            if self._adapter is None or adapter.number != _NUMBER:
+                raise WeightSyncError(f"this engine was started without room for the adapter {adapter.number}")
+            self._adapter_came = adapter
+            spec = dataclasses.asdict(adapter)
+            await self.ask(self.llm.collective_rpc("take_blocks", args=(messages, spec)), "to take an adapter")
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=None, detokenize=False)
@@ -401,7 +420,8 @@ class VllmEngine:
         self._running[request.name] = request
         request.starts = [(0, self._version)]
         try:
-            async for output in self.llm.generate(request.prompt, params, request.name):
+            asked = self.llm.generate(request.prompt, params, request.name, lora_request=self._adapter)
+            async for output in asked:
                 yield output
         except EngineDeadError as error:
             raise _died() from error
@@ -490,6 +510,23 @@ class VllmEngine:
             return None
         return found.routed_experts if found.token_ids else None
 
+    async def _finish_update(self) -> None:
+        """Raises WeightSyncError for an adapter that does not fit."""
+        answers = await self.ask(self.llm.collective_rpc("finish_blocks"), "to finish with new weights")
+        adapter, problem = self._adapter_came, None
+        if adapter is not None:
+            problems = [answer["problem"] for answer in answers if "problem" in answer]
+            # Every worker has its layers: of a pipeline some, of tensor parallelism a part of each.
+            reached = {module for answer in answers for module in answer.get("modules", ())}
+            problem = problems[0] if problems else adapter.difference(reached)
+        self._weightless = self._needs_base = problem is not None
+        self._updating = self._base_came = False
+        self._adapter_came = None
+        if problem is not None:
+            raise WeightSyncError(
+                f"vLLM cannot use the adapter as it is: {problem}. --vllm.lora_sync merged sends whole weights instead"
+            )
+
     async def _stop(self) -> None:
         """vLLM's caches are those of keys and values and that of encoded images."""
         await self.llm.pause_generation(mode="keep", clear_cache=not self.settings.keep_image_features)
@@ -527,6 +564,8 @@ async def _start(
         await llm.collective_rpc("run_once")
     if unsampled:
         await llm.collective_rpc("never_sample", args=(list(unsampled),))
+    if settings.adapter_rank is not None:
+        await llm.collective_rpc("hold_adapter", args=(_NUMBER,))
     return llm, await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
 
 

@@ -60,6 +60,11 @@ class VllmSettings:
     """Whether what the tower made of images outlives a push of weights: only where the tower is not trained."""
     return_routes: bool = False
     """Whether generations of a mixture of experts come with its routes; where vLLM cannot tell, they come without."""
+    adapter_rank: int | None = None
+    """It holds an adapter, of at most this rank, beside the weights; None: it holds none."""
+    adapter_modules: tuple[str, ...] = ()
+    """Modules that the adapter changes, by their names in the model's files, or the last parts of these names. All
+    others stay plain layers, which compute a little faster. (): every linear layer may have a part of it."""
 
     @property
     def parts(self) -> int:
@@ -101,8 +106,41 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
             "enable_sleep_mode": settings.enable_sleep,
         }
         if not settings.enforce_eager:
-            arguments["compilation_config"] = {"max_cudagraph_capture_size": settings.max_num_seqs}
+            # Every request asks for the adapter where there is one: graphs without it would be captured in vain.
+            arguments["compilation_config"] = {
+                "max_cudagraph_capture_size": settings.max_num_seqs,
+                "cudagraph_specialize_lora": False,
+            }
+    if settings.adapter_rank is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": room_for_rank(settings.adapter_rank),
+            "lora_dtype": "auto",  # that of the model
+            "lora_target_modules": _target_modules(settings.adapter_modules),
+        }
     return arguments
+
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has room for. It has 1 too, which its kernels would pad."""
+
+
+def room_for_rank(rank: int) -> int:
+    """The smallest of vLLM's ranks that this one fits in."""
+    if rank > RANKS[-1]:
+        raise ValueError(f"vLLM holds adapters of rank {RANKS[-1]} at most, and this one has {rank}")
+    return next(room for room in RANKS if room >= rank)
+
+
+def _target_modules(modules: Sequence[str]) -> list[str] | None:
+    """As vLLM names them: by the last part. Experts of a layer are one module to it."""
+    names = {EXPERTS if f".{EXPERTS}." in module else module.rpartition(".")[2] for module in modules}
+    return sorted(names) or None
+
+
+EXPERTS = "experts"
+"""The part of a module's name that is followed by the number of an expert."""
 
 
 def _executor(settings: VllmSettings, *, gpu: bool) -> str | None:

@@ -7,14 +7,16 @@ for weight transfers is the same calls behind two registries of classes; their a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from openrlhf.rollout.vllm.routes import Message
 from openrlhf.rollout.vllm.settings import OWNER, SOCKETS
 from openrlhf.utils.parent_death import exit_with_parent
+from openrlhf.weight_sync.blocks import AdapterSpec
 from openrlhf.weight_sync.transports import BlockReceiver, block_from
 
 
@@ -22,7 +24,7 @@ class WorkerExtension:
     """Named in vLLM's configuration, and by that a base of the worker's class, after its own bases."""
 
     device: torch.device
-    _weights: tuple[BlockReceiver, Any] | None
+    _weights: WorkerWeights | None
     _routes: Any
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
@@ -36,16 +38,20 @@ class WorkerExtension:
         use_pillow()
         return super().__new__(cls)
 
-    def take_blocks(self, messages: Sequence[dict[str, Any]]) -> None:
-        receiver, load = _weights_of(self)
-        for message in messages:
-            load.load(receiver.tensors(block_from(message)))
+    def hold_adapter(self, number: int) -> None:
+        """Requests may ask for it from here on. It adds nothing until one is pushed."""
+        _weights_of(self).begin_adapter(number)
 
-    def finish_blocks(self) -> None:
-        _weights_of(self)[1].finish()
+    def take_blocks(self, messages: Sequence[dict[str, Any]], adapter: dict[str, Any] | None = None) -> None:
+        """`adapter`: the fields of the `AdapterSpec` that the blocks belong to."""
+        _weights_of(self).take(messages, None if adapter is None else AdapterSpec(**adapter))
+
+    def finish_blocks(self) -> dict[str, Any]:
+        """Of an adapter, what is wrong with it (`problem`), or the `modules` of this worker that it changes now."""
+        return _weights_of(self).finish()
 
     def forget_blocks(self) -> None:
-        _weights_of(self)[1].forget()
+        _weights_of(self).forget()
 
     def never_sample(self, token_ids: Sequence[int]) -> None:
         from openrlhf.rollout.vllm.compat import never_sample
@@ -82,10 +88,107 @@ class WorkerExtension:
         run_a_forward(self)
 
 
-def _weights_of(worker: Any) -> tuple[BlockReceiver, Any]:
+def _weights_of(worker: Any) -> WorkerWeights:
     """Made at the first call: the extension has no constructor that vLLM would call with a model."""
-    from openrlhf.rollout.vllm.compat import LayerwiseLoad
-
     if "_weights" not in vars(worker):
-        worker._weights = (BlockReceiver(worker.device), LayerwiseLoad(worker))
+        worker._weights = WorkerWeights(worker)
     return worker._weights
+
+
+class WorkerWeights:
+    """An update of a worker's weights: those of its model, and the adapter beside them."""
+
+    def __init__(self, worker: Any) -> None:
+        from openrlhf.rollout.vllm.compat import AdapterSlot, LayerwiseLoad
+
+        self._receiver = BlockReceiver(worker.device)
+        self._base = LayerwiseLoad(worker)
+        self._slot = AdapterSlot(worker) if AdapterSlot.has_one(worker) else None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of the base's weights, by their names: what its adapter has to fit to."""
+        self._base_came = False
+        self._adapter: CollectedAdapter | None = None
+
+    def begin_adapter(self, number: int) -> None:
+        assert self._slot is not None, "vLLM was started with room for an adapter"
+        self._slot.clear(number)
+
+    def take(self, messages: Sequence[dict[str, Any]], spec: AdapterSpec | None) -> None:
+        for message in messages:
+            tensors = self._receiver.tensors(block_from(message))
+            if spec is None:
+                self._base_came = True
+                self._shapes |= {name: tuple(tensor.shape) for name, tensor in tensors}
+                self._base.load(tensors)
+            else:
+                self._adapter = self._adapter or CollectedAdapter(spec)
+                self._adapter.add(tensors)
+
+    def finish(self) -> dict[str, Any]:
+        """First the base: where it comes without an adapter, it is what is sampled from."""
+        self._base.finish()
+        adapter, base_came = self._adapter, self._base_came
+        self._adapter, self._base_came = None, False
+        if adapter is None:
+            if base_came and self._slot is not None:
+                self._slot.clear()
+            return {}
+        assert self._slot is not None, "an engine without room for an adapter is sent none"
+        if problem := adapter.problem(self._shapes, max_rank=self._slot.max_rank):
+            return {"problem": problem}
+        return {"modules": self._slot.fill(adapter.spec.number, adapter.factors())}
+
+    def forget(self) -> None:
+        self._adapter, self._base_came = None, False
+        self._base.forget()
+
+
+_FACTORS = {".lora_A.weight": 0, ".lora_B.weight": 1}
+
+
+class CollectedAdapter:
+    """The tensors of one adapter, until the last of them is there."""
+
+    def __init__(self, spec: AdapterSpec) -> None:
+        self.spec = spec
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """In memory that is the caller's no more."""
+        self._tensors |= dict(named)
+
+    def problem(self, shapes: Mapping[str, tuple[int, ...]], *, max_rank: int) -> str | None:
+        """Why it cannot be added to a base whose weights have these shapes; None: it can."""
+        for name in self._tensors:
+            if not name.endswith(tuple(_FACTORS)):
+                return f"{name} is not one of the two matrices lora_A and lora_B"
+        modules = dict.fromkeys(name.partition(".lora_")[0] for name in self._tensors)
+        if difference := self.spec.difference(modules):
+            return difference
+        for module in modules:
+            a, b = (self._tensors.get(f"{module}{end}") for end in _FACTORS)
+            if a is None or b is None:
+                return f"of {module} only {'lora_A' if b is None else 'lora_B'} has come"
+            shape = shapes.get(f"{module}.weight")
+            if shape is None:
+                return f"the model has no weight {module}.weight"
+            if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or (len(b), a.shape[1]) != shape:
+                return (
+                    f"lora_B {list(b.shape)} times lora_A {list(a.shape)} of {module} cannot be added to its weight "
+                    f"{list(shape)}"
+                )
+            if len(a) > max_rank:
+                return f"{module} has rank {len(a)}, and the engine has room for {max_rank}"
+        return None
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By module: A and B, whose product is what is added. vLLM's own way to scale it, which changes B in place and
+        differs from version to version, has nothing left to do."""
+        modules = dict.fromkeys(name.partition(".lora_")[0] for name in self._tensors)
+        return {
+            module: (
+                self._tensors[f"{module}.lora_A.weight"],
+                self._tensors[f"{module}.lora_B.weight"].float() * self.spec.scaling(module),
+            )
+            for module in modules
+        }
