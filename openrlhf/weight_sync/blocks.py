@@ -41,13 +41,11 @@ class AdapterSpec:
 
     def difference(self, reached: Collection[str]) -> str | None:
         """How the modules that an engine's adapter reaches differ from those that it is to change; None: in nothing."""
-        missing = [module for module in self.modules if module not in reached]
-        others = sorted(set(reached).difference(self.modules))
-        if not missing and not others:
-            return None
-        found = [f"{_some(missing)} unchanged"] if missing else []
-        found += [f"{_some(others)} changed, which the adapter has nothing for"] if others else []
-        return f"of the {len(self.modules)} modules that are trained it leaves {' and '.join(found)}"
+        if missing := [module for module in self.modules if module not in reached]:
+            return f"of the {len(self.modules)} modules that are trained it leaves {_some(missing)} unchanged"
+        if others := sorted(set(reached).difference(self.modules)):
+            return f"it reaches {_some(others)}, and the adapter has nothing for it"
+        return None
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, module: str) -> Any:

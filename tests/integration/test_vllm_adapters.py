@@ -18,7 +18,7 @@ import torch
 from engine_contract import EngineContract, Subject
 from peft.tuners.lora import LoraLayer
 from small_tokenizers import tokenizer as small_tokenizer
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen3MoeConfig
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.backend import LoraSection
@@ -26,6 +26,7 @@ from openrlhf.models.adapters import adapter_tensors, add_adapter
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import NoWeightsError
+from openrlhf.rollout.vllm import adapter_problem
 from openrlhf.rollout.vllm.engine import VllmEngine
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.types import Generation, SamplingParams
@@ -263,6 +264,40 @@ def test_a_request_under_way_goes_on_with_the_new_adapter(setup):
     for adapter, span in ((old, slice(0, change)), (new, slice(change, None))):
         computed = policy_logprobs(Policy(adapter.model), [*prompt, *answer.token_ids])[len(prompt) - 1 :]
         assert max_gap(answer.logprobs[span], computed[span]) < 1e-4
+
+
+DENSE = Qwen2Config(architectures=["Qwen2ForCausalLM"])
+MIXTURE = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_experts=2, num_experts_per_tok=1)
+QUERIES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
+EXPERT = "model.layers.0.mlp.experts"
+WHOLE_EXPERTS = tuple(f"{EXPERT}.{n}.{end}" for n in range(2) for end in ("gate_proj", "up_proj", "down_proj"))
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "rank", "gpu", "problem"),
+    [
+        (DENSE, QUERIES, 512, False, None),
+        (DENSE, QUERIES, 513, True, "its rank is 513, and vLLM holds 512 at most"),
+        (DENSE, (*QUERIES, "lm_head"), 8, True, "lm_head: it is in none of the model's layers"),
+        (DENSE, ("model.layers.0.self_attn.kv_b_proj",), 8, True, "attention multiplies this matrix into others"),
+        (Qwen2Config(architectures=["UnheardOfForCausalLM"]), QUERIES, 8, True, "no adapters for UnheardOf"),
+        (
+            Qwen2_5_VLConfig(architectures=["Qwen2_5_VLForConditionalGeneration"]),
+            (*QUERIES, "visual.blocks.0.attn.qkv"),
+            8,
+            True,
+            "visual.blocks.0.attn.qkv: it is not in the language model",
+        ),
+        (MIXTURE, QUERIES, 8, False, "no adapters for mixtures of experts on a CPU"),
+        (MIXTURE, (*QUERIES, *WHOLE_EXPERTS), 8, True, None),
+        (MIXTURE, (*QUERIES, f"{EXPERT}.0.down_proj"), 8, True, "in model.layers.0.mlp fewer are trained"),
+        (MIXTURE, ("model.layers.0.mlp.gate",), 8, True, "experts are chosen by the matrix itself"),
+        (GptOssConfig(architectures=["GptOssForCausalLM"]), WHOLE_EXPERTS, 8, True, "other adapters for the experts"),
+    ],
+)
+def test_why_vllm_cannot_hold_an_adapter(config, modules, rank, gpu, problem):
+    found = adapter_problem(config, modules, rank=rank, gpu=gpu)
+    assert found is None if problem is None else problem in (found or "")
 
 
 def prefixed(adapter: Adapter) -> tuple[dict[str, torch.Tensor], AdapterSpec | None]:

@@ -481,8 +481,8 @@ def test_stop_strings_and_stop_tokens_end_a_generation_as_in_the_embedded_engine
     setup.push(setup.sync())
     asked = [setup.tokenizer("the answer is")["input_ids"]]  # vLLM reads on from whole characters
     (free,) = generate_all(setup.engine, asked, GREEDY.copy(ignore_eos=True))
-    texts = [setup.tokenizer.decode([token]) for token in free.token_ids[3:]]
-    word = next(text for text in texts if text.isascii() and text.isprintable() and text)
+    texts = [setup.tokenizer.decode([token], skip_special_tokens=True) for token in free.token_ids[3:]]
+    word = next(text for text in texts if text.isascii() and text.isprintable() and text and text in free.text)
     for params in (
         GREEDY.copy(ignore_eos=True, stop_token_ids=[free.token_ids[5]]),
         GREEDY.copy(ignore_eos=True, stop=[word]),

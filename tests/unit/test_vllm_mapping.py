@@ -73,6 +73,29 @@ def test_the_largest_graph_is_the_largest_batch():
     assert not found["enforce_eager"]
 
 
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (100, 128), (257, 320), (512, 512)])
+def test_an_adapter_has_room_for_its_rank(rank, room):
+    found = engine_arguments(VllmSettings(model="/m", max_model_len=9, adapter_rank=rank), gpu=True)
+    assert found["enable_lora"]
+    assert found["max_lora_rank"] == room
+    assert found["max_loras"] == 1
+    assert found["lora_target_modules"] is None
+    assert found["compilation_config"]["cudagraph_specialize_lora"] is False
+
+
+def test_an_adapter_above_vllms_largest_rank_is_refused():
+    with pytest.raises(ValueError, match="rank 512 at most, and this one has 513"):
+        engine_arguments(VllmSettings(model="/m", max_model_len=9, adapter_rank=513), gpu=True)
+
+
+def test_layers_without_an_adapter_stay_plain_and_experts_are_one_module():
+    names = ("model.layers.0.self_attn.q_proj", "model.layers.7.self_attn.q_proj", "o_proj")
+    experts = ("model.layers.1.mlp.experts.0.gate_proj", "model.layers.1.mlp.experts.11.down_proj")
+    settings = VllmSettings(model="/m", max_model_len=9, adapter_rank=4, adapter_modules=(*names, *experts))
+    assert engine_arguments(settings, gpu=False)["lora_target_modules"] == ["experts", "o_proj", "q_proj"]
+    assert "enable_lora" not in engine_arguments(SETTINGS, gpu=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "gpu"), [(VllmSettings(model="/m", max_model_len=9, enforce_eager=True), True), (SETTINGS, False)]
 )

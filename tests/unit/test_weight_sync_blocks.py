@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.weight_sync.blocks import checksum_of, pack
+from openrlhf.weight_sync.blocks import AdapterSpec, checksum_of, pack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
@@ -85,3 +85,32 @@ def test_a_block_of_which_one_bit_changed_is_refused():
     block.payload[17] ^= 4
     with pytest.raises(ValueError, match="weights a … b arrived damaged"):
         block.tensors()
+
+
+def spec(*modules: str, **config: object) -> AdapterSpec:
+    return AdapterSpec(config={"r": 4, "lora_alpha": 12} | config, modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "scale"),
+    [
+        ({}, "a.q_proj", 3.0),
+        ({"use_rslora": True}, "a.q_proj", 6.0),
+        ({"rank_pattern": {"q_proj": 2}}, "a.q_proj", 6.0),
+        ({"rank_pattern": {"q_proj": 2}}, "a.faq_proj", 3.0),
+        ({"alpha_pattern": {"q_proj": 0.0}}, "a.q_proj", 0.0),
+        ({"rank_pattern": {r"layers\.[01]\.v": 16}, "alpha_pattern": {"v": 4}}, "model.layers.1.v", 0.25),
+        ({"rank_pattern": {r"layers\.[01]\.v": 16}, "alpha_pattern": {"v": 4}}, "model.layers.2.v", 1.0),
+        ({"alpha_pattern": {"b.q": 1, "q": 2}}, "a.b.q", 0.25),
+    ],
+)
+def test_an_adapters_modules_have_pefts_scales(config, module, scale):
+    assert spec(module, **config).scaling(module) == scale
+
+
+def test_an_adapter_tells_how_what_it_reached_differs_from_what_is_trained():
+    wanted = spec("a", "b", "c")
+    assert wanted.difference(["c", "a", "b"]) is None
+    assert wanted.difference(["b"]) == "of the 3 modules that are trained it leaves a and 1 more unchanged"
+    assert wanted.difference({"a", "b", "c", "d"}) == "it reaches d, and the adapter has nothing for it"
+    assert wanted.difference({"a", "b", "d"}) == "of the 3 modules that are trained it leaves c unchanged"

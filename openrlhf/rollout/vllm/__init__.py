@@ -11,6 +11,7 @@ texts.py        tokens decoded at the end of a generation, or part by part
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.rollout.vllm.settings import VllmSettings, environment, logging_variables
@@ -24,3 +25,15 @@ def start_engine(settings: VllmSettings, tokenizer: Any | None) -> VllmEngine:
     with environment(logging_variables()):  # which vLLM reads when it is imported
         from openrlhf.rollout.vllm.engine import VllmEngine
     return VllmEngine(settings, tokenizer)
+
+
+def adapter_problem(model: Any, modules: Sequence[str], *, rank: int, gpu: bool) -> str | None:
+    """Why vLLM cannot hold an adapter beside a model's weights; None: it can. No engine is started.
+
+    Args:
+        model: a Hugging Face folder, or its configuration.
+        modules: what the adapter changes, by the names of the model's files.
+    """
+    with environment(logging_variables()):
+        from openrlhf.rollout.vllm.compat import adapter_problem
+    return adapter_problem(model, modules, rank=rank, gpu=gpu)

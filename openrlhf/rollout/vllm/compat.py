@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.model_executor.models import registry as model_registry
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.platforms import current_platform
@@ -48,8 +50,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from openrlhf.models.image_processor import load_processor
+from openrlhf.models.routes import route_shape
 from openrlhf.rollout.vllm.routes import Message, RouteStore, StepPart
-from openrlhf.rollout.vllm.settings import SOCKETS, THREADS
+from openrlhf.rollout.vllm.settings import EXPERTS, RANKS, SOCKETS, THREADS
 from openrlhf.types import ImageInput, PlacedImage
 
 _T = TypeVar("_T")
@@ -275,6 +278,69 @@ class _InUse(dict[str, Any]):
 
     def get(self, *_: Any) -> Any:
         raise RuntimeError("the adapter's tensors are in use, and nowhere else: a push brings it again")
+
+
+def adapter_problem(model: Any, modules: Sequence[str], *, rank: int, gpu: bool) -> str | None:
+    """See `openrlhf.rollout.vllm.adapter_problem`. What only a model in memory would show ends a push."""
+    config = _read_config(model) if isinstance(model, str | os.PathLike) else model
+    if config is None:
+        return "its model has code of its own"
+    if rank > RANKS[-1]:
+        return f"its rank is {rank}, and vLLM holds {RANKS[-1]} at most"
+    name = (config.architectures or [type(config).__name__])[0]
+    use_pillow()
+    layers = ModelRegistry._try_load_model_cls(name)
+    if layers is None or not supports_lora(layers):
+        return f"vLLM has no adapters for {name}"
+    if not gpu and route_shape(config) is not None:
+        return "vLLM has no adapters for mixtures of experts on a CPU"
+    for module in modules:
+        if problem := _module_problem(module, config):
+            return f"vLLM would ignore what it adds to {module}: {problem}"
+    return _experts_problem([module for module in modules if f".{EXPERTS}." in module], layers)
+
+
+def _read_config(folder: str | os.PathLike[str]) -> Any:
+    """None: it cannot be read without the code that comes with it."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except ValueError:
+        return None
+
+
+_READ_ELSEWHERE = {
+    "kv_b_proj": "attention multiplies this matrix into others",
+    "gate": "experts are chosen by the matrix itself",
+    "router": "experts are chosen by the matrix itself",
+    "shared_expert_gate": "experts are weighed by the matrix itself",
+}
+"""Modules that vLLM's models have as layers, and in some cases do not call: they multiply with the layer's weight."""
+_TOWERS = ("vis", "audio", "multi_modal", "mm_")
+"""How the parts of models begin that make features of images and sounds."""
+
+
+def _module_problem(module: str, config: Any) -> str | None:
+    *parents, end = module.split(".")
+    if not any(part.isdecimal() for part in parents):
+        return "it is in none of the model's layers"
+    if config.get_text_config() is not config and any(part.startswith(_TOWERS) for part in parents):
+        return "it is not in the language model"
+    return _READ_ELSEWHERE.get(end)
+
+
+def _experts_problem(modules: Sequence[str], layers: Any) -> str | None:
+    """vLLM packs three matrices of every expert, and each of them must be there."""
+    if not modules:
+        return None
+    if layers.is_3d_moe_weight or layers.is_non_gated_moe:
+        return f"vLLM has other adapters for the experts of {layers.__name__} than those of single matrices"
+    ends: dict[str, set[str]] = {}
+    for module in modules:
+        block, _, matrix = module.partition(f".{EXPERTS}.")
+        ends.setdefault(block, set()).add(re.sub(r"^\d+\.", "", matrix))
+    if single := [block for block, found in ends.items() if len(found) != 3]:
+        return f"vLLM adapts all three matrices of an expert or none, and in {single[0]} fewer are trained"
+    return None
 
 
 def image_arguments() -> dict[str, Any]:

@@ -106,11 +106,10 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
             "enable_sleep_mode": settings.enable_sleep,
         }
         if not settings.enforce_eager:
-            # Every request asks for the adapter where there is one: graphs without it would be captured in vain.
-            arguments["compilation_config"] = {
-                "max_cudagraph_capture_size": settings.max_num_seqs,
-                "cudagraph_specialize_lora": False,
-            }
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": settings.max_num_seqs}
+            if settings.adapter_rank is not None:
+                # Every request asks for the adapter: graphs without it would be captured in vain.
+                arguments["compilation_config"]["cudagraph_specialize_lora"] = False
     if settings.adapter_rank is not None:
         arguments |= {
             "enable_lora": True,
