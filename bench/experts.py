@@ -303,7 +303,9 @@ def run(folder: Path, work: Work, *, engine: str, sharpness: float, kernel: str 
     records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
     columns = {name: f"timing/{phase}" for name, phase in PHASES.items()} | {"total": "timing/step_total"}
     columns |= {f"{phase}_gb": f"memory/peak_{phase}_gb" for phase in ("generation", "training")}
-    columns |= {name: name for name in sorted(records[0]) if "rout" in name or name in ("logprobs_diff", "vllm_kl")}
+    columns |= {
+        name: name for name in sorted(records[0]) if name.startswith("experts/") or name in ("logprobs_diff", "vllm_kl")
+    }
     timed = {name: [record.get(metric, 0.0) for record in records] for name, metric in columns.items()}
     for name in ("score", "total"):
         timed[name] = [all_of - own for all_of, own in zip(timed[name], rounds.seconds, strict=True)]
