@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.vllm import engine as engine_module
 from openrlhf.rollout.vllm.engine import VllmEngine
+from openrlhf.rollout.vllm.routes import merged
 from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights
@@ -246,3 +247,77 @@ def test_an_answer_has_the_routes_of_all_before_its_last_token_however_it_ends(s
         setup.check(prompt, generation)
     (generation,) = generate_all(setup.engine, [prompt[:1]], greedy.copy(max_tokens=3))
     setup.check(prompt[:1], generation)
+
+
+NO_ROUTE = 255
+
+
+@pytest.fixture
+def returned(setup, monkeypatch) -> Iterator[SimpleNamespace]:
+    """The engine as on a GPU: routes come with the last output, and what was read twice has those of the first time,
+    which are `NO_ROUTE` here. `change` is done to them on their way; `names` are those of the requests."""
+    source, outputs = setup.engine._routes, setup.engine._outputs
+    found = SimpleNamespace(names=[], change=lambda routes: routes)
+
+    async def with_routes(request: Any, kind: Any) -> AsyncGenerator[Any]:
+        found.names.append(request.name)
+        tokens = 0
+        async for output in outputs(request, kind):
+            tokens += len(output.outputs[0].token_ids)
+            if output.finished:
+                read = len(request.token_ids) + tokens - 1
+                messages = await setup.engine.llm.collective_rpc("take_routes", args=(request.name, read))
+                routes = merged(messages, num_layers=3, routed=source.captured)
+                first_new = max(first for first, _ in request.starts)
+                routes[: len(request.token_ids) + first_new - 1 if first_new else 0] = NO_ROUTE
+                output.outputs[0].routed_experts = found.change(routes)
+            yield output
+
+    monkeypatch.setattr(setup.engine, "_routes", engine_module._RouteSource(3, captured=None))
+    monkeypatch.setattr(setup.engine, "_outputs", with_routes)
+    return found
+
+
+async def with_a_push(setup: Setup, prompts: list[list[int]], then: Callable[[], None] | None = None):
+    """Generations in whose middle weights are pushed, and afterwards something else happens."""
+    params = PARAMS.copy(max_tokens=120)
+    calls = [asyncio.create_task(setup.engine.generate(prompt, params)) for prompt in prompts]
+    while setup.engine._num_sampled() < 40 * len(prompts):
+        await asyncio.sleep(0)
+    setup.change_routers(seed=101)
+    await asyncio.to_thread(setup.push)
+    if then is not None:
+        await asyncio.to_thread(then)
+    return await asyncio.gather(*calls)
+
+
+def test_what_vllm_returns_is_asked_for_again_where_weights_changed_in_between(setup, returned):
+    """Once for each such request, most of which vLLM then finds in its cache."""
+    prompts = [numbers(40, seed=i) for i in (1, 1, 2)]
+    setup.cached.clear()
+    for prompt, generation in zip(prompts, asyncio.run(with_a_push(setup, prompts)), strict=True):
+        assert len(set(generation.versions)) == 2
+        setup.check(prompt, generation)
+    assert len(returned.names) == 6
+    returned.names.clear()
+    for prompt, generation in zip(prompts, generate_all(setup.engine, prompts, PARAMS), strict=True):
+        setup.check(prompt, generation)
+    assert len(returned.names) == 3
+
+
+def test_requests_that_are_given_up_ask_for_nothing_more(setup, returned):
+    """They have the routes that there are, of the first reading."""
+    prompts = [numbers(40, seed=i) for i in (1, 2)]
+    for prompt, generation in zip(prompts, asyncio.run(with_a_push(setup, prompts, setup.engine.abort)), strict=True):
+        assert generation.finish_reason is FinishReason.ABORT
+        assert len(generation.routes) == len(prompt) + len(generation.token_ids) - 1
+        assert (generation.routes == NO_ROUTE).any()
+    assert len(returned.names) == 2
+
+
+def test_routes_of_other_tokens_are_no_routes(setup, returned, caplog):
+    returned.change = lambda routes: routes[1:]
+    generations = generate_all(setup.engine, [numbers(5, seed=i) for i in range(3)], PARAMS.copy(max_tokens=7))
+    assert [generation.routes for generation in generations] == [None] * 3
+    (line,) = [record.message for record in caplog.records if "without routes" in record.message]
+    assert "vLLM read 11 tokens of a request in 3 layers, and gave those of 10 tokens in 3 layers" in line
