@@ -233,6 +233,14 @@ class VLLMSection:
             only_with=".num_engines!=0",
         ),
     ] = False
+    lora_sync: Annotated[
+        Literal["adapter", "merged"] | None,
+        Flag(
+            "how engines get LoRA: adapter (the base once, then the adapter alone) or merged (all weights each time); "
+            "unset: adapter where vLLM can hold it",
+            only_with=".num_engines!=0 ds.lora.rank",
+        ),
+    ] = None
     enable_prefix_caching: Annotated[
         bool,
         Flag(

@@ -130,10 +130,7 @@ def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
     config = load_config(path, trust_remote_code=settings.model.trust_remote_code, flag=settings.flag)
     image = _any_image(path, config, settings) if settings.images else None
     changed = _switch_dropout_off(config)
-    # Of the families that have both, a run of text takes the class that it always took.
-    texts = image is None and (not has_vision(config) or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
-    loader = AutoModelForCausalLM if texts else AutoModelForImageTextToText
-    model = _to_device(_load_model(loader, path, config, settings), settings)
+    model = _to_device(_load_model(_policy_loader(config, settings), path, config, settings), settings)
     if settings.uses_liger:
         _use_liger_kernels(model)
     if not settings.compiled:
@@ -158,6 +155,23 @@ def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
         routers=routers if settings.trains else None,
     )
     return policy.train()
+
+
+def _policy_loader(config: Any, settings: LoadSettings) -> Any:
+    """Of the families that have both, a run of text takes the class that it always took."""
+    texts = not settings.images and (not has_vision(config) or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+    return AutoModelForCausalLM if texts else AutoModelForImageTextToText
+
+
+def policy_skeleton(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
+    """The policy that `load_policy` loads to be trained, without weights (meta device): it has their names, shapes and
+    the adapter."""
+    config = load_config(path, trust_remote_code=settings.model.trust_remote_code, flag=settings.flag)
+    loader = _policy_loader(config, settings)
+    with torch.device("meta"):
+        model = loader.from_config(config, dtype=settings.dtype, trust_remote_code=settings.model.trust_remote_code)
+        _prepare_training(model, settings, what=f"{settings.flag} {path}")
+    return Policy(model)
 
 
 def load_value_model(

@@ -2,7 +2,8 @@
 
 ENGINES          a further engine is its folder under `rollout/`, and one entry here
 transport        how weights reach engines that have their own
-engine_memory    what of a device's memory an engine may have beside models"""
+engine_memory    what of a device's memory an engine may have beside models
+engine_adapter   whether engines hold LoRA as an adapter, or get it merged into the weights"""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import AutoConfig
@@ -24,20 +25,22 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rl import VLLMSection
 from openrlhf.config.rules import required
+from openrlhf.models.adapters import AdapterError
+from openrlhf.models.file_weights import FileAdapter
 from openrlhf.models.image_processor import unsampled_tokens
-from openrlhf.models.loading import model_dtype
+from openrlhf.models.loading import model_dtype, policy_skeleton
 from openrlhf.models.policy import Policy
 from openrlhf.models.routes import route_shape
 from openrlhf.models.value import ValueModel
 from openrlhf.observability.usage import GIB
 from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.rollout.vllm import start_engine
+from openrlhf.rollout.vllm import adapter_problem, start_engine
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.runs.local_copies import local_copies
-from openrlhf.runs.preflight import policy_tokenizer
+from openrlhf.runs.preflight import policy_tokenizer, reading_model
 from openrlhf.runs.process import process_device
-from openrlhf.runs.rl_models import RLModels
+from openrlhf.runs.rl_models import RLModels, load_settings
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights, SharedWeightSync, WeightSync
 from openrlhf.weight_sync.probe import LocalProbe, Probe
@@ -53,7 +56,13 @@ class EngineMemory(NamedTuple):
 
 
 def vllm_settings(
-    config: RLConfig, device: torch.device, memory: EngineMemory, *, model_config: Any, engines: int = 1
+    config: RLConfig,
+    device: torch.device,
+    memory: EngineMemory,
+    *,
+    model_config: Any,
+    engines: int = 1,
+    adapter: EngineAdapter | None = None,
 ) -> VllmSettings:
     """The settings of one of so many engines. `model_config`: the policy's Hugging Face configuration."""
     return VllmSettings(
@@ -74,6 +83,8 @@ def vllm_settings(
         max_images=config.data.max_images_per_prompt,
         keep_image_features=config.actor.freeze_visual_encoder,
         return_routes=wants_routes(config, model_config),
+        adapter_rank=None if adapter is None else adapter.rank,
+        adapter_modules=() if adapter is None else adapter.modules,
     )
 
 
@@ -87,6 +98,49 @@ def wants_routes(config: RLConfig, model_config: Any) -> bool:
         name = model_config.get_text_config().model_type
         raise ConfigError(f"--algo.router_replay: {name} is no mixture of experts; leave the flag out")
     return experts and asked is not False
+
+
+class EngineAdapter(NamedTuple):
+    """An adapter that engines hold beside the weights of its base."""
+
+    rank: int
+    modules: tuple[str, ...]
+    """That it changes, by their names in the model's files."""
+
+
+def engine_adapter(config: RLConfig, *, gpu: bool) -> EngineAdapter | None:
+    """The adapter that vLLM engines hold; None: they are given whole weights, because there is no adapter or because it
+    is merged into them.
+
+    It is settled before an engine starts, and before models are loaded, by a policy without weights. Raises ConfigError
+    where --vllm.lora_sync asks for what vLLM cannot hold; where it is unset, one line says why it is merged.
+    """
+    asked = config.vllm.lora_sync
+    if not config.ds.lora.rank or asked == "merged":
+        return None
+    path, device = required(config.actor.model_name_or_path), torch.device("cuda" if gpu else "cpu")
+    settings = load_settings(config, device, flag="--actor.model_name_or_path", trains=True)
+    with reading_model(path, flag=settings.flag):
+        policy = policy_skeleton(path, settings)
+    try:
+        adapter = FileAdapter(policy)
+        problem = adapter_problem(policy.model.config, adapter.modules, rank=adapter.rank, gpu=gpu)
+    except AdapterError as error:
+        problem = str(error)
+    if problem is None:
+        return EngineAdapter(adapter.rank, adapter.modules)
+    if asked == "adapter":
+        raise ConfigError(f"--vllm.lora_sync adapter: {problem}; give merged, or leave it out")
+    logger.info("LoRA is merged into the weights that engines get (--vllm.lora_sync merged): %s", problem)
+    return None
+
+
+def with_lora_sync(config: RLConfig, adapter: EngineAdapter | None) -> RLConfig:
+    """The configuration with what `engine_adapter` has settled, for the processes of other machines."""
+    if not config.ds.lora.rank:
+        return config
+    settled: Literal["adapter", "merged"] = "merged" if adapter is None else "adapter"
+    return replace(config, vllm=replace(config.vllm, lora_sync=settled))
 
 
 def transport(config: RLConfig, device: torch.device) -> str:
@@ -277,6 +331,8 @@ def require_vllm(config: RLConfig, device: torch.device) -> None:
             "--train.async_enable: engine and trainer would use the only device at the same time; add "
             "--train.async_share_device, and leave memory for both (--vllm.gpu_memory_utilization)"
         )
+    if section.lora_sync == "adapter":
+        engine_adapter(config, gpu=device.type == "cuda")
     for name in GPU_FLAGS if device.type == "cpu" else ():
         if getattr(section, name) != getattr(VLLMSection, name):
             logger.warning("--vllm.%s is not used: it is about GPUs, and this run is on a CPU", name)
@@ -287,13 +343,17 @@ def open_vllm(
     config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
 ) -> Iterator[LocalEngine]:
     memory = engine_memory(config, models, device)
+    adapter = engine_adapter(config, gpu=device.type == "cuda")
     weights = PolicyWeights(
-        models.policy, ModuleWeights(models.policy), only_decoder=sends_decoder_only(config, sleeps=memory.sleeps)
+        models.policy,
+        ModuleWeights(models.policy),
+        only_decoder=sends_decoder_only(config, sleeps=memory.sleeps),
+        as_adapter=adapter is not None,
     )
     probe = None
     if config.vllm.sync_verify:
         probe = LocalProbe(policy_probe(config, models.policy.model.config, device), models.policy)
-    settings = vllm_settings(config, device, memory, model_config=models.policy.model.config)
+    settings = vllm_settings(config, device, memory, model_config=models.policy.model.config, adapter=adapter)
     with contextlib.closing(start_engine(settings, tokenizer)) as engine:
         if memory.sleeps:
             loop.run(engine.sleep())
@@ -301,14 +361,14 @@ def open_vllm(
         yield LocalEngine(engine, sync, sleeps=memory.sleeps)
 
 
-def build_vllm(config: RLConfig, *, engines: int) -> ControlledEngine:
+def build_vllm(config: RLConfig, *, engines: int, adapter: EngineAdapter | None = None) -> ControlledEngine:
     """One of so many engines, in a process of its own. One that sleeps does so from the start."""
     config, device = local_copies(config), process_device()
     memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
     model_config = AutoConfig.from_pretrained(
         required(config.actor.model_name_or_path), trust_remote_code=config.actor.trust_remote_code
     )
-    settings = vllm_settings(config, device, memory, model_config=model_config, engines=engines)
+    settings = vllm_settings(config, device, memory, model_config=model_config, engines=engines, adapter=adapter)
     engine = start_engine(settings, policy_tokenizer(config))
     if memory.sleeps:
         asyncio.run(engine.sleep())
@@ -347,7 +407,8 @@ class EngineKind(NamedTuple):
     open: Callable[..., AbstractContextManager[LocalEngine]]
     """(config, models, tokenizer, device, loop): one in this process, ready to sample or asleep; closed afterwards."""
     build: Callable[..., ControlledEngine] | None
-    """(config, engines=): one of so many, in a process of a cluster. None: it samples only beside the policy."""
+    """(config, engines=, adapter=): one of so many, in a process of a cluster. None: it samples only beside the
+    policy."""
     installed: Callable[[], bool]
 
 

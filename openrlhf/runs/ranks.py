@@ -132,7 +132,12 @@ class RankWeights:
         self._backend = backend
         self._ranks = ranks
         sleeps = engines_sleep(config, process_device())
-        self._weights = PolicyWeights(policy, backend, only_decoder=sends_decoder_only(config, sleeps=sleeps))
+        self._weights = PolicyWeights(
+            policy,
+            backend,
+            only_decoder=sends_decoder_only(config, sleeps=sleeps),
+            as_adapter=config.vllm.lora_sync == "adapter",
+        )
         self._engines: list[Any] = []
         """Those that the sender is for: a process group has members."""
         self._sender: WeightSender | None = None

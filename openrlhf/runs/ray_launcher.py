@@ -26,7 +26,7 @@ from openrlhf.learners.advantages import SampleMaker
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
-from openrlhf.runs.engines import ENGINES, policy_probe
+from openrlhf.runs.engines import ENGINES, engine_adapter, policy_probe, with_lora_sync
 from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import reading_model
@@ -88,9 +88,10 @@ class RayLauncher:
     """Models and engines have processes of their own."""
 
     def __init__(self, config: RLConfig, tokenizer: Any, placed: ReservedPlan) -> None:
-        self.given = config
-        """What processes of other machines get, whose copies of models are elsewhere."""
         self.config = local_copies(config)
+        self._adapter = engine_adapter(self.config, gpu=placed.cluster.kind.resource == "GPU")
+        self.given = with_lora_sync(config, self._adapter)
+        """What processes of other machines get, whose copies of models are elsewhere."""
         self.tokenizer = tokenizer
         self.placed = placed
         self.reward_ranks = RewardRanks()
@@ -163,7 +164,12 @@ class RayLauncher:
     @contextlib.contextmanager
     def engines(self) -> Iterator[RayEngines]:
         """They may still be starting."""
-        make = functools.partial(required(ENGINES["vllm"].build), self.given, engines=self.placed.plan.request.engines)
+        make = functools.partial(
+            required(ENGINES["vllm"].build),
+            self.given,
+            engines=self.placed.plan.request.engines,
+            adapter=self._adapter,
+        )
         engines = RayEngines(
             engine_slots(self.placed, make),
             max_model_len=self.config.data.max_len,

@@ -56,6 +56,7 @@ ADDED = {
     ("train.stall_timeout", "float", 1800.0): TRAINERS,
     ("train.max_skipped_steps", "int", 5): TRAINERS,
     ("vllm.sync_verify", "switch", False): ("train_ppo_ray",),
+    ("vllm.lora_sync", "str adapter/merged", None): ("train_ppo_ray",),
     ("vllm.pipeline_parallel_size", "int", 1): ("train_ppo_ray",),
     ("vllm.health_timeout", "float", 120.0): ("train_ppo_ray",),
     ("reward.timeout", "float", 180.0): ("train_ppo_ray",),

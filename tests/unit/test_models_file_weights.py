@@ -21,7 +21,7 @@ from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.backend import LoraSection
 from openrlhf.models.adapters import AdapterError, is_adapter
 from openrlhf.models.file_weights import FileAdapter, file_weights
-from openrlhf.models.loading import load_policy
+from openrlhf.models.loading import load_policy, policy_skeleton
 from openrlhf.types import PackedTokens
 
 SMALL = {
@@ -152,6 +152,15 @@ def test_the_base_and_the_adapter_beside_it_add_up_to_the_merged_weights(folders
         product = 3.0 * b @ a
         change_of_it = merged[f"{module}.weight"] - base[f"{module}.weight"]
         torch.testing.assert_close(product.T if name == "transposed" else product, change_of_it, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_policy_without_weights_has_the_same_adapter(folders, name):
+    settings = loading(lora=LoraSection(rank=4, alpha=8))
+    policy, skeleton = load_policy(folders[name], settings), policy_skeleton(folders[name], settings)
+    assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
+    found, expected = FileAdapter(skeleton), FileAdapter(policy)
+    assert (found.modules, found.rank, found.config) == (expected.modules, expected.rank, expected.config)
 
 
 def test_the_modules_of_an_adapter_are_those_that_it_was_asked_for(folders):

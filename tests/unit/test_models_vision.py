@@ -22,7 +22,14 @@ from openrlhf.models.context import Context, share_streams
 from openrlhf.models.exchange import play
 from openrlhf.models.file_weights import FileAdapter
 from openrlhf.models.image_processor import ImageProcessor, unsampled_tokens
-from openrlhf.models.loading import LoadSettings, ModelLoadError, load_policy, load_tokenizer, load_value_model
+from openrlhf.models.loading import (
+    LoadSettings,
+    ModelLoadError,
+    load_policy,
+    load_tokenizer,
+    load_value_model,
+    policy_skeleton,
+)
 from openrlhf.models.policy import tower_names
 from openrlhf.types import PackedTokens, PlacedImage, Segment
 from openrlhf.weight_sync.base import PolicyWeights
@@ -310,6 +317,8 @@ class TestFrozenTower:
         assert base == {name for name, _ in weights}
         modules = FileAdapter(policy).modules
         assert base.issuperset(f"{module}.weight" for module in modules)
+        skeleton = policy_skeleton(family.folder, dataclasses.replace(self.SETTINGS, ds=lora))
+        assert FileAdapter(skeleton).modules == modules
 
     def test_a_model_of_text_has_none(self, tmp_path):
         write_model(tmp_path, seed=0)

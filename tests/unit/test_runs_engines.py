@@ -3,13 +3,15 @@
 import pytest
 import torch
 from small_rl import make_models
-from transformers import Qwen2Config, Qwen3MoeConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from openrlhf.config import ConfigError, parse
 from openrlhf.observability.usage import GIB
 from openrlhf.runs.engines import (
+    EngineAdapter,
     EngineMemory,
     TrainedShape,
+    engine_adapter,
     engine_memory,
     engine_share,
     needs_sleep,
@@ -18,6 +20,7 @@ from openrlhf.runs.engines import (
     transport,
     vllm_settings,
     wants_routes,
+    with_lora_sync,
 )
 
 SHAPE = TrainedShape(parameters=1000, layers=3, hidden=10, intermediate=20, element_bytes=2, checkpointing=False)
@@ -133,3 +136,68 @@ def test_routes_of_a_model_without_experts_cannot_be_replayed():
     assert wants_routes(config, Qwen3MoeConfig())
     with pytest.raises(ConfigError, match=r"--algo.router_replay: qwen2 is no mixture of experts"):
         wants_routes(config, Qwen2Config())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1)).save_pretrained(folder)
+    return folder
+
+
+def lora_config(folder, *words):
+    argv = ["--actor.model_name_or_path", str(folder), "--ds.lora.rank", "4", "--ds.lora.target_modules", "q_proj"]
+    return parse("train_ppo_ray", [*argv, *words])
+
+
+def no_problem(model, modules, *, rank, gpu):
+    return None
+
+
+def a_problem(model, modules, *, rank, gpu):
+    return f"vLLM has no adapters for {modules[0]} of {model.model_type}"
+
+
+def not_asked(*arguments, **options):
+    raise AssertionError("vLLM is asked for nothing")
+
+
+def test_engines_hold_an_adapter_where_vllm_can(folder, monkeypatch):
+    monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", no_problem)
+    for words in ([], ["--vllm.lora_sync", "adapter"]):
+        config = lora_config(folder, *words)
+        adapter = engine_adapter(config, gpu=False)
+        assert adapter == EngineAdapter(4, ("model.layers.0.self_attn.q_proj",))
+        assert with_lora_sync(config, adapter).vllm.lora_sync == "adapter"
+        settings = vllm_settings(
+            config,
+            torch.device("cpu"),
+            EngineMemory(0.5, sleeps=False),
+            model_config=Qwen2Config(),
+            adapter=adapter,
+        )
+        assert (settings.adapter_rank, settings.adapter_modules) == (4, adapter.modules)
+
+
+def test_what_vllm_cannot_hold_is_merged_with_one_line_or_refused_where_it_was_asked_for(folder, monkeypatch, caplog):
+    monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", a_problem)
+    config = lora_config(folder)
+    with caplog.at_level("INFO"):
+        assert engine_adapter(config, gpu=False) is None
+    (said,) = caplog.messages
+    why = "vLLM has no adapters for model.layers.0.self_attn.q_proj of qwen2"
+    assert said == f"LoRA is merged into the weights that engines get (--vllm.lora_sync merged): {why}"
+    assert with_lora_sync(config, None).vllm.lora_sync == "merged"
+    with pytest.raises(ConfigError, match=rf"--vllm.lora_sync adapter: {why}; give merged, or leave it out"):
+        engine_adapter(lora_config(folder, "--vllm.lora_sync", "adapter"), gpu=False)
+
+
+def test_without_an_adapter_or_with_a_merged_one_vllm_is_not_asked(folder, monkeypatch):
+    monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", not_asked)
+    merged, none = lora_config(folder, "--vllm.lora_sync", "merged"), parse("train_ppo_ray", [])
+    assert engine_adapter(merged, gpu=False) is None
+    assert engine_adapter(none, gpu=False) is None
+    assert with_lora_sync(none, None) == none
+    memory = EngineMemory(0.5, sleeps=False)
+    assert vllm_settings(merged, torch.device("cpu"), memory, model_config=Qwen2Config()).adapter_rank is None
