@@ -40,6 +40,7 @@ from bench.results import write_section
 
 ROUNDS = ("first, warming up", "random routers", "sharp routers", "sharp routers, trained without replay")
 KERNELS = ("grouped_mm", "batched_mm", "deepgemm", "eager")
+REPLAYED = f"{KERNELS[0]}, replayed"
 PARTS = ("run", "kernels")
 GIB = 2**30
 
@@ -111,7 +112,7 @@ GPU = Work(
 """In GiB: weights 12.2, masters and moments 73, gradients 24, which makes 110 beside activations of some 5 with
 checkpointing. While it samples, vLLM has 12.2 of weights and 15 of keys and values beside 86 of the trainer's."""
 CPU = Work(
-    prompts=4, samples=4, prompt_tokens=12, new_tokens=12, budget=256, compared=8, dtype="bf16",
+    prompts=16, samples=4, prompt_tokens=12, new_tokens=12, budget=256, compared=8, dtype="bf16",
     hidden=64, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=32, experts=8, per_token=2, vocabulary=256,
 )  # fmt: skip
 
@@ -236,7 +237,10 @@ def compare(policy: Any, samples: Any) -> dict[str, float]:
     found |= {f"worst_{kind}": float(torch.cat(parts).max()) for kind, parts in gaps.items()}
     differing = {"choices": choices, "tokens": tokens_differ}
     found |= {f"differing_{name}": float(torch.cat(parts).mean()) for name, parts in differing.items()}
-    return found | {"differing_replayed": float(log.differing_L.sum() / log.compared_L.sum())}
+    return found | {
+        "differing_replayed": float(log.differing_L.sum() / log.compared_L.sum()),
+        "samples": len(samples),
+    }
 
 
 @contextlib.contextmanager
@@ -313,12 +317,17 @@ def run(folder: Path, work: Work, *, engine: str, sharpness: float, kernel: str 
 
 
 def measure_kernels(work: Work) -> dict[str, Any]:
-    """Seconds of a forward and backward of one pack, and the most memory it took; why not, where it does not run."""
+    """Seconds of a forward and backward of one pack, and the most memory it took; why not, where it does not run.
+
+    Also with routes that are replayed, through the first kernel.
+    """
     import torch
     from transformers import Qwen3MoeForCausalLM
 
     from openrlhf.models.attention import ATTENTION
+    from openrlhf.models.body import decoder_layers
     from openrlhf.models.policy import Policy
+    from openrlhf.models.routes import install_routers
     from openrlhf.types import PackedTokens
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -327,38 +336,48 @@ def measure_kernels(work: Work) -> dict[str, Any]:
     with device:
         model = Qwen3MoeForCausalLM._from_config(work.config(), dtype=dtype)
     model.set_attn_implementation(ATTENTION)
+    routers = install_routers(model, decoder_layers(model), replay=True)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(model).train()
+    policy = Policy(model, routers=routers).train()
     length = work.prompt_tokens + work.new_tokens
     count = work.budget // length
     ids = [torch.randint(2, work.vocabulary, (length,)) for _ in range(count)]
     actions = [torch.arange(length) >= work.prompt_tokens for _ in range(count)]
-    tokens = PackedTokens.from_sequences(ids, actions).to(device)
-    found: dict[str, Any] = {"tokens": tokens.num_tokens}
+    scores_TLE = torch.rand(count * length, work.layers, work.experts)
+    routes_TLK = scores_TLE.topk(work.per_token).indices.to(torch.uint8)
+    routed = PackedTokens.from_sequences(ids, actions, routes=routes_TLK.split(length)).to(device)
+    found: dict[str, Any] = {"tokens": routed.num_tokens}
     for kernel in KERNELS:
-        seconds = []
-        try:
-            model.set_experts_implementation(kernel)
-            for _ in range(3):
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
-                policy(tokens, temperature=1.0).logprobs_A.mean().backward()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
-                policy.zero_grad()
-            peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
-            found[kernel] = {"seconds": min(seconds[1:]), "peak_gb": peak}
-        except torch.OutOfMemoryError:
-            found[kernel] = {"why": "does not fit"}
-        except Exception as error:  # a kernel that is not installed, or not made for this device
-            found[kernel] = {"why": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
-        policy.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        found[kernel] = _kernel_seconds(policy, kernel, routed.without_routes())
+    found[REPLAYED] = _kernel_seconds(policy, KERNELS[0], routed)
     return found
+
+
+def _kernel_seconds(policy: Any, kernel: str, tokens: Any) -> dict[str, Any]:
+    import torch
+
+    gpu, seconds = torch.cuda.is_available(), []
+    try:
+        policy.model.set_experts_implementation(kernel)
+        for _ in range(3):
+            if gpu:
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            policy(tokens, temperature=1.0).logprobs_A.mean().backward()
+            if gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            policy.zero_grad()
+        return {"seconds": min(seconds[1:]), "peak_gb": torch.cuda.max_memory_allocated() / GIB if gpu else 0.0}
+    except torch.OutOfMemoryError:
+        return {"why": "does not fit"}
+    except Exception as error:  # a kernel that is not installed, or not made for this device
+        return {"why": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
+    finally:
+        policy.zero_grad()
+        if gpu:
+            torch.cuda.empty_cache()
 
 
 def table(results: dict[str, dict[str, Any]], work: Work, *, engine: str, sharpness: float) -> str:
@@ -379,7 +398,7 @@ def table(results: dict[str, dict[str, Any]], work: Work, *, engine: str, sharpn
     if found := results.get("run"):
         lines += [
             "",
-            f"Log-probs of engine and trainer over {work.compared} samples of each round: mean and largest distance.",
+            f"Log-probs of engine and trainer over {found['samples'][0]} samples each: mean and largest distance.",
             "",
             "| round | mean, own experts | mean, replayed | largest, own | largest, replayed | choices that differ | "
             "tokens with such a choice | choices that would differ, replayed |",
@@ -410,7 +429,7 @@ def table(results: dict[str, dict[str, Any]], work: Work, *, engine: str, sharpn
             "| kernel | seconds | tokens/s | GiB |",
             "|---|---|---|---|",
         ]
-        for kernel in KERNELS:
+        for kernel in (*KERNELS, REPLAYED):
             one = found[kernel]
             if "why" in one:
                 lines.append(f"| `{kernel}` | {one['why']} | | |")
