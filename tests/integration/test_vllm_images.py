@@ -23,6 +23,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vision_models import KINDS, image, write_vision_model
 
 from openrlhf.backends.base import ModuleWeights
+from openrlhf.config.backend import LoraSection
+from openrlhf.models.adapters import add_adapter
+from openrlhf.models.file_weights import FileAdapter
 from openrlhf.models.image_processor import ExpandedText, ImageProcessor, digest_of, unsampled_tokens
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.vllm.engine import VllmEngine
@@ -370,3 +373,31 @@ def test_a_run_of_text_has_no_tower_and_takes_pushes_of_whole_models(tmp_path):
             setup.push()
         with pytest.raises(ValueError, match="1 images, and this engine reads none"):
             setup.logprobs(setup.prompt(TEXTS[1]))
+
+
+def test_an_adapter_of_the_decoder_is_pushed_without_the_tower(tmp_path):
+    """The files of this family have other names for the decoder's layers than its class."""
+    write_vision_model("qwen2_5_vl", tmp_path)
+    model = load_model(tmp_path)
+    add_adapter(model, LoraSection(rank=4, alpha=8), dtype=torch.float32, only_decoder=True)
+    policy = Policy(model)
+    adapter = FileAdapter(policy)
+    engine, tokenizer = start_engine(
+        tmp_path, max_images=3, keep_image_features=True, adapter_rank=adapter.rank, adapter_modules=adapter.modules
+    )
+    with contextlib.closing(engine):
+        setup = Setup(engine, model, ImageProcessor.load(tmp_path, tokenizer))
+        weights = PolicyWeights(policy, ModuleWeights(policy), only_decoder=True, as_adapter=True)
+        sync = EngineWeightSync(engine, weights, RpcSender(block_bytes=50_000), SimpleNamespace(run=asyncio.run))
+        asked = [setup.prompt(text) for text in TEXTS]
+        sync.push(version=1)
+        base = [own_logprobs(model, one) for one in asked]
+        assert max(map(gap, map(setup.logprobs, asked), base)) < SAME
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.3)
+        sync.push(version=2)
+        expected = [own_logprobs(model, one) for one in asked]
+        assert min(map(gap, expected, base)) > OTHER
+        assert max(map(gap, map(setup.logprobs, asked), expected)) < SAME
