@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import watching_worker
 from engine_contract import EngineContract, Subject
 from peft.tuners.lora import LoraLayer
 from small_tokenizers import tokenizer as small_tokenizer
@@ -22,11 +23,13 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2_5_VLConfig, Q
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.backend import LoraSection
-from openrlhf.models.adapters import adapter_tensors, add_adapter
+from openrlhf.models.adapters import adapter_tensors, add_adapter, is_adapter
 from openrlhf.models.attention import ATTENTION
+from openrlhf.models.file_weights import FileAdapter
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.base import NoWeightsError
 from openrlhf.rollout.vllm import adapter_problem
+from openrlhf.rollout.vllm.compat import rewire
 from openrlhf.rollout.vllm.engine import VllmEngine
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.types import Generation, SamplingParams
@@ -279,7 +282,7 @@ WHOLE_EXPERTS = tuple(f"{EXPERT}.{n}.{end}" for n in range(2) for end in ("gate_
         (DENSE, QUERIES, 512, False, None),
         (DENSE, QUERIES, 513, True, "its rank is 513, and vLLM holds 512 at most"),
         (DENSE, (*QUERIES, "lm_head"), 8, True, "lm_head: it is in none of the model's layers"),
-        (DENSE, ("model.layers.0.self_attn.kv_b_proj",), 8, True, "attention multiplies this matrix into others"),
+        (DENSE, ("model.layers.0.self_attn.kv_b_proj",), 8, True, "attention does not call this layer"),
         (Qwen2Config(architectures=["UnheardOfForCausalLM"]), QUERIES, 8, True, "no adapters for UnheardOf"),
         (
             Qwen2_5_VLConfig(architectures=["Qwen2_5_VLForConditionalGeneration"]),
@@ -291,13 +294,18 @@ WHOLE_EXPERTS = tuple(f"{EXPERT}.{n}.{end}" for n in range(2) for end in ("gate_
         (MIXTURE, QUERIES, 8, False, "no adapters for mixtures of experts on a CPU"),
         (MIXTURE, (*QUERIES, *WHOLE_EXPERTS), 8, True, None),
         (MIXTURE, (*QUERIES, f"{EXPERT}.0.down_proj"), 8, True, "in model.layers.0.mlp fewer are trained"),
-        (MIXTURE, ("model.layers.0.mlp.gate",), 8, True, "experts are chosen by the matrix itself"),
+        (MIXTURE, ("model.layers.0.mlp.gate",), 8, True, None),
         (GptOssConfig(architectures=["GptOssForCausalLM"]), WHOLE_EXPERTS, 8, True, "other adapters for the experts"),
     ],
 )
 def test_why_vllm_cannot_hold_an_adapter(config, modules, rank, gpu, problem):
     found = adapter_problem(config, modules, rank=rank, gpu=gpu)
     assert found is None if problem is None else problem in (found or "")
+
+
+def test_in_32_bits_only_a_cpu_can_hold_an_adapter():
+    for gpu, dtype, holds in ((False, torch.float32, True), (True, torch.bfloat16, True), (True, torch.float32, False)):
+        assert (adapter_problem(DENSE, QUERIES, rank=8, gpu=gpu, dtype=dtype) is None) == holds
 
 
 def prefixed(adapter: Adapter) -> tuple[dict[str, torch.Tensor], AdapterSpec | None]:
@@ -451,3 +459,52 @@ def test_every_worker_of_an_engine_has_its_part_of_an_adapter(tmp_path, parts):
         down = adapter_of(setup.model, targets=(*targets, "down_proj"))
         with pytest.raises(WeightSyncError, match=r"of the 8 modules .* model.layers.0.mlp.down_proj and 1 more"):
             setup.push(down)
+
+
+def test_experts_hold_their_base_and_their_adapter_and_so_does_their_router(tmp_path, monkeypatch):
+    """A CPU has no kernel that would compute with them: the engine is asked for nothing but what its layers hold."""
+    monkeypatch.setattr("openrlhf.rollout.vllm.settings.WORKER_EXTENSION", watching_worker.NAME)
+    config = Qwen3MoeConfig(**SMALL, head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    adapted = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    add_adapter(adapted, LoraSection(rank=4, alpha=12), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    in_files = FileAdapter(Policy(adapted))
+    named = [(f"model.{name}", tensor.detach()) for name, tensor in adapted.named_parameters() if is_adapter(name)]
+    spec = AdapterSpec(config=in_files.config, modules=in_files.modules)
+    adapter = Adapter(adapted, spec, dict(in_files.tensors(named)))
+    setup = start(config, tmp_path, adapter_rank=in_files.rank, adapter_modules=in_files.modules)
+    base, sent, block = dict(setup.base), adapter.tensors, "model.layers.1.mlp"
+
+    def total(tensors: Mapping[str, torch.Tensor], end: str) -> float:
+        """Over the experts of a block."""
+        return sum(tensors[f"{block}.experts.{expert}.{end}"].double().sum().item() for expert in range(4))
+
+    expected = {
+        "w13": [total(base, "gate_proj.weight") + total(base, "up_proj.weight")],
+        "w2": [total(base, "down_proj.weight")],
+        "w13_a": [total(sent, f"{name}.lora_A.weight") for name in ("gate_proj", "up_proj")],
+        "w13_b": [3 * total(sent, f"{name}.lora_B.weight") for name in ("gate_proj", "up_proj")],
+        "w2_a": [total(sent, "down_proj.lora_A.weight")],
+        "w2_b": [3 * total(sent, "down_proj.lora_B.weight")],
+        "router_b": [3 * sent[f"{block}.gate.lora_B.weight"].double().sum().item()],
+    }
+    with contextlib.closing(setup.engine):
+        for _ in range(2):
+            setup.push(adapter, base=setup.base)
+            asked = setup.engine.llm.collective_rpc("sums_of_experts")
+            (found,) = asyncio.run(setup.engine.ask(asked, "for sums"))
+            assert len(found) == 2
+            assert found[f"{block}.experts"] == {name: pytest.approx(sums) for name, sums in expected.items()}
+
+
+def test_a_layer_with_several_names_gets_its_wrapper_by_each():
+    inner, runner, block, wrapper = (torch.nn.Module() for _ in range(4))
+    wrapper.base_layer = runner.gate = inner
+    block.gate, block.experts, block.spare = wrapper, runner, inner
+    rewire(block, [wrapper])
+    assert block.gate is runner.gate is block.spare is wrapper
+    assert wrapper.base_layer is inner

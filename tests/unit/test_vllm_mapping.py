@@ -88,6 +88,13 @@ def test_an_adapter_above_vllms_largest_rank_is_refused():
         engine_arguments(VllmSettings(model="/m", max_model_len=9, adapter_rank=513), gpu=True)
 
 
+def test_adapters_in_32_bits_are_for_cpus():
+    settings = VllmSettings(model="/m", max_model_len=9, adapter_rank=4, dtype="float32")
+    assert engine_arguments(settings, gpu=False)["enable_lora"]
+    with pytest.raises(ValueError, match="16 bits on a GPU"):
+        engine_arguments(settings, gpu=True)
+
+
 def test_layers_without_an_adapter_stay_plain_and_experts_are_one_module():
     names = ("model.layers.0.self_attn.q_proj", "model.layers.7.self_attn.q_proj", "o_proj")
     experts = ("model.layers.1.mlp.experts.0.gate_proj", "model.layers.1.mlp.experts.11.down_proj")

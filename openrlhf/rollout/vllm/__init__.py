@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.rollout.vllm.settings import VllmSettings, environment, logging_variables
 
 if TYPE_CHECKING:
+    import torch
+
     from openrlhf.rollout.vllm.engine import VllmEngine
 
 
@@ -27,13 +29,16 @@ def start_engine(settings: VllmSettings, tokenizer: Any | None) -> VllmEngine:
     return VllmEngine(settings, tokenizer)
 
 
-def adapter_problem(model: Any, modules: Sequence[str], *, rank: int, gpu: bool) -> str | None:
+def adapter_problem(
+    model: Any, modules: Sequence[str], *, rank: int, gpu: bool, dtype: torch.dtype | None = None
+) -> str | None:
     """Why vLLM cannot hold an adapter beside a model's weights; None: it can. No engine is started.
 
     Args:
         model: a Hugging Face folder, or its configuration.
         modules: what the adapter changes, by the names of the model's files.
+        dtype: of the engine; None: one that both devices have adapters for.
     """
     with environment(logging_variables()):
         from openrlhf.rollout.vllm.compat import adapter_problem
-    return adapter_problem(model, modules, rank=rank, gpu=gpu)
+    return adapter_problem(model, modules, rank=rank, gpu=gpu, dtype=dtype)

@@ -6,6 +6,7 @@ WorkerProcesses            workers in processes of their own, where torchvision 
 num_output_tokens          how far requests are
 LayerwiseLoad              new weights, layer by layer, as if from a checkpoint
 AdapterSlot                an adapter beside the weights, replaced in place
+adapt_by_every_name        layers that a model has by several names are adapted by all of them
 adapter_problem            why vLLM cannot hold an adapter
 never_sample               tokens that stand for images are out of every distribution
 ImageInputs                images that are prepared already, in the form of vLLM's engine
@@ -23,7 +24,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +36,7 @@ from vllm.inputs import mm_input
 from vllm.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -194,6 +196,31 @@ def _holds_experts(layer: torch.nn.Module) -> bool:
     return isinstance(layer, FusedMoEWithLoRA)
 
 
+def adapt_by_every_name() -> None:
+    """In a worker, before its model is loaded. A layer may have several names: a router is called by what runs the
+    experts, and the adapter's tensors have the name that it has in their block. vLLM puts its own layer in the place of
+    one name, and in that of others only where their ends are alike and nothing around them is adapted; called by
+    another, the layer would compute without its adapter."""
+    create = LoRAModelManager._create_lora_modules
+
+    def create_for_all_names(manager: Any) -> None:
+        create(manager)
+        rewire(manager.model, manager.modules.values())
+
+    if create.__name__ != create_for_all_names.__name__:
+        LoRAModelManager._create_lora_modules = create_for_all_names  # type: ignore[method-assign]
+
+
+def rewire(model: torch.nn.Module, wrappers: Iterable[Any]) -> None:
+    """Every place of the model that has a wrapped layer gets its wrapper."""
+    around = {id(wrapper.base_layer): wrapper for wrapper in wrappers}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            wrapper = around.get(id(child))
+            if wrapper is not None and wrapper is not parent:
+                parent._modules[name] = wrapper
+
+
 class AdapterSlot:
     """The place of the adapter in a worker's vLLM. Something is in it all the time, for all requests ask for it."""
 
@@ -232,6 +259,8 @@ class AdapterSlot:
             # vLLM expects one module at least: of the layers of a stage of a pipeline none may be trained.
             or {"": self._weights("", torch.zeros(1, 1), torch.zeros(1, 1))},
         )
+        for layer in filter(_holds_experts, manager.modules.values()):
+            layer.adapter_enabled.zero_()  # for other slots than this one it would stay lost after a sleep
         manager.remove_adapter(self._number or number)
         manager.add_adapter(adapter)
         manager.activate_adapter(number)
@@ -280,13 +309,17 @@ class _InUse(dict[str, Any]):
         raise RuntimeError("the adapter's tensors are in use, and nowhere else: a push brings it again")
 
 
-def adapter_problem(model: Any, modules: Sequence[str], *, rank: int, gpu: bool) -> str | None:
+def adapter_problem(
+    model: Any, modules: Sequence[str], *, rank: int, gpu: bool, dtype: torch.dtype | None = None
+) -> str | None:
     """See `openrlhf.rollout.vllm.adapter_problem`. What only a model in memory would show ends a push."""
     config = _read_config(model) if isinstance(model, str | os.PathLike) else model
     if config is None:
         return "its model has code of its own"
     if rank > RANKS[-1]:
         return f"its rank is {rank}, and vLLM holds {RANKS[-1]} at most"
+    if gpu and dtype == torch.float32:
+        return "vLLM's kernels for adapters compute in 16 bits on a GPU, and the model is in 32 (--ds.param_dtype)"
     name = (config.architectures or [type(config).__name__])[0]
     use_pillow()
     layers = ModelRegistry._try_load_model_cls(name)
@@ -308,13 +341,6 @@ def _read_config(folder: str | os.PathLike[str]) -> Any:
         return None
 
 
-_READ_ELSEWHERE = {
-    "kv_b_proj": "attention multiplies this matrix into others",
-    "gate": "experts are chosen by the matrix itself",
-    "router": "experts are chosen by the matrix itself",
-    "shared_expert_gate": "experts are weighed by the matrix itself",
-}
-"""Modules that vLLM's models have as layers, and in some cases do not call: they multiply with the layer's weight."""
 _TOWERS = ("vis", "audio", "multi_modal", "mm_")
 """How the parts of models begin that make features of images and sounds."""
 
@@ -325,7 +351,9 @@ def _module_problem(module: str, config: Any) -> str | None:
         return "it is in none of the model's layers"
     if config.get_text_config() is not config and any(part.startswith(_TOWERS) for part in parents):
         return "it is not in the language model"
-    return _READ_ELSEWHERE.get(end)
+    if end == "kv_b_proj":
+        return "attention does not call this layer, but multiplies its matrix into others"
+    return None
 
 
 def _experts_problem(modules: Sequence[str], layers: Any) -> str | None:

@@ -111,6 +111,8 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
                 # Every request asks for the adapter: graphs without it would be captured in vain.
                 arguments["compilation_config"]["cudagraph_specialize_lora"] = False
     if settings.adapter_rank is not None:
+        if gpu and settings.dtype == "float32":
+            raise ValueError("vLLM's kernels for adapters compute in 16 bits on a GPU, not in float32")
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,

@@ -33,9 +33,10 @@ class WorkerExtension:
         owner = int(os.environ.get(OWNER, os.getpid()))
         if owner != os.getpid():
             exit_with_parent(owner, leaving_nothing_in=os.environ.get(SOCKETS))
-        from openrlhf.rollout.vllm.compat import use_pillow
+        from openrlhf.rollout.vllm.compat import adapt_by_every_name, use_pillow
 
         use_pillow()
+        adapt_by_every_name()
         return super().__new__(cls)
 
     def hold_adapter(self, number: int) -> None:
