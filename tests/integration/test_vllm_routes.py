@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import random
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.models.attention import ATTENTION
+from openrlhf.models.body import decoder_layers
 from openrlhf.models.policy import Policy
+from openrlhf.models.routes import RouteLog, install_routers, route_shape
 from openrlhf.rollout.vllm import engine as engine_module
 from openrlhf.rollout.vllm.engine import VllmEngine
 from openrlhf.rollout.vllm.routes import merged
 from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments
-from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.types import FinishReason, Generation, PackedTokens, SamplingParams, Segment
 from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights
 from openrlhf.weight_sync.transports import RpcSender
 
@@ -130,6 +133,47 @@ def generate_all(engine: VllmEngine, prompts: list[list[int]], params: SamplingP
         return await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
 
     return asyncio.run(gathered())
+
+
+@torch.no_grad()
+def distances(policy: Policy, recorded: list[Segment]) -> np.ndarray:
+    """Of the engine's log-probs to the policy's, one for each sampled token."""
+    found = policy(PackedTokens.from_segments(recorded), temperature=1.0).logprobs_A
+    own = torch.cat([segment.rollout_logprobs[segment.action_mask] for segment in recorded])
+    return (found - own).abs().numpy()
+
+
+def test_with_the_engines_routes_the_policys_logprobs_are_closer_to_the_engines(tmp_path):
+    """Both in bf16. Only where choices differ does it make a difference, and a large one."""
+    tokenizer = small_tokenizer()
+    model = mixture(tokenizer).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = VllmSettings(
+        model=str(tmp_path), dtype="bfloat16", max_model_len=512, max_num_seqs=32, cpu_cache_gib=1, return_routes=True
+    )
+    prompts = [numbers(30, seed=i) for i in range(32)]
+    with contextlib.closing(VllmEngine(settings, tokenizer)) as engine:
+        answers = generate_all(engine, prompts, PARAMS.copy(max_tokens=60))
+    recorded = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        recorder = TokenRecorder(prompt)
+        recorder.append_action(answer)
+        recorded.append(recorder.segment())
+    routers = install_routers(model, decoder_layers(model), replay=True)
+    policy, log = Policy(model, routers=routers), RouteLog(route_shape(model.config))
+    assert policy.replays
+    policy(PackedTokens.from_segments(recorded), temperature=1.0, route_log=log)
+    differ = float(log.differing_L.sum() / log.compared_L.sum())
+    replayed = distances(policy, recorded)
+    own = distances(policy, [dataclasses.replace(segment, routes=None) for segment in recorded])
+    print(
+        f"{differ:.4f} of choices differ; distance with replay: mean {replayed.mean():.4f}, max {replayed.max():.3f}; "
+        f"without: mean {own.mean():.4f}, max {own.max():.3f}"
+    )
+    assert 0 < differ < 0.1
+    assert replayed.mean() < own.mean()
+    assert replayed.max() < 0.5 * own.max()
 
 
 def test_every_turn_of_an_episode_has_the_routes_of_the_whole_history(setup):
