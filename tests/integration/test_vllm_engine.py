@@ -137,7 +137,7 @@ def setup(tmp_path_factory) -> Iterator[Setup]:
     model, folder = write_model(config, tokenizer, tmp_path_factory.mktemp("model"))
     others = set(living_children(os.getpid()))
     sockets = frozenset(path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket())
-    engine = start_engine(folder, tokenizer)
+    engine = start_engine(folder, tokenizer, return_routes=True)  # which a model without experts has none of
     workers = _descendants(os.getpid()) - others
     yield Setup(engine, model, tokenizer, others_sockets=sockets)
     engine.close()
@@ -246,6 +246,12 @@ def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(setup):
         torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
         assert generation.versions == [setup.version] * 24
         assert generation.finish_reason is FinishReason.LENGTH
+
+
+def test_a_model_without_experts_has_no_routes(setup, caplog):
+    (generation,) = generate_all(setup.engine, prompts(1), GREEDY)
+    assert generation.routes is None
+    assert "routes" not in caplog.text
 
 
 def test_logprobs_are_left_out_unless_asked_for(setup):
