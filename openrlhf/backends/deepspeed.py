@@ -715,19 +715,24 @@ def _gathered_texts(own: Sequence[str]) -> list[str]:
 
 
 def _gather_whole(module: nn.Module) -> None:
-    """Some modules want all of their parameters at once.
+    """Some modules want all parameters of the modules inside of them at once.
 
-    MLPs in tiles use their matrices once for each tile, and ranks have different numbers of tiles. Routers use theirs
-    in fp32, which the parameters of modules inside of them would otherwise not be there for.
+    MLPs in tiles use their matrices once for each tile, and ranks have different numbers of tiles. Routers take theirs
+    in fp32 before they call them.
     """
     from deepspeed.utils import set_z3_leaf_modules
 
     from openrlhf.models.routes import Router
     from openrlhf.models.tiles import TiledMLP
 
-    kinds = [kind for kind in (TiledMLP, Router) if any(isinstance(one, kind) for one in module.modules())]
+    kinds: set[type[nn.Module]] = set()
+    for one in module.modules():
+        if isinstance(one, TiledMLP):
+            kinds.add(TiledMLP)
+        elif isinstance(one, Router) and any(True for child in one.children() for _ in child.parameters()):
+            kinds.add(type(one))
     if kinds:
-        set_z3_leaf_modules(module, kinds)
+        set_z3_leaf_modules(module, list(kinds))
 
 
 def _register_head(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulation import MAX_SKIPPED, SkippedSteps, accumulate
 from openrlhf.learners.steps import MicroBatch, Step
 from openrlhf.models.body import RouterLog
+from openrlhf.models.routes import RouteCounts, RouteLog, Routers, without_route
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import PackedBatch
+from openrlhf.types import PackedBatch, PackedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +73,30 @@ class PolicyLearner:
         device: torch.device,
         ranks: Ranks = ALONE,
         max_skipped: int = MAX_SKIPPED,
+        routers: Routers | None = None,
+        replays: bool = False,
     ) -> None:
-        """`max_skipped`: optimizer steps in a row that are left out until the run ends."""
+        """`max_skipped`: optimizer steps in a row that are left out until the run ends.
+
+        `routers`: those of a mixture of experts, which are watched. `replays`: they take the engine's routes.
+        """
         self._backend = backend
         self._skipped = SkippedSteps("actor_", most=max_skipped, ranks=ranks)
         self._settings = settings
         self._device = device
         self._ranks = ranks
+        self._routers = routers
+        self._replays = replays
 
     def update(self, steps: Sequence[Step], *, kl_coef: float = 0.0) -> Metrics:
         """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss. Metrics of this rank."""
         metrics = Metrics()
+        routes = None if self._routers is None else RouteLog(self._routers.shape, self._device)
+        if self._replays and steps:
+            self._compare_choices(steps[0], metrics)
         self._backend.module.train()
         for step in steps:
-            run = functools.partial(self._accumulate, kl_coef=kl_coef)
+            run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes)
             loss, seen, odd = accumulate(step, run, self._backend, ranks=self._ranks)
             rate, norm = self._backend.learning_rate, self._backend.step()
             metrics.last("actor_lr", rate)
@@ -95,9 +107,26 @@ class PolicyLearner:
             if self._backend.left_out is None:
                 metrics.mean("actor_grad_norm", norm, 1)
         self._skipped.mended(self._backend.require_finite(), metrics)
+        if routes is not None:
+            _tell_routes(RouteCounts.added(self._ranks.gather_processes(routes.counts())), metrics)
         return metrics
 
-    def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float) -> float:
+    @torch.no_grad()
+    def _compare_choices(self, step: Step, metrics: Metrics) -> None:
+        """How far this rank's shortest sample of the first micro-batch is from what the engine said of it: through the
+        engine's experts, and through those that the policy's own routers choose. Collective, where forwards are."""
+        micro = step.micro_batches()[0]
+        sample, told_A = _shortest(micro)
+        self._backend.module.eval()
+        known_A, gaps = ~told_A.isnan(), []
+        for tokens in (sample, sample.without_routes()):
+            output = self._backend.module(tokens.to(self._device), temperature=self._settings.temperature)
+            gaps.append(float((output.logprobs_A.float().cpu() - told_A)[known_A].abs().sum()))
+        if not micro.is_filler:
+            metrics.mean("experts/logprobs_diff", gaps[0], int(known_A.sum()))
+            metrics.mean("experts/logprobs_diff_own", gaps[1], int(known_A.sum()))
+
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float, routes: RouteLog | None) -> float:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
         settings, metrics = self._settings, Metrics() if micro.is_filler else metrics
         packed = micro.packed.to(self._device)
@@ -107,6 +136,7 @@ class PolicyLearner:
             temperature=settings.temperature,
             with_entropy=settings.entropy_coef is not None,
             router_log=router_log,
+            **({} if routes is None or micro.is_filler else {"route_log": routes}),
         )
         current_A = output.logprobs_A
         old_A = current_A.detach() if packed.old_logprobs_A is None else packed.old_logprobs_A
@@ -129,6 +159,8 @@ class PolicyLearner:
             loss = loss + settings.balance.coef * micro.token_share * balance
             metrics.mean("aux_loss", float(balance.detach()) * tokens, tokens)
         self._backend.backward(loss)
+        if self._replays:
+            metrics.mean("experts/missing", *without_route(micro.packed.tokens))
         metrics.mean("ppo_kl", float((old_A - current_A.detach()).sum()), count)
         if packed.rollout_logprobs_A is not None:
             known_A = ~packed.rollout_logprobs_A.isnan()
@@ -157,6 +189,25 @@ class PolicyLearner:
         metrics.mean("is_weight", float(corrected.weights_A.sum()), count)
         metrics.mean("is_corrected", float(corrected.touched_A.sum()), count)
         return corrected.weights_A * result.loss_A
+
+
+def _tell_routes(counts: RouteCounts, metrics: Metrics) -> None:
+    """`counts`: of all ranks, so every rank says the same."""
+    if (differing := counts.differing_share()) is not None:
+        metrics.last("experts/differ", differing)
+    if (load := counts.load_range()) is not None:
+        metrics.last("experts/load_min", load[0])
+        metrics.last("experts/load_max", load[1])
+
+
+def _shortest(micro: MicroBatch) -> tuple[PackedTokens, Tensor]:
+    """The shortest sample, and its log-probs as the engine said them."""
+    packed = micro.packed
+    index = int(packed.tokens.cu_seqlens.diff().argmin())
+    told_A = torch.full((packed.tokens.num_actions,), math.nan)
+    if packed.rollout_logprobs_A is not None:
+        told_A = packed.rollout_logprobs_A
+    return list(packed.tokens.split())[index], told_A[packed.tokens.action_sequences() == index]
 
 
 def _rollout_logprobs(packed: PackedBatch) -> Tensor:

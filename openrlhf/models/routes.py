@@ -23,7 +23,7 @@ import contextlib
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from openrlhf.backends.base import whole_shape
+from openrlhf.types import PackedTokens
 
 ROUTES = "expert_routes"
 """The argument of a layer's call."""
@@ -84,9 +85,48 @@ class RouteLog:
         self.differing_L = torch.zeros(shape.layers, dtype=torch.int64, device=device)
         """… and those of them for which the router itself would have chosen another set."""
 
-    def counts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As in the fields, on the CPU."""
-        return self.chosen_LE.cpu(), self.compared_L.cpu(), self.differing_L.cpu()
+    def counts(self) -> RouteCounts:
+        return RouteCounts(self.chosen_LE.cpu(), self.compared_L.cpu(), self.differing_L.cpu())
+
+
+class RouteCounts(NamedTuple):
+    """A log's numbers, on the CPU."""
+
+    chosen_LE: Tensor
+    compared_L: Tensor
+    differing_L: Tensor
+
+    @staticmethod
+    def added(several: Sequence[RouteCounts]) -> RouteCounts:
+        return RouteCounts(*(torch.stack(column).sum(0) for column in zip(*several, strict=True)))
+
+    def differing_share(self) -> float | None:
+        """The share of (token, layer) pairs whose router would have chosen another set; None: nothing was given."""
+        compared = int(self.compared_L.sum())
+        return int(self.differing_L.sum()) / compared if compared else None
+
+    def load_range(self) -> tuple[float, float] | None:
+        """The tokens of a layer's least and of its most busy expert, of which 1 is the mean; mean over layers."""
+        busy_LE = self.chosen_LE[self.chosen_LE.sum(-1) > 0].double()
+        if not len(busy_LE):
+            return None
+        load_LE = busy_LE / busy_LE.mean(-1, keepdim=True)
+        return load_LE.amin(-1).mean().item(), load_LE.amax(-1).mean().item()
+
+
+def without_route(tokens: PackedTokens) -> tuple[int, int]:
+    """How many tokens have no route of those that log-probs depend on, and how many these are.
+
+    They are the tokens before the last action of their sequence. The others need none, and mostly have none.
+    """
+    last_N = torch.full((tokens.num_sequences,), -1, device=tokens.action_positions.device)
+    last_N.scatter_reduce_(0, tokens.action_sequences(), tokens.action_positions, "amax")
+    places_T = torch.arange(tokens.num_tokens, device=last_N.device)
+    needed_T = places_T < last_N.repeat_interleave(tokens.cu_seqlens.diff())
+    needed = int(needed_T.sum())
+    if tokens.routes_TLK is None:
+        return needed, needed
+    return int((needed_T & (tokens.routes_TLK[:, 0, 0] < 0)).sum()), needed
 
 
 class StreamRoutes:
@@ -328,8 +368,11 @@ def install_routers(model: Any, layers: nn.ModuleList | None, *, replay: bool) -
     width, found, problem = model.config.get_text_config().hidden_size, [], ""
     known: dict[type, _Rule | str | None] = {}
     for index, layer in enumerate(layers):
-        routers = []
+        routers: list[tuple[nn.Module, _Rule]] = []
         for module in layer.modules():
+            if isinstance(module, Router):  # of a model that was copied
+                routers.append((module, module._rule))
+                continue
             if module is layer or not _may_be_router(module, shape, width):
                 continue
             if (kind := type(module)) not in known:
@@ -340,7 +383,8 @@ def install_routers(model: Any, layers: nn.ModuleList | None, *, replay: bool) -
             elif rule is not None:
                 routers.append((module, rule))
         for module, rule in routers:
-            _make_router(module, rule)
+            if not isinstance(module, Router):
+                _make_router(module, rule)
         if len(routers) > 1:
             problem = problem or f"layer {index} has {len(routers)} routers"
         elif routers:
@@ -377,7 +421,7 @@ def _may_be_router(module: nn.Module, shape: RouteShape, width: int) -> bool:
     wholes = [whole_shape(parameter) for parameter in module.parameters()]
     scores = any(len(whole) == 2 and whole[0] == shape.experts for whole in wholes)
     small = 2 * shape.experts * width + 8 * (shape.experts + width)
-    return scores and sum(whole.numel() for whole in wholes) <= small and not isinstance(module, Router)
+    return scores and sum(whole.numel() for whole in wholes) <= small
 
 
 _TOKENS = 16

@@ -110,6 +110,29 @@ CATALOG = (
         },
     ),
     Section(
+        "Experts of the policy",
+        "RL of a mixture of experts, over the round and all ranks. Without replay (`--algo.router_replay`) the load "
+        "alone.",
+        {
+            "experts/differ": Metric(
+                SHARE,
+                "of tokens and layers: the policy's routers would have chosen other experts than the engine, which are "
+                "those that compute; tokens that share a prompt's forward count once",
+            ),
+            "experts/missing": Metric(SHARE, "tokens whose experts the policy's routers choose: the engine told none"),
+            "experts/logprobs_diff": Metric(
+                NATS, "as `logprobs_diff`, before the update, on one short sample of each rank"
+            ),
+            "experts/logprobs_diff_own": Metric(
+                NATS, "the same samples through the experts that the policy's own routers choose: without replay"
+            ),
+            "experts/load_max": Metric(
+                NONE, "tokens of the busiest expert of a layer, of which 1 is the mean expert's; mean over layers"
+            ),
+            "experts/load_min": Metric(NONE, "the same of the least busy one"),
+        },
+    ),
+    Section(
         "The critic's update",
         "RL with `gae`. Means over action tokens, unless it says otherwise.",
         {

@@ -167,6 +167,7 @@ class RLTraining:
         config, ranks = self._config, self._distribution.ranks
         scoring = scoring_batches(config)
         policy_logprobs = logprobs(config.rollout.temperature)
+        routers = self._models.policy.routers
         critic = kl = None
         if self._critic_backend is not None:
             assert self._models.critic is not None
@@ -188,6 +189,8 @@ class RLTraining:
                 device=device,
                 ranks=ranks,
                 max_skipped=config.train.max_skipped_steps,
+                routers=None if routers is None or routers.problem else routers,
+                replays=self._models.policy.replays,
             ),
             policy_scorer=Scorer(
                 self.policy_backend.module,

@@ -160,3 +160,30 @@ def test_a_resumed_run_replays_what_was_waiting(cli, inputs, moe, tmp_path):
         for name in ("first", "run")
     )
     assert first == again != []
+
+
+def test_rl_trains_through_the_experts_that_the_engine_chose(cli, moe):
+    """The embedded engine computes with the policy's weights: both choose alike, and every token has its route."""
+    ran = cli(actor__model_name_or_path=moe, actor__adam__lr=1e-3, algo__advantage__estimator="gae")
+    assert ran.rc == 0, ran.err
+    for record in ran.metrics:
+        assert record["experts/missing"] == 0
+        assert record["experts/differ"] < 0.02
+        assert record["logprobs_diff"] < 1e-4
+        assert record["experts/logprobs_diff"] < 1e-4
+        assert 0 <= record["experts/load_min"] < 1 < record["experts/load_max"] <= 2
+
+
+def test_rl_without_replay_watches_the_load_alone(cli, moe):
+    ran = cli(
+        "--algo.router_replay", "false", actor__model_name_or_path=moe, algo__advantage__estimator="gae", max_steps=1
+    )
+    assert ran.rc == 0, ran.err
+    told = {name for name in ran.metrics[0] if name.startswith("experts/")}
+    assert told == {"experts/load_min", "experts/load_max"}
+
+
+def test_routes_of_a_model_without_experts_are_refused(cli):
+    ran = cli("--algo.router_replay", "true")
+    assert ran.rc == 2
+    assert "--algo.router_replay: the routes of qwen2 cannot be replayed: it is no mixture of experts" in ran.err

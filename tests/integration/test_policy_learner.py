@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mixtures import make_mixture, random_routes
 from small_sections import optimizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -259,3 +260,28 @@ def test_a_step_that_is_not_finite_names_its_samples_and_leaves_no_trace(policy)
     with pytest.raises(NotFiniteError, match="2 optimizer steps of the policy in a row were left out"):
         learner.update(make_steps(batch, WHOLE, batch_size=2))
     assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_the_experts_of_a_round_are_told(replays):
+    """Of the three samples one has no routes. The shortest is compared with what the engine said, in both ways."""
+    policy, batch = make_mixture(), make_batch([(4, 5), (3, 2), (4, 3)])
+    policy.replays = replays
+    samples = [batch.samples[0].segment.token_ids, batch.samples[1].segment.token_ids]
+    for sample, routes in zip(batch.samples, random_routes(policy, samples), strict=False):
+        object.__setattr__(sample.segment, "routes", routes)
+    learner = PolicyLearner(RecordingBackend(policy), POLICY, device=CPU, routers=policy.routers, replays=replays)
+    said = learner.update(make_steps(batch, WHOLE), kl_coef=0.3).values()
+    told = {name.removeprefix("experts/") for name in said if name.startswith("experts/")}
+    assert {"load_min", "load_max"} <= told
+    assert 0 <= said["experts/load_min"] <= 1 <= said["experts/load_max"] <= 8 / 3
+    if not replays:
+        assert told == {"load_min", "load_max"}
+        return
+    assert told == {"load_min", "load_max", "differ", "missing", "logprobs_diff", "logprobs_diff_own"}
+    assert said["experts/missing"] == 6 / (8 + 4 + 6)
+    assert said["experts/differ"] > 0.5
+    shortest = batch.pack([1]).tokens
+    for name, tokens in (("", shortest), ("_own", shortest.without_routes())):
+        gap_A = policy(tokens, temperature=0.7).logprobs_A - -1.0
+        assert said[f"experts/logprobs_diff{name}"] == pytest.approx(gap_A.abs().mean().item(), rel=1e-5)

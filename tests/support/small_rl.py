@@ -10,7 +10,9 @@ from openrlhf.backends.ranks import Ranks
 from openrlhf.config import parse
 from openrlhf.learners.steps import assign_to_ranks
 from openrlhf.models.attention import ATTENTION
+from openrlhf.models.body import decoder_layers
 from openrlhf.models.policy import Policy
+from openrlhf.models.routes import install_routers
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.runs.rl_models import RLModels, RLTraining, step_settings
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
@@ -100,6 +102,8 @@ def training(
         reference=copy.deepcopy(models.reference) if config.uses_reference else None,
         critic=copy.deepcopy(models.critic) if config.uses_critic else None,
     )
+    if own.policy.routers is not None:  # a copy has no calls of its layers
+        install_routers(own.policy.model, decoder_layers(own.policy.model), replay=True)
     total = config.optimizer_steps(2 * config.rollout.batch_size)
     return RLTraining(config, own, total_steps=total, device=CPU, distribution=distribution), own
 

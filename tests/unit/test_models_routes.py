@@ -21,10 +21,19 @@ from openrlhf.models.compilation import compile_layers
 from openrlhf.models.context import Context, share_streams
 from openrlhf.models.exchange import play
 from openrlhf.models.packed import PackedAttention
-from openrlhf.models.routes import RouteLog, StreamRoutes, install_routers, route_shape
+from openrlhf.models.routes import (
+    RouteCounts,
+    RouteLog,
+    RouteShape,
+    StreamRoutes,
+    install_routers,
+    route_shape,
+    without_route,
+)
 from openrlhf.models.support import _SEEN_REPLAYED, examine, examine_replay
 from openrlhf.models.tiles import tile_mlps
 from openrlhf.models.value import ScalarHead, ValueModel
+from openrlhf.types import PackedTokens
 
 
 @pytest.mark.parametrize(
@@ -446,3 +455,28 @@ def test_routers_are_found_where_weights_are_not_there_yet(name):
         model = hf.AutoModelForCausalLM.from_config(MIXTURES[name]())
     routers = examine_replay(model, install_routers(model, decoder_layers(model), replay=True), packed=True)
     assert routers == make_mixture(name).routers
+
+
+class TestCounts:
+    def test_shares_by_hand(self):
+        """Layer 0 has no experts; of layer 1 one expert is idle and one has half of the tokens, layer 2 is even."""
+        chosen_LE = torch.tensor([[0, 0, 0, 0], [0, 2, 2, 4], [3, 3, 3, 3]])
+        counts = RouteCounts(chosen_LE, torch.tensor([0, 5, 5]), torch.tensor([0, 2, 1]))
+        assert counts.differing_share() == 0.3
+        assert counts.load_range() == (0.5, 1.5)
+        twice = RouteCounts.added([counts, counts])
+        assert twice.chosen_LE.tolist()[1] == [0, 4, 4, 8]
+        assert (twice.differing_share(), twice.load_range()) == (0.3, (0.5, 1.5))
+
+    def test_nothing_was_given_or_computed(self):
+        counts = RouteLog(RouteShape(2, 4, 2)).counts()
+        assert counts.differing_share() is None
+        assert counts.load_range() is None
+
+    def test_tokens_without_a_route_that_need_one(self):
+        """Actions are tokens 2 to 4 of six; the last two are feedback. Of the second sequence half is missing, too."""
+        sequences, masks = [torch.arange(6)] * 3, [torch.tensor([False, False, True, True, True, False])] * 3
+        routes = [torch.zeros(4, 2, 1), torch.zeros(2, 2, 1), None]
+        tokens = PackedTokens.from_sequences(sequences, masks, routes=routes)
+        assert without_route(tokens) == (0 + 2 + 4, 12)
+        assert without_route(tokens.without_routes()) == (12, 12)
