@@ -124,7 +124,8 @@ def engine_adapter(config: RLConfig, *, gpu: bool) -> EngineAdapter | None:
         policy = policy_skeleton(path, settings)
     try:
         adapter = FileAdapter(policy)
-        problem = adapter_problem(policy.model.config, adapter.modules, rank=adapter.rank, gpu=gpu)
+        dtype = model_dtype(config.ds.param_dtype, device)
+        problem = adapter_problem(policy.model.config, adapter.modules, rank=adapter.rank, gpu=gpu, dtype=dtype)
     except AdapterError as error:
         problem = str(error)
     if problem is None:

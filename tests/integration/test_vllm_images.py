@@ -74,9 +74,9 @@ class Setup:
         images = [self.processor.prepare(image(10 * seed + i, width=w, height=h)) for i, (w, h) in enumerate(sizes)]
         return self.processor.expand(text.format(*[self.mark] * len(images)), images)
 
-    def push(self, *, only_decoder: bool = False, as_adapter: bool = False) -> None:
+    def push(self, *, only_decoder: bool = False) -> None:
         policy = Policy(self.model)
-        weights = PolicyWeights(policy, ModuleWeights(policy), only_decoder=only_decoder, as_adapter=as_adapter)
+        weights = PolicyWeights(policy, ModuleWeights(policy), only_decoder=only_decoder)
         sender = RpcSender(block_bytes=50_000, checksums=True)
         sync = EngineWeightSync(self.engine, weights, sender, SimpleNamespace(run=asyncio.run))
         sync.push(version=self.engine.version + 1)
@@ -362,32 +362,6 @@ def test_environments_may_show_more_images_than_a_prompt_has(setup):
     assert gap(setup.logprobs(twice), own_logprobs(setup.model, twice)) < SAME
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_decoder_has_an_adapter_beside_its_base(tmp_path, kind):
-    """By the names of its files, which are neither transformers' nor vLLM's."""
-    write_vision_model(kind, tmp_path)
-    model = load_model(tmp_path)
-    add_adapter(model, LoraSection(rank=3, alpha=6), dtype=torch.float32, only_decoder=True)
-    adapter = FileAdapter(Policy(model))
-    assert adapter_problem(str(tmp_path), adapter.modules, rank=adapter.rank, gpu=False) is None
-    options = {"adapter_rank": adapter.rank, "adapter_modules": adapter.modules}
-    engine, tokenizer = start_engine(tmp_path, max_images=3, **options)
-    with contextlib.closing(engine):
-        setup = Setup(engine, model, ImageProcessor.load(tmp_path, tokenizer), {})
-        asked, found = setup.prompt("a{}b{}1+2=?"), []
-        for seed in (1, 2, 1):
-            torch.manual_seed(seed)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "lora_B" in name:
-                        parameter.normal_(std=0.3)
-            setup.push(as_adapter=True)
-            found.append(setup.logprobs(asked))
-            assert gap(found[-1], own_logprobs(model, asked)) < 1e-4
-        assert gap(found[0], found[1]) > 0.1
-        assert torch.equal(found[0], found[2])
-
-
 def test_a_run_of_text_has_no_tower_and_takes_pushes_of_whole_models(tmp_path):
     write_vision_model("qwen2_5_vl", tmp_path)
     engine, tokenizer = start_engine(tmp_path)
@@ -402,13 +376,15 @@ def test_a_run_of_text_has_no_tower_and_takes_pushes_of_whole_models(tmp_path):
             setup.logprobs(setup.prompt(TEXTS[1]))
 
 
-def test_an_adapter_of_the_decoder_is_pushed_without_the_tower(tmp_path):
-    """The files of this family have other names for the decoder's layers than its class."""
-    write_vision_model("qwen2_5_vl", tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_the_decoder_is_pushed_without_the_tower(tmp_path, kind):
+    """The files have other names for the decoder's layers than transformers' classes, and vLLM's have others again."""
+    write_vision_model(kind, tmp_path)
     model = load_model(tmp_path)
     add_adapter(model, LoraSection(rank=4, alpha=8), dtype=torch.float32, only_decoder=True)
     policy = Policy(model)
     adapter = FileAdapter(policy)
+    assert adapter_problem(str(tmp_path), adapter.modules, rank=adapter.rank, gpu=False) is None
     engine, tokenizer = start_engine(
         tmp_path, max_images=3, keep_image_features=True, adapter_rank=adapter.rank, adapter_modules=adapter.modules
     )

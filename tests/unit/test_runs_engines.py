@@ -151,11 +151,11 @@ def lora_config(folder, *words):
     return parse("train_ppo_ray", [*argv, *words])
 
 
-def no_problem(model, modules, *, rank, gpu):
+def no_problem(model, modules, *, rank, gpu, dtype):
     return None
 
 
-def a_problem(model, modules, *, rank, gpu):
+def a_problem(model, modules, *, rank, gpu, dtype):
     return f"vLLM has no adapters for {modules[0]} of {model.model_type}"
 
 
