@@ -16,7 +16,7 @@ from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss, loa
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulation import MAX_SKIPPED, SkippedSteps, accumulate
-from openrlhf.learners.steps import MicroBatch, Step
+from openrlhf.learners.steps import MicroBatch, Step, filler
 from openrlhf.models.body import RouterLog
 from openrlhf.models.routes import RouteCounts, RouteLog, Routers, without_route
 from openrlhf.observability.metrics import Metrics
@@ -93,7 +93,7 @@ class PolicyLearner:
         metrics = Metrics()
         routes = None if self._routers is None else RouteLog(self._routers.shape, self._device)
         if self._replays and steps:
-            self._compare_choices(steps[0], metrics)
+            self._compare_choices(steps, metrics)
         self._backend.module.train()
         for step in steps:
             run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes)
@@ -112,19 +112,18 @@ class PolicyLearner:
         return metrics
 
     @torch.no_grad()
-    def _compare_choices(self, step: Step, metrics: Metrics) -> None:
-        """How far this rank's shortest sample of the first micro-batch is from what the engine said of it: through the
-        engine's experts, and through those that the policy's own routers choose. Collective, where forwards are."""
-        micro = step.micro_batches()[0]
-        sample, told_A = _shortest(micro)
-        self._backend.module.eval()
+    def _compare_choices(self, steps: Sequence[Step], metrics: Metrics) -> None:
+        """How far a sample of this rank is from what the engine said of it: through the engine's experts, and through
+        those that the policy's own routers choose. Collective, where forwards are."""
+        packed = [micro.packed for step in steps for micro in step.micro_batches() if not micro.is_filler]
+        sample, told_A = _short_sample(packed) or (filler().tokens, torch.tensor([math.nan]))
         known_A, gaps = ~told_A.isnan(), []
+        self._backend.module.eval()
         for tokens in (sample, sample.without_routes()):
             output = self._backend.module(tokens.to(self._device), temperature=self._settings.temperature)
             gaps.append(float((output.logprobs_A.float().cpu() - told_A)[known_A].abs().sum()))
-        if not micro.is_filler:
-            metrics.mean("experts/logprobs_diff", gaps[0], int(known_A.sum()))
-            metrics.mean("experts/logprobs_diff_own", gaps[1], int(known_A.sum()))
+        metrics.mean("experts/logprobs_diff", gaps[0], int(known_A.sum()))
+        metrics.mean("experts/logprobs_diff_own", gaps[1], int(known_A.sum()))
 
     def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float, routes: RouteLog | None) -> float:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
@@ -200,14 +199,18 @@ def _tell_routes(counts: RouteCounts, metrics: Metrics) -> None:
         metrics.last("experts/load_max", load[1])
 
 
-def _shortest(micro: MicroBatch) -> tuple[PackedTokens, Tensor]:
-    """The shortest sample, and its log-probs as the engine said them."""
-    packed = micro.packed
-    index = int(packed.tokens.cu_seqlens.diff().argmin())
-    told_A = torch.full((packed.tokens.num_actions,), math.nan)
-    if packed.rollout_logprobs_A is not None:
-        told_A = packed.rollout_logprobs_A
-    return list(packed.tokens.split())[index], told_A[packed.tokens.action_sequences() == index]
+def _short_sample(several: Sequence[PackedBatch]) -> tuple[PackedTokens, Tensor] | None:
+    """The shortest sample that the engine said log-probs of, and these; None: there is none."""
+    found: tuple[PackedTokens, Tensor] | None = None
+    for packed in several:
+        if packed.rollout_logprobs_A is None or bool(packed.rollout_logprobs_A.isnan().all()):
+            continue
+        sequences_A = packed.tokens.action_sequences()
+        for index, tokens in enumerate(packed.tokens.split()):
+            told_A = packed.rollout_logprobs_A[sequences_A == index]
+            if not bool(told_A.isnan().all()) and (found is None or tokens.num_tokens < found[0].num_tokens):
+                found = tokens, told_A
+    return found
 
 
 def _rollout_logprobs(packed: PackedBatch) -> Tensor:

@@ -13,6 +13,7 @@ Routers compute in fp32, whatever dtype the model has, replay or not. What leave
 
 Routes are an argument of each decoder layer's call, as the plan of attention is, so that a second forward, by gradient
 checkpointing, finds them again. The layer's call takes the argument out and shows its part to the router inside.
+Samples that share the forward of their prompt share its routes, those of the first of them.
 
 Shapes: T tokens of a stream, L decoder layers, E experts of a layer, K experts of a token, D hidden size.
 """

@@ -121,7 +121,7 @@ CATALOG = (
             ),
             "experts/missing": Metric(SHARE, "tokens whose experts the policy's routers choose: the engine told none"),
             "experts/logprobs_diff": Metric(
-                NATS, "as `logprobs_diff`, before the update, on one short sample of each rank"
+                NATS, "as `logprobs_diff`, before the update, on the shortest sample of each rank"
             ),
             "experts/logprobs_diff_own": Metric(
                 NATS, "the same samples through the experts that the policy's own routers choose: without replay"

@@ -26,7 +26,9 @@ from openrlhf.checkpoint.manager import LocalCheckpointedModel
 from openrlhf.config.backend import BackendSection
 from openrlhf.learners.steps import assign_to_ranks
 from openrlhf.models.attention import ATTENTION
+from openrlhf.models.body import decoder_layers
 from openrlhf.models.policy import Policy
+from openrlhf.models.routes import install_routers
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.runs.rl_models import RLModels, step_settings
 from openrlhf.types import COLUMNS, Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
@@ -80,6 +82,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "eps_clip": 0.01,
     },
     "balanced": {"advantage_estimator": "gae", "actor.aux_loss_coef": 0.1, "entropy_loss_coef": 0},
+    "replayed": {
+        "advantage_estimator": "group_norm",
+        "train_batch_size": 6,
+        "init_kl_coef": 0.1,
+        "use_kl_loss": True,
+        "kl_estimator": "k2",
+    },
     "sample by sample": {
         "advantage_estimator": "gae",
         "init_kl_coef": 0.1,
@@ -103,6 +112,8 @@ class Case(NamedTuple):
     """Ranks that share every layer."""
 
     def __str__(self) -> str:
+        if self.degree * self.tensor == 1:
+            return f"{self.model}, {self.algorithm}, ZeRO {self.zero}, samples shared out"
         way = "by ring" if self.ring or "3 heads" in self.model else "by heads"
         layers = f", layers of {self.tensor} ranks" if self.tensor > 1 else ""
         return f"{self.model}, {self.algorithm}, ZeRO {self.zero}, {self.degree} ranks {way}{layers}"
@@ -116,6 +127,9 @@ CASES = {
         Case("8/2 heads", "whitened", 3, 2),
         Case("experts", "balanced", 3, 2),
         Case("experts", "balanced", 1, 2),
+        Case("experts", "replayed", 3, 2),
+        Case("experts", "replayed", 2, 1),
+        Case("experts", "replayed", 3, 1),
         Case("8/2 heads", "sample by sample", 3, 2),
         Case("8/2 heads", "ppo", 3, 2, ring=True),
         Case("window", "kl loss", 2, 2, ring=True),
@@ -145,10 +159,11 @@ CASES = {
 """By the number of ranks. Those that share layers are last: DeepSpeed makes its groups once in a process."""
 
 
-def make_models(model: str) -> RLModels:
+def make_models(family: str) -> RLModels:
     torch.manual_seed(0)
-    config = MODELS[model]()
-    policy = Policy(hf.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION))
+    config = MODELS[family]()
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    policy = Policy(model, routers=install_routers(model, decoder_layers(model), replay=True))
     reference = copy.deepcopy(policy)
     with torch.no_grad():  # the policy has moved away from it
         for parameter in reference.parameters():
@@ -159,9 +174,13 @@ def make_models(model: str) -> RLModels:
     return RLModels(policy=policy, reference=reference, critic=critic)
 
 
-def make_groups() -> list[Group]:
+def make_groups(*, routes: bool = False) -> list[Group]:
     """Four prompts of four samples, which share their prompt. Lengths are random; one prompt is a single token with a
-    response of one token; one sample is a single action at the end of many tokens; one has two turns."""
+    response of one token; one sample is a single action at the end of many tokens; one has two turns.
+
+    `routes`: any experts of "experts", the same for the tokens of a prompt; one sample has none.
+    """
+    chosen = torch.rand(4, 4, 40, 2, 4, generator=torch.Generator().manual_seed(4)).argsort(-1)[..., :2]
     generator = torch.Generator().manual_seed(3)
 
     def number(low: int, high: int) -> int:
@@ -182,6 +201,8 @@ def make_groups() -> list[Group]:
                 mask[-1] = True
             rewards = torch.zeros(len(ids))
             rewards[-1] = number(0, 4) / 4
+            told = chosen[prompt, index, : len(ids) - 1].to(torch.uint8)
+            told[: len(asked)] = chosen[prompt, 0, : len(asked)][: len(told)].to(torch.uint8)
             sampled = -3.2 + 0.8 * torch.randn(len(ids), generator=generator)
             members.append(
                 Trajectory(
@@ -193,6 +214,7 @@ def make_groups() -> list[Group]:
                             rollout_logprobs=torch.where(mask, sampled, 0.0),
                             versions=torch.where(mask, 0, -1).int(),
                             turn_rewards=rewards,
+                            routes=told if routes and (prompt, index) != (2, 1) else None,
                         ),
                     ),
                     outcome=Outcome.FINISHED,
@@ -216,7 +238,11 @@ def play(case: Case, distribution: Any = ONE_PROCESS) -> dict[str, Any]:
     """Two rounds. Columns are by sample. Gradients are those of the first round: what Adam remembers after one step."""
     flags = FLAGS | ALGORITHMS[case.algorithm]
     trained, _ = training(make_models(case.model), distribution=distribution, **flags)
-    ranks, settings, groups = distribution.ranks, step_settings(trained._config), make_groups()
+    ranks, settings, groups = (
+        distribution.ranks,
+        step_settings(trained._config),
+        make_groups(routes=case.algorithm == "replayed"),
+    )
     said: dict[str, Any] = {"columns": [], "metrics": []}
     for number in range(1, ROUNDS + 1):
         whole, metrics = trained.learners.place(groups)

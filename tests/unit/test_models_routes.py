@@ -330,6 +330,7 @@ class TestOtherForwards:
                 for tokens in (stream(sequences), stream(sequences, routes)):
                     assert_close(step(policy, tokens), step(plain, tokens))
                 made.append(compiling.pieces)
+            assert made[0] > 0
             assert made[2:] == [made[1]] * 2
 
     def test_images_stand_among_tokens_with_routes(self):
