@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -367,10 +367,12 @@ def _to_device(model: Any, settings: LoadSettings) -> Any:
 
 
 def _prepare_training(model: Any, settings: LoadSettings, *, what: str) -> None:
-    """Tiles for long sequences; the adapter, gradient checkpointing and compiled layers that the settings ask for."""
+    """Tiles for long sequences, and routers that draw nothing; the adapter, gradient checkpointing and compiled layers
+    that the settings ask for."""
     trained = settings.model
     frozen_tower = isinstance(trained, ActorSection) and trained.freeze_visual_encoder
     tile_mlps(model)
+    _switch_drawing_off(model)
     try:
         if frozen_tower:
             freeze_tower(model, what=what)
@@ -501,6 +503,22 @@ def _no_load_report() -> Iterator[None]:
         reporter.removeFilter(other)
 
 
+_NOISE = {"phimoe": ("input_jitter_noise",)}
+"""Of routers, where it is not `router_jitter_noise`: Phi-MoE's of this name is the gap below which experts compete, in
+evaluation too."""
+
+
+def _switch_drawing_off(model: Any) -> None:
+    """Let routers choose the best experts in training too. Phi-MoE's would draw them at random."""
+    for module in model.modules():
+        if type(module).__name__ == "PhimoeTopKRouter":
+            module.register_forward_pre_hook(_in_evaluation_mode)
+
+
+def _in_evaluation_mode(module: nn.Module, _: tuple[Any, ...]) -> None:
+    module.training = False
+
+
 def _switch_dropout_off(config: Any) -> dict[str, float]:
     """Set every source of randomness in the forward to 0; returns what it was, for the export to write back.
 
@@ -513,7 +531,7 @@ def _switch_dropout_off(config: Any) -> dict[str, float]:
     for place, part in parts:
         for name, value in list(vars(part).items()):
             # attention_dropout, resid_pdrop, layerdrop, …: families agree on no name.
-            random = "drop" in name or name == "router_jitter_noise"
+            random = "drop" in name or name in _NOISE.get(part.model_type, ("router_jitter_noise",))
             if random and isinstance(value, float) and value > 0:
                 changed[f"{place}{name}"] = value
                 setattr(part, name, 0.0)

@@ -52,8 +52,19 @@ _LATENT = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
-"""DeepSeek's attention, which keeps one latent for all heads."""
+"""DeepSeek's attention, which keeps one latent for all heads, with the positions of its checkpoints: plain ones vLLM's
+CPU build rotates wrongly there."""
 
 FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3_moe": lambda **more: hf.Qwen3MoeConfig(
@@ -95,9 +106,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         | more
     ),
     "granitemoeshared": lambda **more: hf.GraniteMoeSharedConfig(
-        **_SIZES
-        | {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "shared_intermediate_size": 64}
-        | more
+        **_SIZES | {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "shared_intermediate_size": 64} | more
     ),
     "phimoe": lambda **more: hf.PhimoeConfig(
         **_SIZES
@@ -121,9 +130,11 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "deepseek_v2": lambda **more: hf.DeepseekV2Config(
         **_SIZES | _GROUPS | _LATENT | {"topk_method": "greedy", "norm_topk_prob": False} | more
     ),
-    "deepseek_v3": lambda **more: hf.DeepseekV3Config(**_SIZES | _GROUPS | _LATENT | more),
+    "deepseek_v3": lambda **more: hf.DeepseekV3Config(
+        **_SIZES | _GROUPS | _LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | more
+    ),
     "minimax_m2": lambda **more: hf.MiniMaxM2Config(
-        **_SIZES | {"head_dim": 32, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K} | more
+        **_SIZES | {"head_dim": 32, "rotary_dim": 32, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K} | more
     ),
     "flex_olmo": lambda **more: hf.FlexOlmoConfig(
         **_SIZES | {"num_key_value_heads": 2, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K} | more
@@ -135,7 +146,10 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         **_SIZES | _OWN_WIDTH | {"head_dim": 32, "num_experts": EXPERTS, "num_shared_experts": 1} | more
     ),
     "cohere2_moe": lambda **more: hf.Cohere2MoeConfig(
-        **_SIZES | _OWN_WIDTH | {"head_dim": 32, "num_experts": EXPERTS} | more
+        **_SIZES
+        | _OWN_WIDTH
+        | {"head_dim": 32, "num_experts": EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": True}
+        | more
     ),
     "afmoe": lambda **more: hf.AfmoeConfig(
         **_SIZES | _OWN_WIDTH | {"head_dim": 32, "num_experts": EXPERTS, "num_dense_layers": 1} | more
@@ -162,9 +176,8 @@ def make_mixture(family: str, *, seed: int = 0, packed: bool = True, dtype: torc
 @torch.no_grad()
 def jiggle(model: torch.nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not name.endswith("inv_freq"):
-            if tensor.dim() == 1 or "bias" in name:
-                tensor.add_(0.1 * torch.randn(tensor.shape).to(tensor))
+        if tensor.is_floating_point() and (tensor.dim() == 1 or "bias" in name) and "inv_freq" not in name:
+            tensor.add_(0.1 * torch.randn(tensor.shape).to(tensor))
 
 
 def write_mixture(family: str, folder: Path, tokenizer: Any, **more: Any):

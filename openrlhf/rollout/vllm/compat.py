@@ -25,10 +25,11 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -40,7 +41,8 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.model_executor.models import registry as model_registry
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
@@ -115,6 +117,8 @@ class LayerwiseLoad:
         self._model = worker.model_runner.get_model()
         self._open = False
         self._wrappers = _Wrappers(self._model)
+        self._copies: dict[torch.nn.Module, list[_Copy]] = {}
+        """Of layers that wait for the rest of theirs."""
 
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
         with set_current_vllm_config(self._config):
@@ -122,14 +126,25 @@ class LayerwiseLoad:
                 self._wrappers.take_off()
                 initialize_layerwise_reload(self._model)
                 self._open = True
-            self._model.load_weights(named)
+            with _CopiesIntoNothing(self._model) as seen:
+                self._model.load_weights(named)
+            for layer, copies in seen.unheeded():
+                self._copies.setdefault(layer, []).extend(copies)
+                info = get_layerwise_info(layer)
+                info.load_numel += sum(copy.source.numel() for copy in copies)
+                if info.load_numel_total is not None and info.load_numel >= info.load_numel_total:
+                    self._place(layer)
 
     def finish(self) -> None:
         with set_current_vllm_config(self._config):
             if not self._open:
                 return
+            for layer in list(self._copies):  # the padding of a layer is never loaded
+                self._place(layer)
+            self._check_arrival()
             finalize_layerwise_reload(self._model, self._config.model_config)
             self._open = False
+            self._renew_sinks()
             if current_platform.is_cpu():
                 self._pack_again()
             else:
@@ -145,8 +160,42 @@ class LayerwiseLoad:
                 info.loaded_weights.clear()
             if unfinished:  # the tensors from before are in place again
                 finalize_layerwise_reload(self._model, self._config.model_config)
+            self._copies.clear()
             self._open = False
             self._wrappers.put_on()
+
+    def _place(self, layer: torch.nn.Module) -> None:
+        """Do the copies into this layer, now that it has memory, and let vLLM make of it what its kernels want."""
+        info = get_layerwise_info(layer)
+        materialize_layer(layer, info)
+        for copy in self._copies.pop(layer):
+            copy.do(layer)
+        _layerwise_process(layer, info)
+
+    def _check_arrival(self) -> None:
+        """Raise ValueError if a layer got nothing that belongs to a block of which others got something. vLLM would go
+        on with the weights that it has. Layers of no block may stay as they are: a tied head, a frozen tower."""
+        empty, blocks = [], set()
+        for name, layer in self._model.named_modules():
+            info, block = get_layerwise_info(layer), _BLOCK.match(name)
+            if block is None or not layer._parameters:
+                continue
+            waits = info.can_load() and any(p is not None and p.is_meta for p in layer._parameters.values())
+            if waits and info.load_numel <= 0:
+                empty.append((name, block[0]))
+            else:
+                blocks.add(block[0])
+        if missing := [name for name, block in empty if block in blocks]:
+            raise ValueError(f"vLLM's {type(self._model).__name__} takes no new weights for {', '.join(missing[:4])}")
+
+    def _renew_sinks(self) -> None:
+        """Some attention backends keep sinks in another dtype, a copy that they make once."""
+        for layer in self._model.modules():
+            sinks = layer._parameters.get("sinks")
+            attention = getattr(getattr(layer, "attn", None), "impl", None)
+            used = getattr(attention, "sinks", None)
+            if sinks is not None and isinstance(used, torch.Tensor) and used.data_ptr() != sinks.data_ptr():
+                used.copy_(sinks)
 
     def _pack_again(self) -> None:
         """On a CPU layers multiply with packed copies of their weights, and two kinds of them nothing else renews: a
@@ -369,6 +418,58 @@ def _experts_problem(modules: Sequence[str], layers: Any) -> str | None:
     if single := [block for block, found in ends.items() if len(found) != 3]:
         return f"vLLM adapts all three matrices of an expert or none, and in {single[0]} fewer are trained"
     return None
+
+
+_BLOCK = re.compile(r".*\.\d+(?=\.)")
+"""The name of the block that a module is in: `model.layers.3`."""
+
+
+class _Copy(NamedTuple):
+    """A part of a parameter, and what it is to hold."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    source: torch.Tensor
+
+    def do(self, layer: torch.nn.Module) -> None:
+        getattr(layer, self.name).data.as_strided(self.size, self.stride, self.offset).copy_(self.source)
+
+
+class _CopiesIntoNothing(TorchDispatchMode):
+    """Sees copies into parameters that have no memory.
+
+    While weights are loaded the parameters of layers are on the meta device, and vLLM's layers keep what their weight
+    loaders are called with until a layer is whole. Models that copy into a parameter themselves (gpt-oss: all that its
+    experts have, and sinks) would lose it without a word, and go on with the weights from before.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._owners = {
+            parameter.untyped_storage()._cdata: (layer, name)
+            for layer in model.modules()
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and parameter.is_meta
+        }
+        self._seen: dict[torch.nn.Module, tuple[int, list[_Copy]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_meta:
+            target, source = args[:2]
+            if owner := self._owners.get(target.untyped_storage()._cdata):
+                layer, name = owner
+                _, copies = self._seen.setdefault(layer, (get_layerwise_info(layer).load_numel, []))
+                copies.append(_Copy(name, target.size(), target.stride(), target.storage_offset(), source))
+        return func(*args, **(kwargs or {}))
+
+    def unheeded(self) -> Iterator[tuple[torch.nn.Module, list[_Copy]]]:
+        """Copies that no weight loader made: those count what they copy."""
+        for layer, (before, copies) in self._seen.items():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.load_numel == before:
+                yield layer, copies
 
 
 def image_arguments() -> dict[str, Any]:

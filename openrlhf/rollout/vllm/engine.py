@@ -608,7 +608,10 @@ def _image_inputs(llm: AsyncLLM, settings: VllmSettings) -> compat.ImageInputs:
 
 
 def _check_heads(config: VllmConfig) -> None:
-    """Workers would find it out after half a minute, each with a traceback."""
+    """Workers would find it out after half a minute, each with a traceback. The heads of attention over one latent
+    (DeepSeek's MLA) have kernels of their own."""
+    if config.model_config.use_mla:
+        return
     size, known = config.model_config.get_head_size(), compat.head_sizes_on_a_cpu()
     if size not in known:
         raise VllmError(
