@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,12 +13,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
+from openrlhf.backends.base import whole_shape
 from openrlhf.config.fields import ConfigError
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.context import Context, ContextAttention, Share
 from openrlhf.models.packed import PackedAttention, StreamAttention, length_order
 from openrlhf.models.prefixes import share_prefixes
-from openrlhf.models.routes import ROUTES, RouteLog, StreamRoutes
+from openrlhf.models.routes import ROUTES, RouteLog, RouteShape, StreamRoutes, route_shape
 from openrlhf.models.vision import (
     ImageFeatures,
     encode,
@@ -45,13 +48,23 @@ class NoRoutersError(ConfigError):
     """The model has no experts, or does not show how it chooses them."""
 
 
-def experts_per_token(config: Any, *, flag: str) -> int:
-    """How many experts a token has, from a model's configuration. Raises `NoRoutersError`."""
-    text = config.get_text_config()
+def experts_per_token(model: Any, *, flag: str) -> int:
+    """How many experts a token has, by a Hugging Face model's configuration, where the balancing loss is about its
+    choice of them. Raises `NoRoutersError`."""
+    text = model.config.get_text_config()
     top_k = getattr(text, "num_experts_per_tok", None)
     if not hasattr(text, "output_router_logits") or not isinstance(top_k, int):
         raise NoRoutersError(
             f"{flag}: {text.model_type} has no experts, or transformers does not show how it chooses them; leave it out"
+        )
+    shape = route_shape(model.config)
+    tensors = itertools.chain.from_iterable((*block.parameters(), *block.buffers()) for block in expert_blocks(model))
+    sizes = (getattr(tensor, "ds_numel", tensor.numel()) for tensor in tensors)
+    biased = shape is not None and shape.experts in sizes
+    if biased and not any(hasattr(text, name) for name in ("router_aux_loss_coef", "aux_loss_coef")):
+        raise NoRoutersError(
+            f"{flag}: {text.model_type} keeps its experts busy by biases on their scores, which this loss knows "
+            "nothing of; leave it out"
         )
     return top_k
 
@@ -70,6 +83,32 @@ def decoder_layers(model: Any) -> nn.ModuleList | None:
     """The layers of a Hugging Face model's decoder; None for a class that has no list of them."""
     body = decoder_body(model)
     return getattr(language_model(body) or body, "layers", None)
+
+
+def expert_blocks(model: Any) -> Iterator[nn.Module]:
+    """The blocks of a Hugging Face model's decoder layers that have its experts, stacked or one by one."""
+    shape = route_shape(model.config)
+    if shape is None:
+        return
+
+    def has_experts(part: nn.Module) -> bool:
+        own = [whole_shape(parameter) for parameter in part.parameters(recurse=False)]
+        return _lists_experts(part, shape) or any(len(whole) == 3 and whole[0] == shape.experts for whole in own)
+
+    for layer in decoder_layers(model) or ():
+        yield from (block for block in layer.children() if any(map(has_experts, block.modules())))
+
+
+def has_separate_experts(model: Any) -> bool:
+    """Whether its experts are modules of their own, as some models have them that bring their own code."""
+    shape = route_shape(model.config)
+    return shape is not None and any(
+        _lists_experts(part, shape) for block in expert_blocks(model) for part in block.modules()
+    )
+
+
+def _lists_experts(part: nn.Module, shape: RouteShape) -> bool:
+    return isinstance(part, nn.ModuleList | nn.ModuleDict) and len(part) == shape.experts
 
 
 class HiddenStates(NamedTuple):

@@ -397,6 +397,7 @@ def policy_probe(config: RLConfig, model_config: Any, device: torch.device) -> P
         dtype=model_dtype(config.ds.param_dtype, device),
         max_model_len=config.data.max_len,
         unsampled=unsampled_tokens(model_config),
+        routes=route_shape(model_config),
     )
 
 

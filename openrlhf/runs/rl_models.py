@@ -296,9 +296,7 @@ def balance_settings(config: RLConfig, policy: Policy) -> BalanceSettings | None
     coef = config.actor.aux_loss_coef
     if not coef:
         return None
-    return BalanceSettings(
-        coef=coef, top_k=experts_per_token(policy.model.config, flag=f"--actor.aux_loss_coef {coef:g}")
-    )
+    return BalanceSettings(coef=coef, top_k=experts_per_token(policy.model, flag=f"--actor.aux_loss_coef {coef:g}"))
 
 
 def critic_balance(config: RLConfig, critic: ValueModel) -> BalanceSettings | None:
@@ -307,7 +305,7 @@ def critic_balance(config: RLConfig, critic: ValueModel) -> BalanceSettings | No
     if not coef:
         return None
     try:
-        return BalanceSettings(coef=coef, top_k=experts_per_token(critic.model.config, flag="--actor.aux_loss_coef"))
+        return BalanceSettings(coef=coef, top_k=experts_per_token(critic.model, flag="--actor.aux_loss_coef"))
     except NoRoutersError:
         logger.info("--actor.aux_loss_coef %g is for the actor alone: the critic has no experts", coef)
         return None

@@ -320,7 +320,7 @@ def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> 
     coef = config.model.aux_loss_coef
     if not coef:
         return objective
-    top_k = experts_per_token(parts.module.model.config, flag=f"--model.aux_loss_coef {coef:g}")
+    top_k = experts_per_token(parts.module.model, flag=f"--model.aux_loss_coef {coef:g}")
     return BalancedObjective(objective, coef=coef, top_k=top_k)
 
 

@@ -593,6 +593,37 @@ def test_neighbours_share_samples_and_the_nearest_of_them_layers(tmp_path):
     assert found["layers"] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+EXPERTS = [
+    "qwen3_moe, checkpointing",
+    "qwen2_moe",
+    "gpt_oss",
+    "mixtral, one by one",
+    "mixtral, one by one, reentrant",
+]
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("experts")
+    Runs(folder, folder, folder).run("two", "expert_ranks.py", folder / "out.json")
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("way", EXPERTS)
+def test_experts_that_only_one_rank_has_tokens_for_get_the_gradient_of_one_process(experts, way):
+    """ZeRO-3 gathers a block of experts whole, also where they are modules of their own, which a rank calls or not."""
+    found = experts[way]
+    assert found["gap"] < 1e-5
+    assert found["reached by one"] > 0
+    assert found["reached by none"] > 0
+    assert set(found["blocks"]) <= set(found["leaves"])
+    assert len(found["blocks"]) == (2 if way == "qwen2_moe" else 3)  # its first layer is dense
+
+
+def test_ranks_that_would_wait_for_each_other_are_refused(experts):
+    assert "--actor.gradient_checkpointing_reentrant" in experts["refused"]
+
+
 TILED = ["zero 2", "zero 3", "zero 3, checkpointing", "zero 3, reentrant", "zero 3, lora", "tensor parallel"]
 
 

@@ -5,9 +5,17 @@ import dataclasses
 
 import pytest
 import torch
-from small_supervised import CPU, Samples, example, make_backend, make_trainer, pair
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from small_supervised import CPU, Judged, Samples, example, make_backend, make_trainer, pair
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from vllm_mixtures import make_mixture
 
 from openrlhf.algorithms.losses import load_balancing_loss
 from openrlhf.config.models import DPOModelSection
@@ -16,6 +24,7 @@ from openrlhf.models.body import NoRoutersError, RouterLog, experts_per_token
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.trainers.dpo import DPOObjective
+from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.moe_aux import BalancedObjective
 from openrlhf.trainers.preferences import Reference
 from openrlhf.trainers.reward_model import RewardObjective
@@ -134,7 +143,36 @@ def test_asking_changes_nothing_else():
 
 def test_a_model_without_experts_has_nothing_to_balance():
     with pytest.raises(NoRoutersError, match=r"--model.aux_loss_coef 0.1: qwen2 has no experts"):
-        experts_per_token(Qwen2Config(), flag="--model.aux_loss_coef 0.1")
+        experts_per_token(AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)), flag="--model.aux_loss_coef 0.1")
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_experts_that_biases_keep_busy_are_not_balanced_by_a_loss(family):
+    """Transformers adds none for them either."""
+    with pytest.raises(NoRoutersError, match=rf"--model.aux_loss_coef 0.1: {family} keeps its experts busy by biases"):
+        experts_per_token(make_mixture(family), flag="--model.aux_loss_coef 0.1")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe_dense_first", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "granitemoe"])
+def test_every_parameter_has_the_gradient_of_the_loss_that_transformers_adds(family):
+    """Of a policy, and of a critic or reward model on the same body."""
+    theirs, model = make_mixture(family, packed=False), make_mixture(family, packed=family != "gpt_oss")
+    (sequence,) = ids(11)
+    theirs(input_ids=sequence[None], output_router_logits=True).aux_loss.backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
+    packed, top_k = family != "gpt_oss", experts_per_token(model, flag="")
+    value_model = ValueModel(model.base_model, ScalarHead(model.config.hidden_size), packed=packed)
+    for module in (Policy(model, packed=packed), value_model):
+        model.zero_grad()
+        log = RouterLog()
+        options = {"temperature": 1.0} if isinstance(module, Policy) else {"positions": torch.arange(11)}
+        module(stream([sequence]), router_log=log, **options)
+        load_balancing_loss(log.logits, top_k=top_k).backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 class TestObjective:
@@ -155,7 +193,7 @@ class TestObjective:
         shares[0].metrics.merge(shares[1].metrics)
         assert shares[0].metrics.values()["aux_loss"] == pytest.approx((12 * first.item() + 13 * second.item()) / 25)
 
-    @pytest.mark.parametrize("kind", ["sft", "dpo", "rm"])
+    @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "rm"])
     def test_training_on_it_balances_the_experts(self, kind):
         """With a large weight; equally busy experts have a loss of 2, the number of experts per token."""
         policy = make()
@@ -170,6 +208,11 @@ class TestObjective:
         elif kind == "dpo":
             reference = Reference(copy.deepcopy(policy), device=CPU)
             objective = DPOObjective(pairs, DPOModelSection(beta=0.1), reference=reference, device=CPU)
+        elif kind == "kto":
+            reference = Reference(copy.deepcopy(policy), device=CPU)
+            judged = Samples(Judged(example=e, desirable=i % 2 == 0) for i, e in enumerate(self.samples))
+            limits = {"max_len": 16, "tokens_per_forward": 1000, "seed": 0}
+            objective = KTOObjective(judged, beta=0.1, reference=reference, device=CPU, **limits)
         else:
             module = ValueModel(policy.model.model, ScalarHead(16))
             objective = RewardObjective(pairs, loss=lambda c, r, m: -(c - r - m), margins=False, device=CPU)

@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from vllm_mixtures import VOCABULARY, make_mixture
 
 from openrlhf.config.backend import LoraSection
 from openrlhf.models.adapters import add_adapter
 from openrlhf.models.policy import Policy
+from openrlhf.models.routes import RouteShape, route_shape
 from openrlhf.weight_sync.base import WeightSyncError
-from openrlhf.weight_sync.probe import LocalProbe, Probe, policy_logprobs, probe_tokens, tolerance
+from openrlhf.weight_sync.probe import LocalProbe, Probe, mixture_length, policy_logprobs, probe_tokens, tolerance
 
 
 @pytest.mark.parametrize(("off", "allowed"), [(0.0, True), (5e-5, True), (3e-4, False), (math.nan, False)])
@@ -54,3 +56,55 @@ def test_probe_tokens_reach_the_whole_vocabulary():
     assert len(set(tokens)) == 32
     assert min(tokens) < 50
     assert 950 <= max(tokens) < 1000
+
+
+class TestMixtures:
+    @pytest.mark.parametrize(
+        ("layers", "experts", "per_token", "expected"),
+        [(48, 128, 8, 414), (32, 8, 2, 72), (24, 32, 4, 170), (61, 256, 8, 512), (2, 2, 2, 32), (1, 4, 2, 32)],
+    )
+    def test_a_probe_is_long_enough_to_reach_every_expert(self, layers, experts, per_token, expected):
+        """E · L · (1 - K / E)^n = 1 / 100 at n = 206.6 for Qwen3-30B-A3B, twice the next whole number; 35.3 for
+        Mixtral; 84.3 for gpt-oss-20b. No more than 512, no fewer than other probes have."""
+        shape = RouteShape(layers=layers, experts=experts, per_token=per_token)
+        assert mixture_length(shape) == expected
+        if expected < 512 and per_token < experts:
+            assert experts * layers * (1 - per_token / experts) ** (expected / 2) <= 0.01
+        probe = Probe.of(vocab_size=1000, dtype=torch.float32, max_model_len=400, routes=shape)
+        assert len(probe.token_ids) == min(expected, 399)
+
+    @pytest.mark.parametrize(
+        ("dtype", "looks_at_mean"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)]
+    )
+    def test_sixteen_bits_are_judged_by_the_mean(self, dtype, looks_at_mean):
+        """Rounding moves the policy's own log-probs by 0.01 on average. A single token that is 3 off, sent to another
+        expert, is 0.06 of 50 on average; all 0.1 off is more than 8 times 0.01. In fp32 the largest one decides."""
+        shape = RouteShape(layers=1, experts=4, per_token=2)
+        probe = Probe.of(vocab_size=64, dtype=dtype, max_model_len=64, routes=shape)
+        assert (probe.rounding is not None) is looks_at_mean
+        own = [-3.0] * 50
+        side = [*own, *([-3.01] * 50)] if looks_at_mean else own
+        lone, all_off = [*own[:-1], -6.0], [-3.1] * 50
+        assert probe.compare(side, own, version=1) == 0
+        for found, wrong in ((lone, not looks_at_mean), (all_off, True), ([*own[:-1], math.nan], True)):
+            if wrong:
+                with pytest.raises(WeightSyncError, match="on average by" if looks_at_mean else "by up to"):
+                    probe.compare(side, found, version=1)
+            else:
+                assert probe.compare(side, found, version=1) == 3.0
+
+    def test_the_policy_is_moved_by_its_rounding_alone_and_for_the_probe_alone(self):
+        policy = Policy(make_mixture("qwen3_moe", dtype=torch.bfloat16))
+        probe = Probe.of(
+            vocab_size=VOCABULARY,
+            dtype=torch.bfloat16,
+            max_model_len=64,
+            routes=route_shape(policy.model.config),
+        )
+        random_state = torch.get_rng_state()
+        side = probe.policy_side(policy)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert probe.policy_side(policy) == side
+        own, moved = torch.tensor(side).chunk(2)
+        assert own.tolist() == policy_logprobs(policy, probe.token_ids)
+        assert 1e-3 < (own - moved).abs().mean() < 0.5

@@ -186,3 +186,19 @@ def write_mixture(family: str, folder: Path, tokenizer: Any, **more: Any):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+@torch.no_grad()
+def change_weights(policy: torch.nn.Module, *, seed: int) -> None:
+    """As an update would, only more so; also buffers that files hold."""
+    torch.manual_seed(seed)
+    for tensor in policy.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.add_(0.3 * tensor.float().std().nan_to_num() * torch.randn(tensor.shape).to(tensor))
+
+
+def expert_stacks(policy: torch.nn.Module, *, layer: int, only: str = "") -> list[torch.Tensor]:
+    """The stacked tensors of the experts of a layer: matrices, and biases where they have them."""
+    found = [p for n, p in policy.named_parameters() if f"layers.{layer}." in n and ".experts." in n and only in n]
+    assert found
+    return [parameter.data for parameter in found]
