@@ -98,15 +98,14 @@ class Probe:
         """
         own, moved = policy[: len(engine)], policy[len(engine) :]
         gap = max_gap(own, engine)
-        found, allowed, words = gap, self.tolerance, "by up to"
+        after = f"after the push of version {version} the engine's log-probs differ from the policy's"
         if moved and (limit := _ROUNDINGS * _mean_gap(own, moved)) > 0:
             # Two right implementations may send a token to other experts: the largest difference says nothing.
-            found, allowed, words = _mean_gap(own, engine), limit, "on average by"
-        if not found <= allowed:  # not a number is a difference too
-            raise WeightSyncError(
-                f"after the push of version {version} the engine's log-probs differ from the policy's {words} "
-                f"{found:.2g}; {allowed:.2g} is allowed"
-            )
+            mean = _mean_gap(own, engine)
+            if not mean <= limit:
+                raise WeightSyncError(f"{after} on average by {mean:.2g}; {limit:.2g} is allowed")
+        elif not gap <= self.tolerance:  # not a number is a difference too
+            raise WeightSyncError(f"{after} by up to {gap:.2g}; {self.tolerance:.2g} is allowed")
         return gap
 
 

@@ -16,6 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.core_model_loading import Chunk, WeightConverter
+from vllm_mixtures import FAMILIES, make_mixture
 
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.backend import LoraSection
@@ -190,6 +191,16 @@ def test_layers_of_different_scales_are_no_adapter_for_an_engine(folders):
         parameter.requires_grad_(is_adapter(name))
     with pytest.raises(AdapterError, match=r"different scales: 1, 2\.5"):
         FileAdapter(policy)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_experts_of_every_family_are_what_its_files_hold(family, tmp_path):
+    """Names and bits: stacked or one by one, with biases, gate and up in turns, buffers of routers."""
+    model = make_mixture(family)
+    model.save_pretrained(tmp_path)
+    found, held = weights(load(tmp_path)), load_file(tmp_path / "model.safetensors")
+    assert found.keys() == held.keys()
+    assert [name for name, tensor in held.items() if not torch.equal(found[name], tensor)] == []
 
 
 @pytest.mark.parametrize("bf16_instructions", [False, True])

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from vllm_mixtures import FAMILIES, VOCABULARY, make_mixture
 
 from openrlhf.checkpoint.export import export_policy
 from openrlhf.models.attention import ATTENTION
@@ -276,13 +277,36 @@ class TestExperts:
         Qwen3MoeForCausalLM(config).save_pretrained(path)
         return path
 
-    @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
-    def test_the_kernel_of_experts_is_the_one_asked_for(self, moe, kernel):
-        policy = load(moe, experts_implementation=kernel)
-        assert policy.model.config._experts_implementation == kernel
+    @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe"])
+    def test_every_kernel_gives_the_log_probs_and_gradients_of_the_first(self, family, tmp_path):
+        make_mixture(family).save_pretrained(tmp_path)
         tokens = PackedTokens.from_sequences([torch.arange(12)], [torch.arange(12) > 0])
-        expected = load(moe)(tokens, temperature=1.0).logprobs_A
-        torch.testing.assert_close(policy(tokens, temperature=1.0).logprobs_A, expected)
+        expected = None
+        for kernel in ("eager", "batched_mm", "grouped_mm"):
+            policy = load(tmp_path, experts_implementation=kernel)
+            assert policy.model.config._experts_implementation == kernel
+            logprobs_A = policy(tokens, temperature=1.0).logprobs_A
+            logprobs_A.sum().backward()
+            found = [logprobs_A.detach(), *(p.grad for name, p in policy.named_parameters() if ".experts." in name)]
+            expected = expected or found
+            assert len(found) > 1
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_a_mixture_computes_what_transformers_computes_in_training_too(self, family, tmp_path):
+        """No router draws, no input is shaken, and what only looks like noise stays (Phi-MoE)."""
+        model = make_mixture(family, packed=False)
+        model.save_pretrained(tmp_path)
+        policy = load(tmp_path)
+        assert policy.packed is (family != "gpt_oss")
+        ids = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            expected = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+            for mode in (True, False):
+                policy.train(mode)
+                tokens = PackedTokens.from_sequences([ids], [torch.arange(40) > 0])
+                found = policy(tokens, temperature=1.0).logprobs_A
+                torch.testing.assert_close(found, expected, atol=5e-5, rtol=0)
 
     def test_a_kernel_that_does_not_run_here_is_told_by_its_flag(self, moe):
         with pytest.raises(ModelLoadError, match=r"--ds.experts_implementation deepgemm does not run here: .*bfloat16"):
