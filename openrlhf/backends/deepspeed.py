@@ -697,7 +697,6 @@ def _start(
     if ds.tensor_parallel_size > 1:
         cut_layers(module, ds)
     if config["zero_optimization"]["stage"] == 3:
-        _check_checkpointing(module)
         _gather_whole(module)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for what machines read
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
@@ -719,12 +718,13 @@ def _gather_whole(module: nn.Module) -> None:
     """Some modules want all parameters of the modules inside of them at once.
 
     MLPs in tiles use their matrices once for each tile, and ranks have different numbers of tiles. Routers take theirs
-    in fp32 before they call them. Experts that are modules of their own are called by ranks that have tokens for them,
-    and a rank would wait for those that have none.
+    in fp32 before they call them. Experts that are modules of their own, in models that bring their own code, are
+    called by ranks that have tokens for them, and these would wait for those that have none; stacked experts are one
+    module already.
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    from openrlhf.models.body import expert_blocks
+    from openrlhf.models.body import expert_blocks, has_separate_experts
     from openrlhf.models.routes import Router
     from openrlhf.models.tiles import TiledMLP
 
@@ -734,25 +734,26 @@ def _gather_whole(module: nn.Module) -> None:
             kinds.add(TiledMLP)
         elif isinstance(one, Router) and any(True for child in one.children() for _ in child.parameters()):
             kinds.add(type(one))
-    if hasattr(module, "model"):
+    if hasattr(module, "model") and has_separate_experts(module.model):
+        _check_calls(module)
         kinds |= {type(block) for block in expert_blocks(module.model)}
     if kinds:
         set_z3_leaf_modules(module, list(kinds))
 
 
-def _check_checkpointing(module: nn.Module) -> None:
-    """Ranks that compute experts again in the backward pass, one by one and each its own, wait for each other for ever:
-    torch breaks the second forward off where it has what it needs, unless it is a reentrant one."""
-    from openrlhf.models.body import has_separate_experts
-
+def _check_calls(module: nn.Module) -> None:
+    """DeepSpeed has the gradients of such a module after its backward, in which it must have been called once, and
+    whole. Torch breaks a second forward off, by gradient checkpointing, where it has what it needs, unless it is a
+    reentrant one; and ranks would wait for each other."""
+    experts = "--ds.zero_stage 3: the experts of this model are modules of their own"
     again = [getattr(part, "_gradient_checkpointing_func", None) for part in module.modules()]
-    breaks_off = any(getattr(how, "keywords", {}).get("use_reentrant") is False for how in again)
-    if breaks_off and hasattr(module, "model") and has_separate_experts(module.model):
+    if any(getattr(how, "keywords", {}).get("use_reentrant") is False for how in again):
         raise ConfigError(
-            "--ds.zero_stage 3 with gradient checkpointing: the experts of this model are modules of their own, and "
-            "its ranks would wait for each other; give --actor.gradient_checkpointing_reentrant too (--model.… outside "
-            "of RL), or choose stage 2"
+            f"{experts}, and its ranks would wait for each other in the backward pass: give "
+            "--actor.gradient_checkpointing_reentrant too (--model.… outside of RL), or choose stage 2"
         )
+    if not getattr(module, "packed", True):
+        raise ConfigError(f"{experts}, and it reads one sequence at a time: choose stage 2")
 
 
 def _register_head(module: nn.Module) -> None:

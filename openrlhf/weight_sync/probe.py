@@ -5,17 +5,17 @@ list of numbers, so that policy and engine may live in different processes.
 
 **Mixtures of experts** need two things more. The sequence is long enough to reach every expert (`mixture_length`), for
 32 tokens leave most of 128 experts out. And in 16 bits the largest difference says little: rounding sends single
-tokens to other experts, and two right implementations were 3.1 apart at their worst token, more than some that had
+tokens to other experts, and two right implementations were 3.0 apart at their worst token, more than some that had
 two experts mixed up. So the mean difference is looked at too, in units of what the policy's own rounding costs: its
 log-probs once more, with the output of every layer moved by up to one rounding. Measured with vLLM's CPU build against
 the policy, 400 tokens, Qwen3-MoE's shape with random weights of scale 0.03, 0.08 and 0.2 (4 layers with 4 of 32
 experts; 6 layers with 8 of 128), mean difference of log-probs in these units:
 
-    bf16: right                                     1.2   2.0   2.4;  0.9   1.4   1.9
-          w1 and w3 of all experts exchanged        5.1    29    48;  3.4    16    25
-          the experts of one layer are others       6.4    17    22;  3.2   5.9   9.9
-          two experts of the first layer swapped    1.9   3.7   6.3;  1.1   2.2   3.9
-          one of them is another                    1.6   2.8   4.2;  1.1   1.9   3.4
+    bf16: right                                          1.2   1.8   2.7;  0.9   1.7   2.2
+          w1 and w3 of all experts exchanged             5.2    30    58;  3.4    19    29
+          the experts of one layer are others, at least  6.1    17    29;  3.5   8.3    11
+          two experts of the first layer swapped         1.9   3.9   7.5;  1.0   2.6   4.7
+          one of them is another                         1.6   2.8   5.1;  1.1   2.2   4.1
 
 The limit is 8. What is laid out wrongly in all layers, or missing in one, is found, unless experts hardly matter (scale
 0.03); one wrong expert is not: in 16 bits it costs no more than rounding does. In fp32, where right implementations

@@ -611,12 +611,15 @@ def experts(tmp_path_factory) -> dict[str, dict]:
 
 @pytest.mark.parametrize("way", EXPERTS)
 def test_experts_that_only_one_rank_has_tokens_for_get_the_gradient_of_one_process(experts, way):
-    """ZeRO-3 gathers a block of experts whole, also where they are modules of their own, which a rank calls or not."""
+    """ZeRO-3 gathers a block of experts whole where they are modules of their own, which a rank calls or not."""
     found = experts[way]
     assert found["gap"] < 1e-5
     assert found["reached by one"] > 0
     assert found["reached by none"] > 0
-    assert set(found["blocks"]) <= set(found["leaves"])
+    if found["separate"]:
+        assert set(found["blocks"]) <= set(found["leaves"])
+    if way == "gpt_oss":  # its blocks are called once for each sequence, which DeepSpeed does not expect of a leaf
+        assert found["leaves"] == []
     assert len(found["blocks"]) == (2 if way == "qwen2_moe" else 3)  # its first layer is dense
 
 

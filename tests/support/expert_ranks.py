@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from openrlhf.backends.deepspeed import DeepSpeedBackend, require_deepspeed
 from openrlhf.config.backend import BackendSection
 from openrlhf.config.fields import ConfigError
-from openrlhf.models.body import decoder_layers, expert_blocks
+from openrlhf.models.body import decoder_layers, expert_blocks, has_separate_experts
 from openrlhf.models.policy import Policy
 from openrlhf.models.routes import RouteLog, route_shape
 from openrlhf.types import PackedTokens
@@ -76,9 +76,9 @@ def make(way: str, *, apart: bool = False, reentrant: bool | None = None) -> Pol
 
 
 def tokens(rank: int) -> PackedTokens:
-    """Two tokens each, so that most experts have none."""
-    ids = torch.tensor([[3, 4], [20, 21]][rank])
-    return PackedTokens.from_sequences([ids], [torch.arange(2) > 0])
+    """A few tokens each, so that some experts have none. Two sequences: gpt-oss reads one after the other."""
+    ids = [torch.tensor(pair) for pair in [[(3, 4), (3, 5)], [(20, 21), (20, 22)]][rank]]
+    return PackedTokens.from_sequences(ids, [torch.arange(2) > 0] * 2)
 
 
 def loss(module: nn.Module, rank: int) -> Tensor:
@@ -115,6 +115,7 @@ def main(file: Path) -> None:
         backend.step()
         result[way] = {
             "gap": gap / largest,
+            "separate": has_separate_experts(policy.model),
             "blocks": blocks,
             "leaves": sorted({type(leaf).__name__ for leaf in get_z3_leaf_modules(policy)}),
             "reached by one": len(experts[0] ^ experts[1]),
