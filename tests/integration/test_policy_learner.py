@@ -285,3 +285,18 @@ def test_the_experts_of_a_round_are_told(replays):
     for name, tokens in (("", shortest), ("_own", shortest.without_routes())):
         gap_A = policy(tokens, temperature=0.7).logprobs_A - -1.0
         assert said[f"experts/logprobs_diff{name}"] == pytest.approx(gap_A.abs().mean().item(), rel=1e-5)
+
+
+def test_the_sample_that_is_compared_is_one_whose_log_probs_the_engine_said():
+    """Two steps: of the samples of the first it has said none, of the second those of the longer one."""
+    policy, batch = make_mixture(), make_batch([(4, 5), (3, 2), (3, 6), (3, 3)])
+    for sample, routes in zip(
+        batch.samples, random_routes(policy, [s.segment.token_ids for s in batch.samples]), strict=True
+    ):
+        object.__setattr__(sample.segment, "routes", routes)
+    batch.rollout_logprobs_A[:7] = math.nan
+    batch.rollout_logprobs_A[13:] = math.nan
+    learner = PolicyLearner(RecordingBackend(policy), POLICY, device=CPU, routers=policy.routers, replays=True)
+    said = learner.update(make_steps(batch, WHOLE, batch_size=2), kl_coef=0.3).values()
+    gap_A = policy(batch.pack([2]).tokens, temperature=0.7).logprobs_A - -1.0
+    assert said["experts/logprobs_diff"] == pytest.approx(gap_A.abs().mean().item(), rel=1e-5)
