@@ -83,7 +83,8 @@ class EngineControl(Protocol):
     @property
     def needs_base(self) -> bool:
         """Whether the next push of an adapter has to bring its base too: the engine is new, or has slept since it got
-        one, or got a part of one. After a `pause` it is known."""
+        one, or got a part of one, or weights without an adapter, which may have one merged into them. After a `pause`
+        it is known."""
         ...
 
     async def pause(self) -> None:

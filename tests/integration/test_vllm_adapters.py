@@ -185,6 +185,7 @@ def test_an_adapter_computes_what_its_merged_weights_and_peft_compute(setup, ran
     assert max_gap(held, policy_logprobs(Policy(setup.model), PROBE)) > 0.1
     setup.push(base=adapter.merged)
     assert max_gap(held, setup.logprobs) < 1e-4
+    assert setup.engine.needs_base  # what it has is no base: an adapter beside it would count twice
 
 
 def test_modules_have_the_scales_that_pefts_config_gives_them(setup):

@@ -231,23 +231,15 @@ class EngineContract:
         assert set(after.versions) == {version}
 
     @on_a_loop
-    async def test_contract_a_base_is_needed_again_after_a_sleep_and_after_a_part_of_one(self, subject: Subject):
-        """By an engine with weights of its own."""
-        engine, own = subject.engine, not subject.engine.shares_weights
+    async def test_contract_weights_without_an_adapter_are_no_base_of_one(self, subject: Subject):
+        """An adapter may be merged into them. An engine that shares the trained weights never needs a base."""
+        own = not subject.engine.shares_weights
         await subject.push(subject.weights)
-        assert not engine.needs_base
-        await engine.sleep()
-        assert engine.needs_base == own
+        assert subject.engine.needs_base == own
+        await subject.engine.sleep()
+        assert subject.engine.needs_base == own
         await subject.push(subject.weights)
-        assert not engine.needs_base
-        await engine.pause()
-        assert not engine.needs_base
-        blocks = subject.blocks(subject.weights)
-        await engine.load_weights(blocks[: (len(blocks) + 1) // 2])
-        await engine.pause()
-        assert engine.needs_base == own
-        await subject.push(subject.weights)
-        assert not engine.needs_base
+        assert subject.engine.needs_base == own
 
     @on_a_loop
     async def test_contract_a_request_that_is_given_up_leaves_the_others_alone(self, subject: Subject):

@@ -94,7 +94,7 @@ class FakeEngine:
         if not self.has_weights:
             raise NoWeightsError("an engine that slept has no weights before the next push")
         if "base" in self.loading:
-            self.needs_base = False
+            self.needs_base = "adapter" not in self.loading and not self.shares_weights
         elif "adapter" in self.loading and self.needs_base:
             raise NoWeightsError("an adapter came without its base")
         self.loading.clear()

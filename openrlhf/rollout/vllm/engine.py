@@ -474,9 +474,11 @@ class VllmEngine:
             return None
         if source.captured is None:
             routes = found.routed_experts
-            # vLLM gives each token the route of its first reading. One that ends because the engine is to be empty
-            # must not ask for more.
-            if request.was_read_again and not self._paused and found.finish_reason != FinishReason.ABORT:
+            # vLLM gives each token the route of its first reading; and older versions lose the routes of a stream whose
+            # parts come faster than they are read. One that ends because the engine is to be empty must not ask for
+            # more.
+            incomplete = request.was_read_again or routes is None
+            if incomplete and not self._paused and found.finish_reason != FinishReason.ABORT:
                 again = await self._read_again(request)
                 routes = routes if again is None else again
         else:
@@ -519,7 +521,9 @@ class VllmEngine:
             # Every worker has its layers: of a pipeline some, of tensor parallelism a part of each.
             reached = {module for answer in answers for module in answer.get("modules", ())}
             problem = problems[0] if problems else adapter.difference(reached)
-        self._weightless = self._needs_base = problem is not None
+        self._weightless = problem is not None
+        # Weights that come without an adapter may have one merged into them: they are no base.
+        self._needs_base = adapter is None or problem is not None
         self._updating = self._base_came = False
         self._adapter_came = None
         if problem is not None:
