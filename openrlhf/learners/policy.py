@@ -91,11 +91,12 @@ class PolicyLearner:
     def update(self, steps: Sequence[Step], *, kl_coef: float = 0.0) -> Metrics:
         """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss. Metrics of this rank."""
         metrics = Metrics()
-        routes = None if self._routers is None else RouteLog(self._routers.shape, self._device)
+        watched = [] if self._routers is None else [RouteLog(self._routers.shape, self._device) for _ in steps]
         if self._replays and steps:
             self._compare_choices(steps, metrics)
         self._backend.module.train()
-        for step in steps:
+        for index, step in enumerate(steps):
+            routes = watched[index] if watched else None
             run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes)
             loss, seen, odd = accumulate(step, run, self._backend, ranks=self._ranks)
             rate, norm = self._backend.learning_rate, self._backend.step()
@@ -107,16 +108,28 @@ class PolicyLearner:
             if self._backend.left_out is None:
                 metrics.mean("actor_grad_norm", norm, 1)
         self._skipped.mended(self._backend.require_finite(), metrics)
-        if routes is not None:
-            _tell_routes(RouteCounts.added(self._ranks.gather_processes(routes.counts())), metrics)
+        if watched:
+            self._tell_routes([log.counts() for log in watched], metrics)
         return metrics
+
+    def _tell_routes(self, own: Sequence[RouteCounts], metrics: Metrics) -> None:
+        """`own`: this rank's counts in each step. Collective, and every rank says the same.
+
+        In the first step the weights are those that the engine has had, or nearly: what differs there is rounding.
+        """
+        first = RouteCounts.added(self._ranks.gather_processes(own[0]))
+        if (differing := first.differing_share()) is not None:
+            metrics.last("experts/differ", differing)
+        if (load := RouteCounts.added(self._ranks.gather_processes(RouteCounts.added(own))).load_range()) is not None:
+            metrics.last("experts/load_min", load[0])
+            metrics.last("experts/load_max", load[1])
 
     @torch.no_grad()
     def _compare_choices(self, steps: Sequence[Step], metrics: Metrics) -> None:
         """How far a sample of this rank is from what the engine said of it: through the engine's experts, and through
         those that the policy's own routers choose. Collective, where forwards are."""
         packed = [micro.packed for step in steps for micro in step.micro_batches() if not micro.is_filler]
-        sample, told_A = _short_sample(packed) or (filler().tokens, torch.tensor([math.nan]))
+        sample, told_A = _told_sample(packed) or (filler().tokens, torch.tensor([math.nan]))
         known_A, gaps = ~told_A.isnan(), []
         self._backend.module.eval()
         for tokens in (sample, sample.without_routes()):
@@ -190,17 +203,16 @@ class PolicyLearner:
         return corrected.weights_A * result.loss_A
 
 
-def _tell_routes(counts: RouteCounts, metrics: Metrics) -> None:
-    """`counts`: of all ranks, so every rank says the same."""
-    if (differing := counts.differing_share()) is not None:
-        metrics.last("experts/differ", differing)
-    if (load := counts.load_range()) is not None:
-        metrics.last("experts/load_min", load[0])
-        metrics.last("experts/load_max", load[1])
+_COMPARED_TOKENS = 2048
+"""A longer sample is compared only where there is no shorter one."""
 
 
-def _short_sample(several: Sequence[PackedBatch]) -> tuple[PackedTokens, Tensor] | None:
-    """The shortest sample that the engine said log-probs of, and these; None: there is none."""
+def _told_sample(several: Sequence[PackedBatch]) -> tuple[PackedTokens, Tensor] | None:
+    """A sample that the engine said log-probs of, and these; None: there is none. The longest that takes no time."""
+
+    def preferred(tokens: PackedTokens) -> int:
+        return tokens.num_tokens if tokens.num_tokens <= _COMPARED_TOKENS else -tokens.num_tokens
+
     found: tuple[PackedTokens, Tensor] | None = None
     for packed in several:
         if packed.rollout_logprobs_A is None or bool(packed.rollout_logprobs_A.isnan().all()):
@@ -208,7 +220,7 @@ def _short_sample(several: Sequence[PackedBatch]) -> tuple[PackedTokens, Tensor]
         sequences_A = packed.tokens.action_sequences()
         for index, tokens in enumerate(packed.tokens.split()):
             told_A = packed.rollout_logprobs_A[sequences_A == index]
-            if not bool(told_A.isnan().all()) and (found is None or tokens.num_tokens < found[0].num_tokens):
+            if not bool(told_A.isnan().all()) and (found is None or preferred(tokens) > preferred(found[0])):
                 found = tokens, told_A
     return found
 

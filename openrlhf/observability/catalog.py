@@ -117,12 +117,10 @@ CATALOG = (
             "experts/differ": Metric(
                 SHARE,
                 "of tokens and layers: the policy's routers would have chosen other experts than the engine, which are "
-                "those that compute; tokens that share a prompt's forward count once",
+                "those that compute; in the first optimizer step, tokens that share a prompt's forward once",
             ),
             "experts/missing": Metric(SHARE, "tokens whose experts the policy's routers choose: the engine told none"),
-            "experts/logprobs_diff": Metric(
-                NATS, "as `logprobs_diff`, before the update, on the shortest sample of each rank"
-            ),
+            "experts/logprobs_diff": Metric(NATS, "as `logprobs_diff`, before the update, on one sample of each rank"),
             "experts/logprobs_diff_own": Metric(
                 NATS, "the same samples through the experts that the policy's own routers choose: without replay"
             ),

@@ -70,7 +70,7 @@ def test_log_probs_values_and_advantages_are_those_of_one_process(rounds, ranks,
 @pytest.mark.parametrize(("ranks", "case"), ALL, ids=str)
 def test_every_logged_mean_is_that_of_one_process_on_every_rank(rounds, ranks, case):
     found, expected = rounds[ranks, str(case)]["metrics"], alone(case.model, case.algorithm)["metrics"]
-    # Prompts whose samples are in several shares are computed more often, and each share has a short sample.
+    # Prompts whose samples are in several shares are computed more often, and each share compares a sample.
     other = () if case.degree == ranks else ("experts/differ", "experts/lo")
     for on_ranks, (theirs,) in zip(found, expected, strict=True):
         assert len(on_ranks) == ranks

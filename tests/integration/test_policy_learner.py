@@ -264,7 +264,7 @@ def test_a_step_that_is_not_finite_names_its_samples_and_leaves_no_trace(policy)
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_the_experts_of_a_round_are_told(replays):
-    """Of the three samples one has no routes. The shortest is compared with what the engine said, in both ways."""
+    """Of the three samples one has no routes. The longest is compared with what the engine said, in both ways."""
     policy, batch = make_mixture(), make_batch([(4, 5), (3, 2), (4, 3)])
     policy.replays = replays
     samples = [batch.samples[0].segment.token_ids, batch.samples[1].segment.token_ids]
@@ -281,8 +281,8 @@ def test_the_experts_of_a_round_are_told(replays):
     assert told == {"load_min", "load_max", "differ", "missing", "logprobs_diff", "logprobs_diff_own"}
     assert said["experts/missing"] == 6 / (8 + 4 + 6)
     assert said["experts/differ"] > 0.5
-    shortest = batch.pack([1]).tokens
-    for name, tokens in (("", shortest), ("_own", shortest.without_routes())):
+    longest = batch.pack([0]).tokens
+    for name, tokens in (("", longest), ("_own", longest.without_routes())):
         gap_A = policy(tokens, temperature=0.7).logprobs_A - -1.0
         assert said[f"experts/logprobs_diff{name}"] == pytest.approx(gap_A.abs().mean().item(), rel=1e-5)
 
