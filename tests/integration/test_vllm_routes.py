@@ -365,3 +365,32 @@ def test_routes_of_other_tokens_are_no_routes(setup, returned, caplog):
     assert [generation.routes for generation in generations] == [None] * 3
     (line,) = [record.message for record in caplog.records if "without routes" in record.message]
     assert "vLLM read 11 tokens of a request in 3 layers, and gave those of 10 tokens in 3 layers" in line
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([([0, 1], None), ([], "the kernel of layer 3 chooses experts itself")], "the kernel of layer 3 chooses"),
+        ([([], None)], "no router was found"),
+    ],
+)
+def test_an_engine_whose_workers_do_not_see_all_choices_says_why_and_goes_on_without(answers, reason, caplog):
+    async def collective_rpc(method: str) -> Any:
+        return answers
+
+    llm: Any = SimpleNamespace(collective_rpc=collective_rpc)
+    for gpu in (False, True):
+        assert asyncio.run(engine_module._route_source(llm, 4, gpu=gpu)) is None
+    assert (
+        caplog.text.count(
+            f"generations come without routes of experts (--algo.router_replay), vLLM does not tell: {reason}"
+        )
+        == 2
+    )
+
+
+def test_a_vllm_that_refuses_to_return_routes_is_started_without(setup, caplog):
+    """As the build for CPUs does, which would be asked if it were one for GPUs."""
+    assert engine_module._start_with_routes(engine_arguments(setup.engine.settings, gpu=False)) is None
+    assert "vLLM does not tell" in caplog.text
+    assert "Model Runner V2" in caplog.text

@@ -482,9 +482,10 @@ class VllmEngine:
                 again = await self._read_again(request)
                 routes = routes if again is None else again
         else:
+            asked = self.llm.collective_rpc("take_routes", args=(request.name, read))
             try:
-                messages = await self.llm.collective_rpc("take_routes", args=(request.name, read))
-            except EngineDeadError:
+                messages = await self._while_alive(asked)
+            except VllmError:
                 return None
             routes = merged(messages, num_layers=source.num_layers, routed=source.captured)
         if routes is not None and routes.shape[:2] == (read, source.num_layers):
