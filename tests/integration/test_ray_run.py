@@ -7,7 +7,7 @@ import pytest
 import torch
 from demo_runs import Demo, column, run, scores
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from universal_checkpoints import rewritten
 
 from openrlhf.checkpoint.training_state import read_training_state
@@ -217,6 +217,57 @@ def test_two_ranks_share_every_layer_and_one_process_goes_on(demo, cluster, tmp_
     on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", "--train.total_steps", "3", steps=2, without=others)
     assert column(on, "global_step") == [3]
     assert max(column(on, "logprobs_diff")) < 1e-4
+
+
+def write_mixture(folder: Path, demo: Demo) -> Path:
+    """With the demo's tokenizer: two layers, of which the second has four experts, two for a token."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.folder / "inputs" / "model")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        mlp_only_layers=[0],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_experts_that_an_engine_chose_come_with_every_turn(demo, cluster, tmp_path):
+    """Through the engine's process, the driver, hosts of agents and two ranks that share the experts' weights out. A
+    model that has learned nothing has one answer in two right by chance."""
+    by_chance = TWO_TURNS.replace(
+        'states["label"] in states["action_text"]', 'sum(states["action_text"].encode()) % 2 == 0'
+    )
+    assert by_chance != TWO_TURNS
+    (tmp_path / "agent.py").write_text(by_chance)
+    words = [
+        *("--actor.model_name_or_path", str(write_mixture(tmp_path / "mixture", demo)), "--vllm.sync_verify"),
+        *("--train.agent_func_path", str(tmp_path / "agent.py"), "--ds.zero_stage", "3", "--train.batch_size", "128"),
+        *("--rollout.n_samples_per_prompt", "2", "--actor.adam.lr", "1e-3", "--actor.lr_scheduler", "constant"),
+    ]
+    ranks = ["--train.launcher", "ray", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "1"]
+    others = ("actor.model_name_or_path", "reward.remote_url", "actor.adam.lr", "eval.dataset", "eval.at_start")
+    run_dir = run(
+        demo, tmp_path / "run", *words, *ranks, steps=2, without=(*others, "eval.steps"),
+        make_launcher=cluster.with_own_engines,
+    )  # fmt: skip
+    assert column(run_dir, "rollout/failed") == [0, 0]
+    assert column(run_dir, "experts/missing") == [0, 0]
+    assert max(column(run_dir, "logprobs_diff")) < 1e-4
+    assert max(column(run_dir, "sync/probe_gap")) < 1e-4
 
 
 PIPELINES = {
