@@ -195,7 +195,8 @@ class LayerwiseLoad:
             attention = getattr(getattr(layer, "attn", None), "impl", None)
             used = getattr(attention, "sinks", None)
             if sinks is not None and isinstance(used, torch.Tensor) and used.data_ptr() != sinks.data_ptr():
-                used.copy_(sinks)
+                with torch.inference_mode():  # they make it in a forward
+                    used.copy_(sinks)
 
     def _pack_again(self) -> None:
         """On a CPU layers multiply with packed copies of their weights, and two kinds of them nothing else renews: a
