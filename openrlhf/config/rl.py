@@ -237,7 +237,7 @@ class VLLMSection:
         Literal["adapter", "merged"] | None,
         Flag(
             "how engines get LoRA: adapter (the base once, then the adapter alone) or merged (all weights each time); "
-            "unset: adapter where vLLM can hold it",
+            "unset: adapter where vLLM can hold it and does not sleep",
             only_with=".num_engines!=0 ds.lora.rank",
         ),
     ] = None

@@ -108,15 +108,20 @@ class EngineAdapter(NamedTuple):
     """That it changes, by their names in the model's files."""
 
 
-def engine_adapter(config: RLConfig, *, gpu: bool) -> EngineAdapter | None:
+def engine_adapter(config: RLConfig, *, gpu: bool, sleeps: bool = False) -> EngineAdapter | None:
     """The adapter that vLLM engines hold; None: they are given whole weights, because there is no adapter or because it
     is merged into them.
 
     It is settled before an engine starts, and before models are loaded, by a policy without weights. Raises ConfigError
-    where --vllm.lora_sync asks for what vLLM cannot hold; where it is unset, one line says why it is merged.
+    where --vllm.lora_sync asks for what vLLM cannot hold; where it is unset, one line says why it is merged. `sleeps`:
+    they give their weights away while the policy is trained.
     """
     asked = config.vllm.lora_sync
     if not config.ds.lora.rank or asked == "merged":
+        return None
+    if sleeps and asked is None:
+        # The base would travel with every push, and the adapter take its part of every step.
+        logger.info(_MERGED, "engines that sleep give the base away, and would get it again with every adapter")
         return None
     path, device = required(config.actor.model_name_or_path), torch.device("cuda" if gpu else "cpu")
     settings = load_settings(config, device, flag="--actor.model_name_or_path", trains=True)
@@ -132,8 +137,11 @@ def engine_adapter(config: RLConfig, *, gpu: bool) -> EngineAdapter | None:
         return EngineAdapter(adapter.rank, adapter.modules)
     if asked == "adapter":
         raise ConfigError(f"--vllm.lora_sync adapter: {problem}; give merged, or leave it out")
-    logger.info("LoRA is merged into the weights that engines get (--vllm.lora_sync merged): %s", problem)
+    logger.info(_MERGED, problem)
     return None
+
+
+_MERGED = "LoRA is merged into the weights that engines get (--vllm.lora_sync merged): %s"
 
 
 def with_lora_sync(config: RLConfig, adapter: EngineAdapter | None) -> RLConfig:
@@ -344,7 +352,7 @@ def open_vllm(
     config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
 ) -> Iterator[LocalEngine]:
     memory = engine_memory(config, models, device)
-    adapter = engine_adapter(config, gpu=device.type == "cuda")
+    adapter = engine_adapter(config, gpu=device.type == "cuda", sleeps=memory.sleeps)
     weights = PolicyWeights(
         models.policy,
         ModuleWeights(models.policy),

@@ -89,7 +89,8 @@ class RayLauncher:
 
     def __init__(self, config: RLConfig, tokenizer: Any, placed: ReservedPlan) -> None:
         self.config = local_copies(config)
-        self._adapter = engine_adapter(self.config, gpu=placed.cluster.kind.resource == "GPU")
+        gpu = placed.cluster.kind.resource == "GPU"
+        self._adapter = engine_adapter(self.config, gpu=gpu, sleeps=gpu and self.config.engines_sleep is not False)
         self.given = with_lora_sync(config, self._adapter)
         """What processes of other machines get, whose copies of models are elsewhere."""
         self.tokenizer = tokenizer

@@ -193,6 +193,16 @@ def test_what_vllm_cannot_hold_is_merged_with_one_line_or_refused_where_it_was_a
         engine_adapter(lora_config(folder, "--vllm.lora_sync", "adapter"), gpu=False)
 
 
+def test_engines_that_sleep_get_merged_weights_unless_asked(folder, monkeypatch, caplog):
+    """The base would have to travel with every adapter."""
+    monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", no_problem)
+    with caplog.at_level("INFO"):
+        assert engine_adapter(lora_config(folder), gpu=True, sleeps=True) is None
+    (said,) = caplog.messages
+    assert "engines that sleep give the base away" in said
+    assert engine_adapter(lora_config(folder, "--vllm.lora_sync", "adapter"), gpu=True, sleeps=True) is not None
+
+
 def test_without_an_adapter_or_with_a_merged_one_vllm_is_not_asked(folder, monkeypatch):
     monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", not_asked)
     merged, none = lora_config(folder, "--vllm.lora_sync", "merged"), parse("train_ppo_ray", [])
