@@ -910,6 +910,17 @@ def test_kept_histories_are_found_by_their_longest_common_beginning(sequences, b
     assert set(kept._by_block.values()) <= set(kept._histories)
 
 
+def test_a_history_is_kept_once_though_another_has_the_same_blocks():
+    """They differ behind their last whole block, and the newer one is found for both."""
+    one, other = ((*range(BLOCK), last) for last in (1, 2))
+    kept = KeptHistories()
+    for tokens in (one, other):
+        assert kept.make_room(tokens, len(tokens), budget=100)
+        kept.add(StoredHistory(tokens, (), len(tokens)))
+    assert not kept.make_room(one, len(one), budget=100)
+    assert not kept.make_room(other, len(other), budget=100)
+
+
 def test_a_wanted_history_is_not_dropped_for_another():
     kept = KeptHistories()
     for first in (1, 2):

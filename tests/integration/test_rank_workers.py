@@ -26,6 +26,7 @@ class Counting(torch.nn.Module):
     def __init__(self, inner) -> None:
         super().__init__()
         self.inner = inner
+        self.routers, self.replays = inner.routers, inner.replays
         self.scored = self.trained = 0
 
     def forward(self, *args, **kwargs):

@@ -354,12 +354,14 @@ class KnownPrefix(NamedTuple):
 
 
 class KeptHistories:
-    """The most recently used histories, up to a number of bytes. None of them is the beginning of another."""
+    """The most recently used histories, up to a number of bytes. No two are equal. One that goes on where another ends
+    takes its place, unless a third has their blocks in common with both and was found in its stead."""
 
     def __init__(self) -> None:
         self._histories: OrderedDict[int, StoredHistory] = OrderedDict()
         """By number of arrival; the most recently used one is at the end."""
         self._by_block: dict[int, int] = {}
+        self._by_tokens: dict[Tokens, int] = {}
         self._arrivals = 0
         self.num_bytes = 0
 
@@ -392,6 +394,9 @@ class KeptHistories:
         """
         if num_bytes > budget or len(tokens) < BLOCK:
             return False
+        if (equal := self._by_tokens.get(tokens)) is not None:
+            self._histories.move_to_end(equal)
+            return False
         known = self.find(tokens)
         if known is not None and known.length == len(tokens):
             return False
@@ -405,6 +410,7 @@ class KeptHistories:
 
     def add(self, history: StoredHistory) -> None:
         self._histories[self._arrivals] = history
+        self._by_tokens[history.tokens] = self._arrivals
         self._by_block.update((block, self._arrivals) for _, block in _blocks(history.tokens))
         self._arrivals += 1
         self.num_bytes += history.num_bytes
@@ -412,11 +418,13 @@ class KeptHistories:
     def clear(self) -> None:
         self._histories.clear()
         self._by_block.clear()
+        self._by_tokens.clear()
         self.num_bytes = 0
 
     def _remove(self, number: int) -> None:
         history = self._histories.pop(number)
         self.num_bytes -= history.num_bytes
+        del self._by_tokens[history.tokens]
         for _, block in _blocks(history.tokens):
             if self._by_block.get(block) == number:
                 del self._by_block[block]
