@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.hybrid import LETTERS, PHASES, REWARD_FILE, vllm_version
+from bench.hybrid import PHASES, vllm_version, write_inputs
 from bench.results import write_section
 
 ROUNDS = ("first, warming up", "random routers", "sharp routers", "sharp routers, trained without replay")
@@ -115,31 +114,6 @@ CPU = Work(
     prompts=16, samples=4, prompt_tokens=12, new_tokens=12, budget=256, compared=8, dtype="bf16",
     hidden=64, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=32, experts=8, per_token=2, vocabulary=256,
 )  # fmt: skip
-
-
-def write_inputs(folder: Path, work: Work) -> None:
-    """Model, tokenizer (one token per letter), prompts and reward file."""
-    import torch
-    from transformers import Qwen2Tokenizer, Qwen3MoeForCausalLM
-
-    known = ["<pad>", "<eos>", *LETTERS]
-    words = [*known, *(f"t{i}" for i in range(len(known), work.vocabulary))]
-    tokenizer = Qwen2Tokenizer(
-        vocab={word: i for i, word in enumerate(words)},
-        merges=[],
-        unk_token="<pad>",
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if work.dtype == "bf16" else torch.float32
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        Qwen3MoeForCausalLM._from_config(work.config(), dtype=dtype).save_pretrained(folder)
-    rng = random.Random(0)
-    texts = ["".join(rng.choices(LETTERS, k=work.prompt_tokens)) for _ in range(work.prompts * len(ROUNDS))]
-    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"input": text}) for text in texts))
-    (folder / "reward.py").write_text(REWARD_FILE)
 
 
 class Rounds:
@@ -458,7 +432,7 @@ def main() -> None:
     work = GPU if torch.cuda.is_available() else CPU
     if options.side:
         if options.side == "inputs":
-            write_inputs(options.folder, work)
+            write_inputs(options.folder, work, steps=len(ROUNDS))
             return
         if options.side == "kernels":
             os.environ["HF_HUB_OFFLINE"] = "1"  # a kernel that would have to be fetched is told at once

@@ -120,7 +120,7 @@ CPU = Work(
 def write_inputs(folder: Path, work: Work, *, steps: int) -> None:
     """Model, tokenizer (one token per letter), prompts and reward file."""
     import torch
-    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
     known = ["<pad>", "<eos>", *LETTERS]
     words = [*known, *(f"t{i}" for i in range(len(known), work.vocabulary))]
@@ -135,7 +135,7 @@ def write_inputs(folder: Path, work: Work, *, steps: int) -> None:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if work.dtype == "bf16" else torch.float32
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        Qwen2ForCausalLM._from_config(work.config(), dtype=dtype).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(work.config(), dtype=dtype).save_pretrained(folder)
     rng = random.Random(0)
     texts = ["".join(rng.choices(LETTERS, k=work.prompt_tokens)) for _ in range(work.prompts * steps)]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"input": text}) for text in texts))
