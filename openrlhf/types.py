@@ -805,15 +805,25 @@ class PackedTokens:
         bounds = self.cu_seqlens.tolist()
         for start, end in pairwise(bounds):
             inside = (self.action_positions >= start) & (self.action_positions < end)
-            yield PackedTokens(
-                token_ids=self.token_ids[start:end],
-                position_ids=self.position_ids[..., start:end],
+            yield self.at(
+                slice(start, end),
                 cu_seqlens=self.cu_seqlens.new_tensor([0, end - start]),
                 action_positions=self.action_positions[inside] - start,
                 max_seqlen=end - start,
-                images=None if self.images is None else self.images.at(slice(start, end)),
-                routes_TLK=None if self.routes_TLK is None else self.routes_TLK[start:end],
+                shared_prefixes=(),
             )
+
+    def at(self, positions: Tensor | slice, **changes: Any) -> PackedTokens:
+        """The stream that is made of these positions of this one, with all that its tokens have. `changes`: the fields
+        that say where its sequences and actions are."""
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[positions],
+            position_ids=self.position_ids[..., positions],
+            images=None if self.images is None else self.images.at(positions),
+            routes_TLK=None if self.routes_TLK is None else self.routes_TLK[positions],
+            **changes,
+        )
 
     def to(self, device: torch.device | str) -> PackedTokens:
         return dataclasses.replace(

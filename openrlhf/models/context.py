@@ -24,7 +24,6 @@ D head dimension.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -77,14 +76,7 @@ class Context:
         length = tokens.num_tokens
         own_t = torch.arange(self.rank, self.padded(length), self.size, device=tokens.token_ids.device)
         own_t.clamp_(max=length - 1)
-        return dataclasses.replace(
-            tokens,
-            token_ids=tokens.token_ids[own_t],
-            position_ids=tokens.position_ids[..., own_t],
-            images=None if tokens.images is None else tokens.images.at(own_t),
-            routes_TLK=None if tokens.routes_TLK is None else tokens.routes_TLK[own_t],
-            shared_prefixes=(),
-        )
+        return tokens.at(own_t, shared_prefixes=())
 
     def share(self, positions_P: Tensor) -> Share:
         """Which of these positions of the stream are this rank's."""

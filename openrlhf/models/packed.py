@@ -13,7 +13,6 @@ Shapes: T tokens, N sequences, n of them in a group, L their length, H heads, D 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -188,12 +187,8 @@ def length_order(tokens: PackedTokens) -> LengthOrder | None:
     device = tokens.token_ids.device
     order_T, back_T = order_T.to(device), back_T.to(device)
     return LengthOrder(
-        dataclasses.replace(
-            tokens,
-            token_ids=tokens.token_ids[order_T],
-            position_ids=tokens.position_ids[..., order_T],
-            images=None if tokens.images is None else tokens.images.at(order_T),
-            routes_TLK=None if tokens.routes_TLK is None else tokens.routes_TLK[order_T],
+        tokens.at(
+            order_T,
             cu_seqlens=ends.to(torch.int32).to(device),
             action_positions=back_T[tokens.action_positions].sort().values,
         ),

@@ -13,7 +13,6 @@ length, t tail length, H heads, D head dimension.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,12 +70,8 @@ def share_prefixes(tokens: PackedTokens) -> SharedStream | None:
     back_T = torch.cat(back).to(device)
     given_U = torch.cat([torch.arange(part.start, part.start + part.length) for part in parts]).to(device)
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    stream = dataclasses.replace(
-        tokens,
-        token_ids=tokens.token_ids[given_U],
-        position_ids=tokens.position_ids[..., given_U],
-        images=None if tokens.images is None else tokens.images.at(given_U),
-        routes_TLK=None if tokens.routes_TLK is None else tokens.routes_TLK[given_U],
+    stream = tokens.at(
+        given_U,
         cu_seqlens=cu_seqlens,
         action_positions=back_T[tokens.action_positions].sort().values,
         max_seqlen=max(part.length for part in parts),
