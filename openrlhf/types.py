@@ -691,10 +691,10 @@ class PackedImages:
 
     def to(self, device: torch.device | str) -> PackedImages:
         inputs = tuple(
-            dataclasses.replace(image, tensors={name: t.to(device) for name, t in image.tensors.items()})
+            dataclasses.replace(image, tensors={name: moved(t, device) for name, t in image.tensors.items()})
             for image in self.inputs
         )
-        return PackedImages(inputs=inputs, rows_T=self.rows_T.to(device), sequences=self.sequences)
+        return PackedImages(inputs=inputs, rows_T=moved(self.rows_T, device), sequences=self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -714,7 +714,8 @@ class PackedTokens:
     """int64 [T], restarting at 0 with every sequence. A model with R rows of positions makes [R, T] of them where there
     are images (`models.vision`)."""
     cu_seqlens: Tensor
-    """int32 [N+1]: the position where each sequence begins, and the end."""
+    """int32 [N+1]: the position where each sequence begins, and the end. On the CPU, wherever the tokens are: a forward
+    is planned by it, and reading it from a GPU would wait for everything that was launched there."""
     action_positions: Tensor
     """int64 [A]: stream positions of the tokens whose log-probs are wanted, ascending."""
     max_seqlen: int
@@ -765,7 +766,7 @@ class PackedTokens:
         return PackedTokens(
             token_ids=torch.cat(list(sequences)).to(torch.int64),
             position_ids=torch.cat([torch.arange(n) for n in lengths]).to(device),
-            cu_seqlens=ends.to(torch.int32).to(device),
+            cu_seqlens=ends.to(torch.int32),
             action_positions=torch.cat(list(action_masks)).nonzero().flatten(),
             max_seqlen=max(lengths),
             shared_prefixes=tuple(shared_prefixes) if any(shared_prefixes) else (),
@@ -798,7 +799,8 @@ class PackedTokens:
 
     def action_sequences(self) -> Tensor:
         """int64 [A]: the index of the sequence of each action token."""
-        return torch.bucketize(self.action_positions, self.cu_seqlens[1:].to(torch.int64), right=True)
+        ends_N = moved(self.cu_seqlens[1:].to(torch.int64), self.action_positions.device)
+        return torch.bucketize(self.action_positions, ends_N, right=True)
 
     def split(self) -> Iterator[PackedTokens]:
         """One stream per sequence, for models that cannot be packed."""
@@ -828,12 +830,11 @@ class PackedTokens:
     def to(self, device: torch.device | str) -> PackedTokens:
         return dataclasses.replace(
             self,
-            token_ids=self.token_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            action_positions=self.action_positions.to(device),
+            token_ids=moved(self.token_ids, device),
+            position_ids=moved(self.position_ids, device),
+            action_positions=moved(self.action_positions, device),
             images=None if self.images is None else self.images.to(device),
-            routes_TLK=None if self.routes_TLK is None else self.routes_TLK.to(device),
+            routes_TLK=None if self.routes_TLK is None else moved(self.routes_TLK, device),
         )
 
     def without_routes(self) -> PackedTokens:
@@ -867,8 +868,16 @@ class PackedBatch:
         return PackedBatch(
             tokens=self.tokens.to(device),
             rows=self.rows,
-            **{name: None if column is None else column.to(device) for name, column in columns.items()},
+            **{name: None if column is None else moved(column, device) for name, column in columns.items()},
         )
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device. A copy to a GPU is queued there like a kernel: from memory that is not pinned it would
+    wait for the kernels before it."""
+    if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _packed_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:

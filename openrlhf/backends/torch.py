@@ -122,8 +122,8 @@ class TorchBackend(ModuleWeights):
 
         def add_to_master(p: nn.Parameter) -> None:
             assert p.grad is not None
-            gradient = p.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            # One pass over memory: the sum reads 16 bits and adds them in fp32.
+            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
 
         if add_up:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import Ranks
@@ -151,18 +152,21 @@ class Accumulated(NamedTuple):
 
 
 def accumulate(
-    cut: MicroBatchSource[M], run: Callable[[M, Metrics], float], backend: Backend, *, ranks: Ranks
+    cut: MicroBatchSource[M], run: Callable[[M, Metrics], Tensor], backend: Backend, *, ranks: Ranks
 ) -> Accumulated:
-    """Collective. `run` adds a micro-batch's gradient and metrics, and gives its loss. Raises DoesNotFitError."""
+    """Collective. `run` adds a micro-batch's gradient and metrics, and gives its loss. Raises DoesNotFitError.
+
+    Nothing of a micro-batch is read before all are launched: a GPU would be idle until the next one arrives there.
+    """
     while True:
-        metrics, loss, overflow, odd = Metrics(), 0.0, None, []
+        metrics, overflow = Metrics(), None
+        ran: list[M] = []
+        losses: list[Tensor] = []
         for micro in cut.micro_batches():
             if overflow is None:
                 try:
-                    share = run(micro, metrics)
-                    loss += share
-                    if not math.isfinite(share):
-                        odd.append(micro)
+                    losses.append(run(micro, metrics).detach())
+                    ran.append(micro)
                     waits.mark_progress()
                     continue
                 except torch.OutOfMemoryError as error:
@@ -175,7 +179,10 @@ def accumulate(
             run(cut.filler, Metrics())
         overflows = [one for one in ranks.gather(overflow) if one is not None]
         if not overflows:
-            return Accumulated(loss, metrics, odd)
+            shares = torch.stack(losses).tolist() if losses else []
+            metrics.settle()
+            odd = [micro for micro, share in zip(ran, shares, strict=True) if not math.isfinite(share)]
+            return Accumulated(sum(shares), metrics, odd)
         backend.drop_gradients()
         cut.fitting.shrink(overflows)
 

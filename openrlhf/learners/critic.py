@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from openrlhf.algorithms.losses import load_balancing_loss, value_loss
 from openrlhf.backends.base import Backend
@@ -56,7 +57,7 @@ class CriticLearner:
         self._skipped.mended(self._backend.require_finite(), metrics)
         return metrics
 
-    def _accumulate(self, micro: MicroBatch, metrics: Metrics) -> float:
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics) -> Tensor:
         packed, metrics = micro.packed.to(self._device), Metrics() if micro.is_filler else metrics
         if packed.values_A is None or packed.returns_A is None:
             raise ValueError("a critic update needs the values before it, and returns")
@@ -70,9 +71,9 @@ class CriticLearner:
             tokens = packed.tokens.num_tokens
             balance = load_balancing_loss(router_log.logits, top_k=self._balance.top_k)
             loss = value + self._balance.coef * micro.token_share * balance
-            metrics.mean("critic_aux_loss", float(balance.detach()) * tokens, tokens)
+            metrics.mean("critic_aux_loss", balance.detach().double() * tokens, tokens)
         self._backend.backward(loss)
         count = packed.tokens.num_actions
-        metrics.mean("values", float(values_A.detach().sum()), count)
-        metrics.mean("critic_clip_ratio", float(result.clipped_A.sum()), count)
-        return float(value.detach())
+        metrics.mean("values", values_A.detach().sum(), count)
+        metrics.mean("critic_clip_ratio", result.clipped_A.sum(), count)
+        return value

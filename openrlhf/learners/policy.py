@@ -96,6 +96,8 @@ class PolicyLearner:
             self._compare_choices(steps, metrics)
         self._backend.module.train()
         for index, step in enumerate(steps):
+            if self._settings.correction is not None:
+                _require_rollout_logprobs(step)
             routes = watched[index] if watched else None
             run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes)
             loss, seen, odd = accumulate(step, run, self._backend, ranks=self._ranks)
@@ -138,7 +140,7 @@ class PolicyLearner:
         metrics.mean("experts/logprobs_diff", gaps[0], int(known_A.sum()))
         metrics.mean("experts/logprobs_diff_own", gaps[1], int(known_A.sum()))
 
-    def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float, routes: RouteLog | None) -> float:
+    def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float, routes: RouteLog | None) -> Tensor:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
         settings, metrics = self._settings, Metrics() if micro.is_filler else metrics
         packed = micro.packed.to(self._device)
@@ -160,26 +162,26 @@ class PolicyLearner:
         if settings.kl_loss is not None:
             kl_A = settings.kl_loss(current_A, _needed(packed.reference_logprobs_A, "reference log-probs"))
             loss = loss + kl_coef * (weights_A * kl_A).sum()
-            metrics.mean("kl", float(kl_A.detach().sum()), count)
+            metrics.mean("kl", kl_A.detach().sum(), count)
         if output.entropy_A is not None:
             if settings.entropy_coef:
                 loss = loss - settings.entropy_coef * (weights_A * output.entropy_A).sum()
-            metrics.mean("entropy_loss", float(output.entropy_A.detach().sum()), count)
+            metrics.mean("entropy_loss", output.entropy_A.detach().sum(), count)
         if settings.balance is not None and router_log is not None:
             tokens = packed.tokens.num_tokens
             balance = load_balancing_loss(router_log.logits, top_k=settings.balance.top_k)
             loss = loss + settings.balance.coef * micro.token_share * balance
-            metrics.mean("aux_loss", float(balance.detach()) * tokens, tokens)
+            metrics.mean("aux_loss", balance.detach().double() * tokens, tokens)
         self._backend.backward(loss)
         if self._replays:
             metrics.mean("experts/missing", *without_route(micro.packed.tokens))
-        metrics.mean("ppo_kl", float((old_A - current_A.detach()).sum()), count)
+        metrics.mean("ppo_kl", (old_A - current_A.detach()).sum(), count)
         if packed.rollout_logprobs_A is not None:
             known_A = ~packed.rollout_logprobs_A.isnan()
-            gap_A = (packed.rollout_logprobs_A - old_A)[known_A]
-            metrics.mean("vllm_kl", float(gap_A.sum()), len(gap_A))
-            metrics.mean("logprobs_diff", float(gap_A.abs().sum()), len(gap_A))
-        return float(policy_loss.detach())
+            gap_A = torch.where(known_A, packed.rollout_logprobs_A - old_A, 0.0)
+            metrics.mean("vllm_kl", gap_A.sum(), known_A.sum())
+            metrics.mean("logprobs_diff", gap_A.abs().sum(), known_A.sum())
+        return policy_loss
 
     def _policy_loss(self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, metrics: Metrics) -> Tensor:
         settings, sequences_A = self._settings, packed.tokens.action_sequences()
@@ -187,19 +189,19 @@ class PolicyLearner:
         correction = settings.correction
         base_A = old_A
         if correction and settings.loss.corrects_itself:
-            base_A = _rollout_logprobs(packed)
+            base_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
         result = settings.loss.function(
             LossInputs(current_A, base_A, _needed(packed.advantages_A, "advantages"), sequences_A), settings.clip
         )
-        metrics.mean("ppo_clip_ratio", float(result.clipped_A.sum()), count)
+        metrics.mean("ppo_clip_ratio", result.clipped_A.sum(), count)
         if correction is None or settings.loss.corrects_itself:
             return result.loss_A
-        rollout_A = _rollout_logprobs(packed)
+        rollout_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
         corrected = get_correction(correction.name)(
             CorrectionInputs(old_A, rollout_A, sequences_A), low=correction.low, high=correction.high
         )
-        metrics.mean("is_weight", float(corrected.weights_A.sum()), count)
-        metrics.mean("is_corrected", float(corrected.touched_A.sum()), count)
+        metrics.mean("is_weight", corrected.weights_A.sum(), count)
+        metrics.mean("is_corrected", corrected.touched_A.sum(), count)
         return corrected.weights_A * result.loss_A
 
 
@@ -225,12 +227,11 @@ def _told_sample(several: Sequence[PackedBatch]) -> tuple[PackedTokens, Tensor] 
     return found
 
 
-def _rollout_logprobs(packed: PackedBatch) -> Tensor:
-    """The rollout log-probs, which every token must have."""
-    column = _needed(packed.rollout_logprobs_A, "rollout log-probs")
-    if bool(column.isnan().any()):
-        raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")
-    return column
+def _require_rollout_logprobs(step: Step) -> None:
+    """Every token must have one. They are looked at here, before they are on a GPU, which would be waited for."""
+    for micro in step:
+        if bool(_needed(micro.packed.rollout_logprobs_A, "rollout log-probs").isnan().any()):
+            raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")
 
 
 def _needed(column: Tensor | None, name: str) -> Tensor:

@@ -70,10 +70,11 @@ class Scorer:
         cut = self._fitting.batching.cut(batch, indices)
         missing = max(self._ranks.gather(len(cut))) - len(cut)
         left, overflow = [], None
+        scored: list[tuple[Tensor, Tensor]] = []  # rows and numbers, which are read when all forwards are launched
         for micro in cut:
             packed = batch.pack(micro)
             try:
-                result[packed.rows] = self._forward(self._module, packed.tokens.to(self._device)).float().cpu()
+                scored.append((packed.rows, self._forward(self._module, packed.tokens.to(self._device)).float()))
                 waits.mark_progress()
                 continue
             except torch.OutOfMemoryError as error:
@@ -83,6 +84,8 @@ class Scorer:
             give_memory_back()
         for _ in range(missing):
             self._forward(self._module, filler().tokens.to(self._device))
+        for rows, numbers_A in scored:
+            result[rows] = numbers_A.cpu()
         return left, overflow
 
     def _require_another_try(self, overflow: Overflow, error: Exception) -> None:

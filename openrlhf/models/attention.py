@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 ATTENTION = "openrlhf"
 
@@ -75,14 +75,12 @@ def _attend(
     return output, None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Plans know which tokens see which; a T×T mask would be the largest tensor of the run."""
-
-
 def hide_from_compiler() -> None:
     """Plans attend outside of compiled layers: torch.compile ends a piece before this function and begins another."""
     AttentionInterface.register(ATTENTION, torch.compiler.disable(_attend))
 
 
+# No mask belongs to it: plans know which tokens see which, and a T×T mask would be the largest tensor of the run. With
+# a function for masks, transformers would look in every forward whether positions are those of a packed stream, and
+# wait for the GPU to read that.
 AttentionInterface.register(ATTENTION, _attend)
-AttentionMaskInterface.register(ATTENTION, _no_mask)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from openrlhf.backends.base import whole_shape
 from openrlhf.config.fields import ConfigError
+from openrlhf.models import attention_kernels as kernels
 from openrlhf.models.attention import AttentionPlan
 from openrlhf.models.context import Context, ContextAttention, Share
 from openrlhf.models.packed import PackedAttention, StreamAttention, length_order
@@ -149,6 +150,8 @@ def hidden_states(
         return HiddenStates(hidden_TD if positions is None else hidden_TD.index_select(0, positions), Share())
     layout = _layout(tokens) if plan is None else _Layout(tokens, None, plan)
     length, stream = layout.tokens.num_tokens, layout.tokens
+    if isinstance(layout.plan, StreamAttention) and _computes_twice(body, layout.tokens):
+        layout.plan.kept = kernels.KeptOutputs()
     attention: AttentionPlan = layout.plan
     counted = None
     if context is not None:
@@ -201,12 +204,38 @@ class _Layout(NamedTuple):
 
 
 def _layout(tokens: PackedTokens) -> _Layout:
-    if shared := share_prefixes(tokens):
+    if not _attends_faster_apart(tokens) and (shared := share_prefixes(tokens)):
         return _Layout(*shared)
     # Off CUDA neighbours of equal length share an attention call, in every layer.
     sorted_ = None if tokens.token_ids.is_cuda else length_order(tokens)
     stream, back_T = sorted_ or (tokens, None)
     return _Layout(stream, back_T, PackedAttention(stream.cu_seqlens, stream.max_seqlen))
+
+
+def _attends_faster_apart(tokens: PackedTokens) -> bool:
+    """Long sequences with little in common: the kernel for whole sequences gains more than sharing saves."""
+    long = tokens.token_ids.is_cuda and tokens.num_tokens >= kernels.LONG * tokens.num_sequences
+    return long and 8 * sum(tokens.shared_prefixes) < tokens.num_tokens
+
+
+def _computes_twice(body: Any, tokens: PackedTokens) -> bool:
+    """Whether layers are computed again in the backward pass, and what they attend to is little beside the device's
+    memory."""
+    layers = getattr(language_model(body) or body, "layers", None)
+    if not (layers and body.training and torch.is_grad_enabled()):
+        return False
+    if not getattr(layers[0], "gradient_checkpointing", False):
+        return False
+    config, device = body.config.get_text_config(), tokens.token_ids.device
+    heads = config.num_attention_heads
+    return device.type != "cuda" or kernels.worth_keeping(
+        tokens=tokens.num_tokens,
+        heads=heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        layers=len(layers),
+        element_bytes=body.dtype.itemsize,
+        memory=torch.cuda.get_device_properties(device).total_memory,
+    )
 
 
 def _run(

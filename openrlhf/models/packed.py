@@ -3,29 +3,29 @@
     tokens   a b c | d e | f g h          cu_seqlens 0 3 5 8
     c sees a b c, e sees d e, g sees f g: nothing crosses a bar, and no T×T mask says so.
 
-On CUDA one `varlen_attn` call does it. Elsewhere, and for what that kernel cannot do (fp32, dropout, heads wider
-than 256), neighbours of equal length become the rows of one SDPA call: a reinforcement-learning micro-batch has
-hundreds of short sequences and few distinct lengths. `length_order` makes neighbours of them, once per forward
-instead of once per layer; how they group is worked out once per plan.
+On CUDA one call of FlashAttention does it, or one of cuDNN for each length where sequences are long
+(`models.attention_kernels`). Elsewhere, and for what these kernels cannot do (fp32, dropout, heads wider than 256),
+neighbours of equal length become the rows of one SDPA call: a reinforcement-learning micro-batch has hundreds of short
+sequences and few distinct lengths. `length_order` makes neighbours of them, once per forward instead of once per layer;
+how they group is worked out once per plan.
 
 Shapes: T tokens, N sequences, n of them in a group, L their length, H heads, D head dimension.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from openrlhf.types import PackedTokens
+from openrlhf.models import attention_kernels as kernels
+from openrlhf.models.attention_kernels import KeptOutputs
+from openrlhf.types import PackedTokens, moved
 
-_MAX_FLASH_HEAD_DIM = 256
 _MIN_BLOCK = 256
 """Fewest queries per masked SDPA call: shorter blocks cost more in calls than they save in scores."""
 _MAX_BLOCK = 1024
@@ -55,10 +55,12 @@ class StreamPart(NamedTuple):
 
 
 class StreamAttention:
-    """A plan over a packed stream: one varlen call where that kernel can, grouped SDPA calls elsewhere."""
+    """A plan over a packed stream: calls of flash or cuDNN where they can, grouped SDPA calls elsewhere."""
 
     longest: int
     """Tokens of the longest sequence: MLPs are computed in tiles where it is long (`models.tiles`)."""
+    kept: KeptOutputs | None = None
+    """Where outputs are kept for a second forward of the same layers; None: there is none, or they are too large."""
 
     def parts(self) -> list[StreamPart]:
         """The stream from its first token to its last, for ranks that hold a share of it (`models.ring`)."""
@@ -77,17 +79,36 @@ class StreamAttention:
     ) -> Tensor:
         """query [1, Hq, T, D], key and value [1, Hkv, T, D] → [1, T, Hq, Dv]."""
         q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        if varlen_can(q_THD, v_THD, dropout=dropout):
-            out_THD = self._varlen(q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window)
+        if kernels.flash_can(q_THD, v_THD, dropout=dropout):
+            out_THD = self._on_gpu(module, q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window)
         else:
-            out_THD = self._grouped(q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window, dropout=dropout)
+            out_THD = self._grouped(
+                module, q_THD, k_THD, v_THD, scaling=scaling, window=sliding_window, dropout=dropout
+            )
         return out_THD.unsqueeze(0)
 
-    def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
+    def _on_gpu(
+        self,
+        module: nn.Module,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
         raise NotImplementedError
 
     def _grouped(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None, dropout: float
+        self,
+        module: nn.Module,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         raise NotImplementedError
 
@@ -96,75 +117,93 @@ class PackedAttention(StreamAttention):
     """Causal attention inside every sequence of the stream that `cu_seqlens` cuts. Holds no state between calls."""
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
-        """`cu_seqlens` int32 [N+1], on the device of the tokens; `max_seqlen` the longest of the N."""
+        """`cu_seqlens` int32 [N+1]; `max_seqlen` the longest of the N."""
         self.cu_seqlens = cu_seqlens
         self.longest = max_seqlen
         self._groups: list[_Group] | None = None
-        self._options = grouped_heads_option() if cu_seqlens.is_cuda else GroupedHeads()
+        self._on_device: Tensor | None = None
 
     def parts(self) -> list[StreamPart]:
         bounds = self.cu_seqlens.tolist()
         return [StreamPart(start, end - start) for start, end in itertools.pairwise(bounds)]
 
-    def _varlen(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        output = varlen_attn(
+    def _on_gpu(
+        self,
+        module: nn.Module,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        sequences = len(self.cu_seqlens) - 1
+        if len(q_THD) >= kernels.LONG * sequences and (window is None or window >= self.longest):
+            output = self._by_length(module, q_THD, k_THD, v_THD, scaling=scaling)
+            if output is not None:
+                return output
+        if self._on_device is None:
+            self._on_device = moved(self.cu_seqlens, q_THD.device)
+        return kernels.flash(
             q_THD,
             k_THD,
             v_THD,
-            self.cu_seqlens,
-            self.cu_seqlens,
-            self.longest,
-            self.longest,
-            scale=scaling,
-            # (left, right): how many tokens before and after itself a query sees; -1 is all of them.
-            window_size=(-1 if window is None else window - 1, 0),
-            **self._options,
+            cu_queries=self._on_device,
+            cu_keys=self._on_device,
+            longest_query=self.longest,
+            longest_key=self.longest,
+            scaling=scaling,
+            window=window,
+            kept=self.kept,
+            module=module,
         )
-        assert isinstance(output, Tensor)  # a tuple where more is asked for
-        return output
 
-    def _grouped(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float, window: int | None, dropout: float
-    ) -> Tensor:
+    def _by_length(
+        self, module: nn.Module, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scaling: float
+    ) -> Tensor | None:
+        """By cuDNN, one call for each length; None where it cannot."""
+        sizes, kernel = [group.tokens for group in self.groups], kernels.cudnn_kernel(scaling)
+        outputs = []
+        streams = zip(self.groups, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True)
+        for index, (group, *qkv) in enumerate(streams):
+            padded = kernels.rounded_up(group.length)
+            q, k, v = (kernels.rows_of(x, count=group.count, length=group.length, padded=padded) for x in qkv)
+            if not kernels.cudnn_can(q, k, v):
+                return None
+            out_nHLD = kernels.attend(q, k, v, kernel, kept=self.kept, slot=(module, index))
+            outputs.append(out_nHLD.transpose(1, 2)[:, : group.length].flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @property
+    def groups(self) -> list[_Group]:
         if self._groups is None:
             self._groups = [
                 _Group(len(list(run)), length) for length, run in itertools.groupby(_lengths(self.cu_seqlens))
             ]
+        return self._groups
+
+    def _grouped(
+        self,
+        module: nn.Module,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor:
         # split, not slices: its backward is one concatenation instead of a stream-sized zero tensor per group.
-        sizes = [group.tokens for group in self._groups]
+        sizes = [group.tokens for group in self.groups]
         outputs = []
-        for group, q, k, v in zip(
-            self._groups, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True
-        ):
-            rows = (x.unflatten(0, (group.count, group.length)).transpose(1, 2) for x in (q, k, v))
-            out_nHLD = attend_rows(*rows, scaling=scaling, window=window, dropout=dropout)
+        streams = zip(self.groups, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True)
+        for index, (group, *qkv) in enumerate(streams):
+            rows = (x.unflatten(0, (group.count, group.length)).transpose(1, 2) for x in qkv)
+            out_nHLD = attend_rows(
+                *rows, scaling=scaling, window=window, dropout=dropout, kept=self.kept, slot=(module, index)
+            )
             outputs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-class GroupedHeads(TypedDict, total=False):
-    """An argument of `varlen_attn`."""
-
-    enable_gqa: bool
-
-
-@functools.cache
-def grouped_heads_option() -> GroupedHeads:
-    """torch 2.11 takes fewer key heads than query heads as they come; later versions want to be told."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-def varlen_can(q_THD: Tensor, v_THD: Tensor, *, dropout: float) -> bool:
-    return (
-        q_THD.is_cuda
-        and q_THD.dtype in (torch.bfloat16, torch.float16)
-        and q_THD.shape[-1] == v_THD.shape[-1] <= _MAX_FLASH_HEAD_DIM
-        and dropout == 0.0
-    )
 
 
 class LengthOrder(NamedTuple):
@@ -185,11 +224,11 @@ def length_order(tokens: PackedTokens) -> LengthOrder | None:
     back_T[order_T] = torch.arange(len(order_T))
     ends = torch.tensor([0, *(lengths[i] for i in order)]).cumsum(0)
     device = tokens.token_ids.device
-    order_T, back_T = order_T.to(device), back_T.to(device)
+    order_T, back_T = moved(order_T, device), moved(back_T, device)
     return LengthOrder(
         tokens.at(
             order_T,
-            cu_seqlens=ends.to(torch.int32).to(device),
+            cu_seqlens=ends.to(torch.int32),
             action_positions=back_T[tokens.action_positions].sort().values,
         ),
         back_T,
@@ -201,12 +240,27 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
 
 
 def attend_rows(
-    q_nHLD: Tensor, k_nHSD: Tensor, v_nHSD: Tensor, *, scaling: float, window: int | None, dropout: float
+    q_nHLD: Tensor,
+    k_nHSD: Tensor,
+    v_nHSD: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    dropout: float,
+    kept: KeptOutputs | None = None,
+    slot: tuple[nn.Module, int] | None = None,
 ) -> Tensor:
-    """Causal attention of n sequences → [n, Hq, L, Dv]. The L queries are the last L of the S positions with a key."""
+    """Causal attention of n sequences → [n, Hq, L, Dv]. The L queries are the last L of the S positions with a key.
+
+    `kept`, `slot`: as in `attention_kernels.attend`, where that kernel serves.
+    """
     gqa = q_nHLD.shape[1] != k_nHSD.shape[1]
     L, S = q_nHLD.shape[2], k_nHSD.shape[2]
     if L == S and (window is None or window >= S):
+        if kept is not None and not q_nHLD.is_cuda and dropout == 0.0 and q_nHLD.shape[-1] == v_nHSD.shape[-1]:
+            heads = q_nHLD.shape[1] // k_nHSD.shape[1]
+            k_nHSD, v_nHSD = (x.repeat_interleave(heads, dim=1) if gqa else x for x in (k_nHSD, v_nHSD))
+            return kernels.attend(q_nHLD, k_nHSD, v_nHSD, kernels.cpu_kernel(scaling), kept=kept, slot=slot)
         return F.scaled_dot_product_attention(
             q_nHLD, k_nHSD, v_nHSD, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
         )

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from openrlhf.models.packed import GroupedHeads, StreamAttention, StreamPart, attend_rows, grouped_heads_option
-from openrlhf.types import PackedTokens
+from openrlhf.models import attention_kernels as kernels
+from openrlhf.models.packed import StreamAttention, StreamPart, attend_rows
+from openrlhf.types import PackedTokens, moved
 
 
 class SharedStream(NamedTuple):
@@ -67,12 +68,11 @@ def share_prefixes(tokens: PackedTokens) -> SharedStream | None:
         begin = starts[tail_place[i]]
         back.append(torch.arange(begin, begin + tail.length))
     device = tokens.token_ids.device
-    back_T = torch.cat(back).to(device)
-    given_U = torch.cat([torch.arange(part.start, part.start + part.length) for part in parts]).to(device)
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+    back_T = moved(torch.cat(back), device)
+    given_U = moved(torch.cat([torch.arange(part.start, part.start + part.length) for part in parts]), device)
     stream = tokens.at(
         given_U,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         action_positions=back_T[tokens.action_positions].sort().values,
         max_seqlen=max(part.length for part in parts),
         shared_prefixes=(),
@@ -132,7 +132,6 @@ class PrefixAttention(StreamAttention):
         self.longest = max(part.prefix_length + part.length for part in parts)
         self._groups: list[_Group] | None = None
         self._keys: _Keys | None = None
-        self._options = grouped_heads_option() if device.type == "cuda" else GroupedHeads()
 
     def parts(self) -> list[StreamPart]:
         return [
@@ -142,34 +141,49 @@ class PrefixAttention(StreamAttention):
             for part, start in zip(self._parts, self._starts, strict=False)  # the last start is the stream's end
         ]
 
-    def _varlen(self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, *, scaling: float, window: int | None) -> Tensor:
-        """Keys and values are laid out per part, prefix first; queries stay as they are. The kernel aligns ends."""
-        from torch.nn.attention.varlen import varlen_attn
-
+    def _on_gpu(
+        self,
+        module: nn.Module,
+        q_UHD: Tensor,
+        k_UHD: Tensor,
+        v_UHD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        """Keys and values are laid out per part, prefix first; queries stay as they are."""
         keys = self._keys = self._keys or _Keys.of(self._parts, self._starts, device=self._device)
-        output = varlen_attn(
+        return kernels.flash(
             q_UHD,
             k_UHD.index_select(0, keys.positions_K),
             v_UHD.index_select(0, keys.positions_K),
-            keys.cu_queries,
-            keys.cu_keys,
-            keys.longest_query,
-            keys.longest_key,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            **self._options,
+            cu_queries=keys.cu_queries,
+            cu_keys=keys.cu_keys,
+            longest_query=keys.longest_query,
+            longest_key=keys.longest_key,
+            scaling=scaling,
+            window=window,
+            kept=self.kept,
+            module=module,
         )
-        assert isinstance(output, Tensor)  # a tuple where more is asked for
-        return output
 
     def _grouped(
-        self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, *, scaling: float, window: int | None, dropout: float
+        self,
+        module: nn.Module,
+        q_UHD: Tensor,
+        k_UHD: Tensor,
+        v_UHD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         groups = self._groups = self._groups or _group(self._parts, device=self._device)
         sizes = [group.tokens for group in groups]
         prefixes: dict[int, tuple[Tensor, Tensor]] = {}
         outputs = []
-        for group, *qkv in zip(groups, q_UHD.split(sizes), k_UHD.split(sizes), v_UHD.split(sizes), strict=True):
+        streams = zip(groups, q_UHD.split(sizes), k_UHD.split(sizes), v_UHD.split(sizes), strict=True)
+        for index, (group, *qkv) in enumerate(streams):
             q, k, v = (x.unflatten(0, (group.count, group.length)).transpose(1, 2) for x in qkv)
             if group.prefixes is not None:
                 before_k, before_v = prefixes[group.prefix_length]
@@ -177,7 +191,9 @@ class PrefixAttention(StreamAttention):
                 v = torch.cat([before_v.index_select(0, group.prefixes), v], dim=2)
             elif group.length not in prefixes:  # prefixes stand first, so a later group of this length is of tails
                 prefixes[group.length] = (k, v)
-            out_nHtD = attend_rows(q, k, v, scaling=scaling, window=window, dropout=dropout)
+            out_nHtD = attend_rows(
+                q, k, v, scaling=scaling, window=window, dropout=dropout, kept=self.kept, slot=(module, index)
+            )
             outputs.append(out_nHtD.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
 
@@ -221,9 +237,9 @@ class _Keys(NamedTuple):
             positions.append(torch.arange(start, start + part.length))
             lengths.append(part.prefix_length + part.length)
         return _Keys(
-            torch.cat(positions).to(device),
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            moved(torch.cat(positions), device),
+            moved(torch.tensor(starts, dtype=torch.int32), device),
+            moved(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device),
             max(part.length for part in parts),
             max(lengths),
         )

@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from openrlhf.config.fields import ConfigError
+from openrlhf.models.attention_kernels import flash_can
 from openrlhf.models.exchange import Exchange
-from openrlhf.models.packed import StreamAttention, StreamPart, varlen_can
+from openrlhf.models.packed import StreamAttention, StreamPart
 
 _BLOCK = 256
 """Queries whose scores are held at a time, where there is no flash kernel."""
@@ -447,7 +448,7 @@ class _Kernel(Protocol):
 
 
 def _kernel(q_tHD: Tensor, v_thV: Tensor, scaling: float) -> _Kernel:
-    flash = varlen_can(q_tHD, v_thV, dropout=0.0) and q_tHD.shape[-1] % 8 == 0
+    flash = flash_can(q_tHD, v_thV, dropout=0.0) and q_tHD.shape[-1] % 8 == 0
     return _Flash(scaling) if flash else _Exact(scaling)
 
 

@@ -123,7 +123,7 @@ def without_route(tokens: PackedTokens) -> tuple[int, int]:
     last_N = torch.full((tokens.num_sequences,), -1, device=tokens.action_positions.device)
     last_N.scatter_reduce_(0, tokens.action_sequences(), tokens.action_positions, "amax")
     places_T = torch.arange(tokens.num_tokens, device=last_N.device)
-    needed_T = places_T < last_N.repeat_interleave(tokens.cu_seqlens.diff())
+    needed_T = places_T < last_N.repeat_interleave(tokens.cu_seqlens.diff().to(last_N.device))
     needed = int(needed_T.sum())
     if tokens.routes_TLK is None:
         return needed, needed

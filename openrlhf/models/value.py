@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
 from openrlhf.models.context import Context
-from openrlhf.types import ImageInput, PackedTokens
+from openrlhf.types import ImageInput, PackedTokens, moved
 
 
 class Normalisation(NamedTuple):
@@ -91,4 +91,4 @@ class ValueModel(nn.Module):
 
 def sequence_ends(tokens: PackedTokens) -> Tensor:
     """int64 [N]: where a reward model looks: the last token of each sequence."""
-    return tokens.cu_seqlens[1:].long() - 1
+    return moved(tokens.cu_seqlens[1:].long() - 1, tokens.token_ids.device)

@@ -11,7 +11,9 @@ over (total, count), and the division happens once, after everything is merged:
     {'kl': 0.03}
 
 Merging is associative, and for all but `Last` the order does not matter either (up to rounding of sums).
-Everything is plain Python, so `Metrics` pickles between ranks.
+Numbers may be given as tensors of one element, on whatever device. They are read when somebody asks for a result, all
+at once: reading one from a GPU waits for everything that was launched there. `settle` reads them; what is left is plain
+Python, so that `Metrics` pickles between ranks.
 The clocks of a step's phases are here too.
 """
 
@@ -21,10 +23,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from openrlhf.utils import waits
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Reduction(Protocol):
@@ -133,28 +138,73 @@ class Std:
         return math.sqrt(self.squares / self.count) if self.count else None
 
 
-@dataclass(slots=True)
+class Unread(NamedTuple):
+    """A metric that was written with numbers on a device."""
+
+    name: str
+    reduction: Callable[..., Reduction]
+    numbers: tuple[float | Tensor, ...]
+
+
 class Metrics:
     """Named reductions. Writing a name again merges into what is there."""
 
-    reductions: dict[str, Reduction] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """Notes about how these numbers came about: for example a step that was left out, and why."""
+    __slots__ = ("_reductions", "_unread", "notes")
+
+    def __init__(self, reductions: dict[str, Reduction] | None = None, notes: list[str] | None = None) -> None:
+        """`notes`: how these numbers came about: for example a step that was left out, and why."""
+        self._reductions = {} if reductions is None else reductions
+        self._unread: list[Unread] = []
+        self.notes = [] if notes is None else notes
+
+    @property
+    def reductions(self) -> dict[str, Reduction]:
+        self.settle()
+        return self._reductions
+
+    def settle(self) -> None:
+        """Read what is on a device, with one wait for it."""
+        if not self._unread:
+            return
+        import torch
+
+        unread, self._unread = self._unread, []
+        numbers_read = [number for one in unread for number in one.numbers if isinstance(number, torch.Tensor)]
+        stacked = [tensor.double().reshape(()) for tensor in numbers_read]
+        read = iter(torch.stack(stacked).tolist() if stacked else ())
+        for name, reduction, numbers in unread:
+            known = (next(read) if isinstance(number, torch.Tensor) else float(number) for number in numbers)
+            self.add(name, reduction(*known))
+
+    def _write(self, name: str, reduction: Callable[..., Reduction], *numbers: float | Tensor) -> None:
+        # After one that is not read yet all others wait too: names keep the order in which they were written.
+        if self._unread or not all(isinstance(number, int | float) for number in numbers):
+            kept = (number if isinstance(number, int | float) else number.detach() for number in numbers)
+            self._unread.append(Unread(name, reduction, tuple(kept)))
+        else:
+            self.add(name, reduction(*map(float, numbers)))
+
+    def _write_reduction(self, name: str, reduction: Reduction) -> None:
+        if self._unread:
+            self._unread.append(Unread(name, lambda: reduction, ()))
+        else:
+            self.add(name, reduction)
 
     def add(self, name: str, reduction: Reduction) -> None:
-        known = self.reductions.get(name)
+        self.settle()
+        known = self._reductions.get(name)
         if known is None:
-            self.reductions[name] = reduction
+            self._reductions[name] = reduction
         elif type(known) is not type(reduction):
             raise TypeError(
                 f"metric {name!r} is a {type(known).__name__}, it cannot be merged with a {type(reduction).__name__}"
             )
         else:
-            self.reductions[name] = known.merge(reduction)
+            self._reductions[name] = known.merge(reduction)
 
-    def mean(self, name: str, total: float, count: float) -> None:
+    def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """`total` is the sum over `count` things; pass the sum, never an average."""
-        self.add(name, Mean(float(total), float(count)))
+        self._write(name, Mean, total, count)
 
     def mean_of(self, name: str, values: Iterable[float]) -> None:
         """The mean of things at hand."""
@@ -164,28 +214,29 @@ class Metrics:
     def std_of(self, name: str, values: Iterable[float]) -> None:
         self.add(name, Std.of(values))
 
-    def sum(self, name: str, value: float) -> None:
-        self.add(name, Sum(float(value)))
+    def sum(self, name: str, value: float | Tensor) -> None:
+        self._write(name, Sum, value)
 
-    def max(self, name: str, value: float) -> None:
-        self.add(name, Max(float(value)))
+    def max(self, name: str, value: float | Tensor) -> None:
+        self._write(name, Max, value)
 
-    def min(self, name: str, value: float) -> None:
-        self.add(name, Min(float(value)))
+    def min(self, name: str, value: float | Tensor) -> None:
+        self._write(name, Min, value)
 
-    def last(self, name: str, value: float) -> None:
-        self.add(name, Last(float(value)))
+    def last(self, name: str, value: float | Tensor) -> None:
+        self._write(name, Last, value)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
     def merge(self, other: Metrics) -> None:
-        """Take in `other`, which came later."""
+        """Take in `other`, which came later. What neither has read stays unread."""
         for text in other.notes:
             self.note(text)
-        for name, reduction in other.reductions.items():
-            self.add(name, reduction)
+        for name, reduction in other._reductions.items():
+            self._write_reduction(name, reduction)
+        self._unread += other._unread
 
     @staticmethod
     def merged(parts: Iterable[Metrics]) -> Metrics:
@@ -198,6 +249,14 @@ class Metrics:
     def values(self) -> dict[str, float]:
         """The numbers, in the order in which names were first written. A mean over nothing is left out."""
         return {name: r.value for name, r in self.reductions.items() if r.value is not None}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Metrics, (self.reductions, self.notes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Metrics) and (self.reductions, self.notes) == (other.reductions, other.notes)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.reductions)

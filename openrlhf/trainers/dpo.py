@@ -58,14 +58,14 @@ class DPOObjective:
                 lengths_P = loss_P.new_tensor([int(self._pairs[i].chosen.target_mask.sum()) for i in micro])
                 nll_P = mean_nll(policy.chosen_P, lengths_P)
                 loss_P = loss_P + section.nll_loss_coef * nll_P
-                metrics.mean("nll_loss", float(nll_P.detach().sum()), count)
+                metrics.mean("nll_loss", nll_P.detach().sum(), count)
             chosen_P, rejected_P = (
                 section.beta * (ours.detach() - theirs) for ours, theirs in zip(policy, reference, strict=True)
             )
-            metrics.mean("loss", float(loss_P.detach().sum()), count)
-            metrics.mean("acc", float((chosen_P > rejected_P).sum()), count)
-            metrics.mean("chosen_reward", float(chosen_P.sum()), count)
-            metrics.mean("reject_reward", float(rejected_P.sum()), count)
+            metrics.mean("loss", loss_P.detach().sum(), count)
+            metrics.mean("acc", (chosen_P > rejected_P).sum(), count)
+            metrics.mean("chosen_reward", chosen_P.sum(), count)
+            metrics.mean("reject_reward", rejected_P.sum(), count)
             return MicroBatchLoss(loss_P.sum() / len(batch.samples), metrics)
 
         return compute_loss

@@ -79,11 +79,11 @@ class KTOObjective:
             loss_N = kto_loss(ratio_N, desirable_N, z0, beta=self._beta)
             rewards_N = self._beta * ratio_N.detach()
             metrics, count = Metrics(), len(micro)
-            metrics.mean("loss", float(loss_N.detach().sum()), count)
-            metrics.mean("acc", float(((ratio_N > z0) == desirable_N).sum()), count)
+            metrics.mean("loss", loss_N.detach().sum(), count)
+            metrics.mean("acc", ((ratio_N > z0) == desirable_N).sum(), count)
             for name, side_N in (("chosen_reward", desirable_N), ("reject_reward", ~desirable_N)):
-                metrics.mean(name, float(rewards_N[side_N].sum()), int(side_N.sum()))
-            metrics.last("kl", float(z0))
+                metrics.mean(name, torch.where(side_N, rewards_N, 0.0).sum(), side_N.sum())
+            metrics.last("kl", z0)
             return MicroBatchLoss(loss_N.sum() / len(batch.samples), metrics)
 
         return compute_loss

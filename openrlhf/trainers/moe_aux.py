@@ -37,7 +37,7 @@ class BalancedObjective:
             plain = compute_plain_loss(micro)
             balance = load_balancing_loss(log.logits, top_k=self._top_k)
             tokens = sum(self.lengths[i] for i in micro)
-            plain.metrics.mean("aux_loss", float(balance.detach()) * tokens, tokens)
+            plain.metrics.mean("aux_loss", balance.detach().double() * tokens, tokens)
             return MicroBatchLoss(plain.loss + self._coef * tokens / total * balance, plain.metrics)
 
         return compute_loss

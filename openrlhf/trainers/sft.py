@@ -37,7 +37,7 @@ class SFTObjective:
             tokens = pack([self._examples[i] for i in micro]).to(self._device)
             nll = -module(tokens, temperature=1.0).logprobs_A.sum()
             metrics = Metrics()
-            metrics.mean("gpt_loss", float(nll.detach()), tokens.num_actions)
+            metrics.mean("gpt_loss", nll.detach(), tokens.num_actions)
             return MicroBatchLoss(nll / targets, metrics)
 
         return compute_loss

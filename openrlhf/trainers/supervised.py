@@ -251,11 +251,11 @@ class SupervisedTrainer:
         """Add up the gradient of the step, over this rank's samples."""
         compute_loss = self.objective.begin(self.backend.module, batch)
 
-        def run(micro: Sequence[int], metrics: Metrics) -> float:
+        def run(micro: Sequence[int], metrics: Metrics) -> Tensor:
             computed = compute_loss(micro) if micro else _filler_loss(compute_loss, batch)
             self.backend.backward(computed.loss)
             metrics.merge(computed.metrics)
-            return float(computed.loss.detach())
+            return computed.loss
 
         cut = SupervisedMicroBatches(batch, self.objective.lengths, self._fitting, self.ranks)
         return accumulate(cut, run, self.backend, ranks=self.ranks)

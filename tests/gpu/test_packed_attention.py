@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from openrlhf.models.attention_kernels import flash_can
 from openrlhf.models.logprobs import chunked_logprobs
-from openrlhf.models.packed import PackedAttention, varlen_can
+from openrlhf.models.packed import PackedAttention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -45,7 +46,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(dtype, heads, window, di
         make(h, dim=dim, dtype=dtype, seed=seed) for seed, h in enumerate((heads[0], heads[1], heads[1]))
     )
     cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
-    assert varlen_can(query[0].transpose(0, 1), value[0].transpose(0, 1), dropout=0.0) == (dtype == torch.bfloat16)
+    assert flash_can(query[0].transpose(0, 1), value[0].transpose(0, 1), dropout=0.0) == (dtype == torch.bfloat16)
     plan = PackedAttention(cu_seqlens, max(LENGTHS))
     actual = plan(None, query, key, value, scaling=dim**-0.5, sliding_window=window, dropout=0.0)
     expected = one_by_one(query, key, value, window=window)
@@ -64,7 +65,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(dtype, heads, window, di
 
 def test_dropout_leaves_the_kernel_that_has_none():
     query, value = (make(2, dim=64, dtype=torch.bfloat16) for _ in range(2))
-    assert not varlen_can(query[0].transpose(0, 1), value[0].transpose(0, 1), dropout=0.1)
+    assert not flash_can(query[0].transpose(0, 1), value[0].transpose(0, 1), dropout=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixtures import make_mixture, random_routes
 from small_sections import optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from openrlhf.algorithms.corrections import CORRECTIONS
@@ -145,6 +146,21 @@ def test_gradient_and_means_do_not_depend_on_the_cut_or_the_order(policy, aggreg
         assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
 
 
+class Reads(TorchDispatchMode):
+    """Remembers the operations for which a process waits until a device has computed what it launched there."""
+
+    WAITING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in self.WAITING:
+            self.events.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 EVERYTHING = {
     name: PolicySettings(
         loss=get_policy_loss(name),
@@ -156,6 +172,21 @@ EVERYTHING = {
     )
     for name in POLICY_LOSSES
 }
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_nothing_is_read_from_a_device_before_all_micro_batches_are_launched(policy, name):
+    """A GPU would be idle after each of them, until the next one has reached it."""
+    batch = make_batch([(3, 5), (2, 7), (4, 4), (1, 8)])
+    batch.old_logprobs_A = batch.reference_logprobs_A = torch.full((batch.num_actions,), -2.0)
+    backend, steps = RecordingBackend(policy), make_steps(batch, MicroBatching(samples=1))
+    reads = Reads()
+    backend.backward = lambda loss: (loss.backward(), reads.events.append("backward"))
+    learner = PolicyLearner(backend, EVERYTHING[name], device=CPU)
+    with reads:
+        learner.update(steps, kl_coef=0.3)
+    first = reads.events.index("backward")
+    assert reads.events[first : first + 4] == ["backward"] * 4
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

@@ -5,6 +5,7 @@ import pickle
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,46 @@ def test_a_mean_weighs_micro_batches_by_their_size():
     first.mean("kl", 1.0, 10)
     second.mean("kl", 2.0, 90)
     assert Metrics.merged([first, second]).values() == {"kl": pytest.approx(0.03)}
+
+
+def test_tensors_are_read_when_a_result_is_asked_for_and_count_as_numbers_do():
+    """Both kinds of numbers mixed, in the order in which names were written."""
+
+    def written(number) -> Metrics:
+        metrics, later = Metrics(), Metrics()
+        metrics.last("rate", 0.5)
+        metrics.mean("loss", number(3.0), 2)
+        metrics.sum("count", 1)
+        later.max("longest", 7)
+        later.mean("loss", number(5.0), number(6))
+        later.note("a note")
+        metrics.merge(later)
+        return metrics
+
+    read = []
+    lazy = written(lambda x: LateTensor(torch.tensor(x), read))
+    assert not read
+    assert lazy.values() == written(float).values() == {"rate": 0.5, "loss": 1.0, "count": 1.0, "longest": 7.0}
+    assert list(lazy) == ["rate", "loss", "count", "longest"]
+    assert len(read) == 3
+    assert pickle.loads(pickle.dumps(written(torch.tensor))) == written(float)
+
+
+class LateTensor(torch.Tensor):
+    """Says when its number is looked at."""
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, read: list) -> "LateTensor":
+        late = torch.Tensor._make_subclass(cls, tensor)
+        late.read = read
+        return late
+
+    def detach(self) -> "LateTensor":
+        return self
+
+    def double(self) -> torch.Tensor:
+        self.read.append(True)
+        return torch.Tensor.double(self.as_subclass(torch.Tensor))
 
 
 @settings(deadline=None)
