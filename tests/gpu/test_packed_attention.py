@@ -1,12 +1,17 @@
-"""On CUDA one `varlen_attn` call equals SDPA on each sequence, forward and backward."""
+"""On CUDA calls of FlashAttention and cuDNN equal SDPA on each sequence, forward and backward."""
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from openrlhf.models import attention_kernels as kernels
+from openrlhf.models.attention import ATTENTION
 from openrlhf.models.attention_kernels import flash_can
 from openrlhf.models.logprobs import chunked_logprobs
 from openrlhf.models.packed import PackedAttention
+from openrlhf.models.policy import Policy
+from openrlhf.types import PackedTokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -66,6 +71,64 @@ def test_packed_attention_equals_one_sequence_at_a_time(dtype, heads, window, di
 def test_dropout_leaves_the_kernel_that_has_none():
     query, value = (make(2, dim=64, dtype=torch.bfloat16) for _ in range(2))
     assert not flash_can(query[0].transpose(0, 1), value[0].transpose(0, 1), dropout=0.1)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (12, 2)], ids=["mha", "gqa"])
+def test_long_sequences_attend_by_cudnn_as_by_flash(heads, monkeypatch):
+    """Two lengths, rounded up; the gradient too."""
+    lengths, dim = [9000, 8500, 8500], 128
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, count, sum(lengths), dim) for count in (heads[0], heads[1], heads[1])]
+    qkv = [torch.randn(shape, generator=generator, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    weights = torch.randn(1, sum(lengths), heads[0], dim, generator=generator, device="cuda")
+
+    def attended() -> tuple[torch.Tensor, ...]:
+        plan = PackedAttention(cu_seqlens, max(lengths))
+        out = plan(None, *qkv, scaling=dim**-0.5, sliding_window=None, dropout=0.0)
+        return out, *torch.autograd.grad((out.float() * weights).sum(), qkv)
+
+    calls = []
+    made = kernels.cudnn_kernel
+    monkeypatch.setattr(kernels, "cudnn_kernel", lambda scaling: (calls.append(scaling), made(scaling))[1])
+    long = attended()
+    assert len(calls) == 1
+    monkeypatch.setattr(kernels, "LONG", 10**9)
+    for a, b in zip(long, attended(), strict=True):
+        assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "shared prompts"])
+def test_gradient_checkpointing_attends_once_and_gives_the_same_gradient(name):
+    lengths = {"flash": [900, 300, 700], "cudnn": [9000], "shared prompts": [900, 800, 700]}[name]
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(500, (length,), generator=generator) for length in lengths]
+    shared = (0, 256, 256) if name == "shared prompts" else ()
+    for sequence in sequences[1:] if shared else ():
+        sequence[:256] = sequences[0][:256]
+    masks = [torch.arange(length) >= 256 for length in lengths]
+    tokens = PackedTokens.from_sequences(sequences, masks, shared_prefixes=shared).to("cuda")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=500, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16).cuda()
+    policy = Policy(model).train()
+
+    def gradient() -> tuple[torch.Tensor, int]:
+        policy.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            policy(tokens, temperature=1.0).logprobs_A.mean().backward()
+        ran = {event.key: event.count for event in profile.key_averages()}
+        forwards = ("aten::_flash_attention_forward", "aten::_scaled_dot_product_cudnn_attention")
+        return torch.cat([p.grad.flatten().float() for p in policy.parameters()]), sum(ran.get(f, 0) for f in forwards)
+
+    expected, calls = gradient()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found, calls_again = gradient()
+    assert calls == calls_again == 3
+    assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
