@@ -3,56 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-GIB = 1 << 30
+from openrlhf.runs.device_memory import (
+    BUCKETS,
+    GIB,
+    LONG,
+    TILES,
+    Layout,
+    ModelShape,
+    activation_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+    tile_bytes,
+    token_bytes,
+    weight_bytes,
+)
+
 DEVICE_GIB = 139
 """Of an H200."""
 USABLE = 0.9
 """The share of it that a layout may fill: the rest is for what fragments, and for longer samples."""
-TILES = 2 * (128 << 20)
-"""Logits in fp32: two tiles of `models/logprobs.py` on a GPU."""
-LONG, TILE = 16_384, 4_096
-"""Tokens of a sequence on a rank from which MLPs are computed in tiles, and of a tile (`models/tiles.py`)."""
-BUCKETS = {0: 0, 2: 2 * GIB, 3: 4 * GIB}
-"""DeepSpeed's buffers, by stage: gradients on their way, and in stage 3 the layers that are gathered."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    name: str
-    parameters: float
-    layers: int
-    hidden: int
-    intermediate: int
+def shape(parameters: float, layers: int, hidden: int, intermediate: int) -> ModelShape:
+    number = int(parameters)
+    return ModelShape(parameters=number, trained=number, layers=layers, hidden=hidden, intermediate=intermediate)
 
 
-SHAPES = [
-    Shape("0.5B", 0.49e9, 24, 896, 4864),
-    Shape("1.5B", 1.54e9, 28, 1536, 8960),
-    Shape("7B", 7.62e9, 28, 3584, 18944),
-    Shape("32B", 32.8e9, 64, 5120, 27648),
-    Shape("70B", 70.6e9, 80, 8192, 28672),
-]
+SHAPES = {
+    "0.5B": shape(0.49e9, 24, 896, 4864),
+    "1.5B": shape(1.54e9, 28, 1536, 8960),
+    "7B": shape(7.62e9, 28, 3584, 18944),
+    "32B": shape(32.8e9, 64, 5120, 27648),
+    "70B": shape(70.6e9, 80, 8192, 28672),
+}
 LENGTHS = (8_192, 32_768, 131_072)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model is trained. `zero` 0 is plain torch in one process."""
-
-    ranks: int
-    zero: int
-    context: int = 1
-    tensor: int = 1
-    checkpointing: bool = False
-
-    def __str__(self) -> str:
-        parts = [f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"]
-        parts += [f"ZeRO-{self.zero}"] if self.zero else []
-        parts += [f"context {self.context}"] if self.context > 1 else []
-        parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
-        return ", ".join(parts + (["checkpointing"] if self.checkpointing else []))
+PLAIN, CHECKPOINTED = Layout(), Layout(checkpointing=True)
 
 
 MEASURED: dict[tuple[str, int, Layout], float] = {
@@ -73,47 +59,19 @@ PACKED = {16_384: 4_096}
 micro-batches; the others had one."""
 
 
-def token_bytes(shape: Shape, *, tensor: int = 1, checkpointing: bool = False, tiled: bool = False) -> float:
-    """Activations in bf16 for one token of a stream. `tiled`: without MLPs, of which one tile is there.
-
-    With checkpointing the layer at work counts with the gradients of its activations; otherwise these are little.
-    """
-    intermediate = 0 if tiled else shape.intermediate
-    layer = 2 * (4 * shape.hidden + (2.6 * shape.hidden + 4 * intermediate) / tensor)
-    if not checkpointing:
-        return layer * shape.layers
-    gradients = 2 * (5 * shape.hidden + 2 * intermediate / tensor)
-    return layer + gradients + 2 * shape.hidden * shape.layers
-
-
-def tile_bytes(shape: Shape, *, tensor: int = 1) -> float:
-    """Activations of a tile, twice, with their gradients; and the gradients of an MLP, summed in fp32."""
-    return (2 * TILE * 2 * 4 * shape.intermediate + 4 * 3 * shape.hidden * shape.intermediate) / tensor
-
-
-def state_bytes(shape: Shape, layout: Layout) -> float:
-    """Weights in bf16, sums of gradients, masters and moments in fp32."""
-    own = shape.parameters / layout.tensor
-    shares = layout.ranks / layout.tensor
-    weights = 2 * own / (shares if layout.zero == 3 else 1)
-    return weights + gradient_bytes(shape, layout) + 12 * own / (shares if layout.zero >= 1 else 1)
-
-
-def gradient_bytes(shape: Shape, layout: Layout) -> float:
-    return 4 * shape.parameters / (layout.ranks if layout.zero >= 2 else layout.tensor)
+def state_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Weights, sums of gradients, masters and moments."""
+    return weight_bytes(shape, layout) + gradient_bytes(shape, layout) + optimizer_bytes(shape, layout)
 
 
 def rank_gib(
-    shape: Shape, tokens: int, layout: Layout, *, sequence: int | None = None, one_micro_batch: bool = False
+    shape: ModelShape, tokens: int, layout: Layout, *, sequence: int | None = None, one_micro_batch: bool = False
 ) -> float:
     """All of it on one rank, for streams of so many tokens. `sequence`: of the longest in them; None: there is one.
 
     `one_micro_batch`: of a step. Its gradients grow while its activations go; later ones find all of them there.
     """
-    tiled = (tokens if sequence is None else sequence) / layout.context >= LONG
-    each = token_bytes(shape, tensor=layout.tensor, checkpointing=layout.checkpointing, tiled=tiled)
-    activations = tokens / layout.context * each
-    activations += tile_bytes(shape, tensor=layout.tensor) if tiled else 0
+    activations = activation_bytes(shape, layout, tokens=tokens, sequence=sequence)
     if one_micro_batch:
         activations = max(0, activations - gradient_bytes(shape, layout))
     return (state_bytes(shape, layout) + activations + TILES + BUCKETS[layout.zero]) / GIB
@@ -131,17 +89,17 @@ def layouts() -> Iterator[Layout]:
                         yield Layout(ranks, zero, context, checkpointing=checkpointing)
 
 
-def smallest(shape: Shape, tokens: int) -> Layout:
+def smallest(shape: ModelShape, tokens: int) -> Layout:
     return next(one for one in layouts() if rank_gib(shape, tokens, one) <= USABLE * DEVICE_GIB)
 
 
-def longest(shape: Shape, layout: Layout) -> int:
+def longest(shape: ModelShape, layout: Layout) -> int:
     """Tokens of the longest sequence that fits, to the thousand; 0 where the model does not."""
     left = USABLE * DEVICE_GIB - rank_gib(shape, 0, layout)
     found = 0
     for tiled in (False, True):
-        each = token_bytes(shape, tensor=layout.tensor, checkpointing=layout.checkpointing, tiled=tiled)
-        room = left - (tile_bytes(shape, tensor=layout.tensor) / GIB if tiled else 0)
+        each = token_bytes(shape, layout, tiled=tiled)
+        room = left - (tile_bytes(shape, layout) / GIB if tiled else 0)
         tokens = int(room * GIB / each * layout.context)
         least, most = (LONG * layout.context, tokens) if tiled else (0, LONG * layout.context - 1)
         if tokens >= least:
@@ -155,14 +113,14 @@ def states() -> str:
         "| shape | weights | gradients | masters, moments | a token | checkpointed | MLP in tiles | both |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for shape in SHAPES:
-        parts = [_gib(factor * shape.parameters / GIB) for factor in (2, 4, 12)]
+    for name, shape in SHAPES.items():
+        parts = [_gib(part(shape, PLAIN) / GIB) for part in (weight_bytes, gradient_bytes, optimizer_bytes)]
         parts += [
-            f"{token_bytes(shape, checkpointing=on, tiled=tiled) / 1024:,.0f} KiB"
+            f"{token_bytes(shape, layout, tiled=tiled) / 1024:,.0f} KiB"
             for tiled in (False, True)
-            for on in (False, True)
+            for layout in (PLAIN, CHECKPOINTED)
         ]
-        lines.append(f"| {shape.name} | {' | '.join(parts)} |")
+        lines.append(f"| {name} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
 
@@ -172,27 +130,24 @@ def predictions() -> str:
         "| shape | tokens | activations | checkpointed | fits in | each rank takes | measured |",
         "|---|---:|---:|---:|---|---:|---:|",
     ]
-    for shape in SHAPES:
+    for name, shape in SHAPES.items():
         for tokens in LENGTHS:
-            tiled = tokens >= LONG
             activations = [
-                _gib((tokens * token_bytes(shape, checkpointing=on, tiled=tiled) + tiled * tile_bytes(shape)) / GIB)
-                for on in (False, True)
+                _gib(activation_bytes(shape, layout, tokens=tokens) / GIB) for layout in (PLAIN, CHECKPOINTED)
             ]
             layout = smallest(shape, tokens)
-            found = MEASURED.get((shape.name, tokens, layout))
-            values = [shape.name, f"{tokens:,}", *activations, str(layout), _gib(rank_gib(shape, tokens, layout))]
+            found = MEASURED.get((name, tokens, layout))
+            values = [name, f"{tokens:,}", *activations, str(layout), _gib(rank_gib(shape, tokens, layout))]
             lines.append(f"| {' | '.join(values)} | {'' if found is None else _gib(found)} |")
     return "\n".join(lines)
 
 
 def comparisons() -> str:
     """Everything that was measured, beside what is predicted."""
-    shapes = {shape.name: shape for shape in SHAPES}
     lines = ["| shape | tokens | | predicted | measured |", "|---|---:|---|---:|---:|"]
     for (name, tokens, layout), found in MEASURED.items():
         several = PACKED.get(tokens)
-        predicted = rank_gib(shapes[name], tokens, layout, sequence=several, one_micro_batch=several is None)
+        predicted = rank_gib(SHAPES[name], tokens, layout, sequence=several, one_micro_batch=several is None)
         lines.append(f"| {name} | {tokens:,} | {layout} | {_gib(predicted)} | {_gib(found)} |")
     return "\n".join(lines)
 
@@ -200,12 +155,12 @@ def comparisons() -> str:
 def limits() -> str:
     """The longest sequences on one device, and on eight that share them."""
     lines = ["| shape | | as it is | with checkpointing |", "|---|---|---:|---:|"]
-    for shape in SHAPES:
+    for name, shape in SHAPES.items():
         for ranks, zero, context in ((1, 0, 1), (8, 2, 1), (8, 3, 8)):
             found = [longest(shape, Layout(ranks, zero, context, checkpointing=on)) for on in (False, True)]
             if found[1]:
                 values = [f"{tokens:,}" if tokens else "does not fit" for tokens in found]
-                lines.append(f"| {shape.name} | {Layout(ranks, zero, context)} | {' | '.join(values)} |")
+                lines.append(f"| {name} | {Layout(ranks, zero, context)} | {' | '.join(values)} |")
     return "\n".join(lines)
 
 

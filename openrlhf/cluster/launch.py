@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from openrlhf.cluster.placement import Fit, Node, Placement, PlacementPlan, fit
+from openrlhf.cluster.placement import Fit, Node, Placement, PlacementPlan, Role, fit
 from openrlhf.cluster.stack_probes import LOOKING
 from openrlhf.config.fields import ConfigError
 from openrlhf.utils import interrupts, waits
@@ -353,8 +353,49 @@ class ReservedPlan:
         node_id = self.node_id(place)
         return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}.get(node_id, node_id)
 
+    def device_memory(self, role: Role, *, deadline: float = 60.0) -> list[DeviceBytes]:
+        """The memory of each GPU of a role, as it is before anything of the run has started there.
+
+        Empty where it is not known: without GPUs, or where NVIDIA's management library does not tell.
+        """
+        import ray
+
+        if self.cluster.kind.resource != "GPU":
+            return []
+        look = ray.remote(device_bytes)
+        try:
+            asked = [
+                look.options(**self.options(place), max_retries=0).remote() for place in self.plan.placements(role)
+            ]
+            found = ray.get(asked, timeout=deadline)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.info("the memory of GPUs is not known: %s", _line(error))
+            return []
+        return [one for one in found if one is not None]
+
     def node_id(self, place: Placement) -> str:
         return _bundle_nodes(self.plan, self.fit, self.cluster)[place.pool][place.bundle]
+
+
+class DeviceBytes(NamedTuple):
+    total: int
+    used: int
+
+
+def device_bytes() -> DeviceBytes | None:
+    """The memory of the GPU that Ray gave this process; it is not touched for that, and torch is not imported."""
+    import ray
+    from ray._private.thirdparty import pynvml
+
+    names = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    try:
+        pynvml.nvmlInit()
+        by_index = bool(names) and names[0].isdecimal()
+        find = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
+        found = pynvml.nvmlDeviceGetMemoryInfo(find(int(names[0]) if by_index else names[0]))
+    except (pynvml.NVMLError, IndexError):
+        return None
+    return DeviceBytes(total=found.total, used=found.used)
 
 
 @contextlib.contextmanager

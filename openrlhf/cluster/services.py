@@ -126,6 +126,10 @@ class RankService:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def peak_bytes(self) -> int:
+        """The most memory of the device that this process's allocator has had."""
+        return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+
 
 class PolicyService(RankService):
     """A rank of the policy, and of the models that share its process."""

@@ -135,7 +135,7 @@ def convert(raw: Any, *, shape: Shape, flag: Flag, where: str) -> Any:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
     if len(items) == 1 and items[0] is None and not shape.optional:
         raise ConfigError(f"{where}: needs a value ({shape}), not nothing")
-    if len(items) == 1 and shape.optional and _is_none(items[0], switch=shape.is_switch):
+    if len(items) == 1 and shape.optional and _is_none(items[0], auto=shape.is_switch or flag.shown_default == "auto"):
         return None
     values = [_convert_one(item, shape=shape, flag=flag, where=where) for item in items]
     if shape.count == 1:
@@ -151,9 +151,9 @@ def convert(raw: Any, *, shape: Shape, flag: Flag, where: str) -> Any:
     return tuple(values)
 
 
-def _is_none(item: Any, *, switch: bool = False) -> bool:
-    """Of a switch that may be unset, `auto` is the word for it."""
-    words = NONE_WORDS | {"auto"} if switch else NONE_WORDS
+def _is_none(item: Any, *, auto: bool = False) -> bool:
+    """Of a switch that may be unset, and where the documents call it so, `auto` is the word for it."""
+    words = NONE_WORDS | {"auto"} if auto else NONE_WORDS
     return item is None or (isinstance(item, str) and item.lower() in words)
 
 

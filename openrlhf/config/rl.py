@@ -262,14 +262,16 @@ class VLLMSection:
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float,
+        float | None,
         Flag(
-            "share of device memory an engine may take",
+            "share of device memory an engine may take; auto: 0.95, and of a device that it shares with training what "
+            "it can use beside that",
             flat="vllm_gpu_memory_utilization",
+            shown_default="auto",
             only_with=".num_engines!=0",
             within=(0.01, 1),
         ),
-    ] = 0.95
+    ] = None
     health_timeout: Annotated[
         float,
         Flag(

@@ -2,7 +2,6 @@
 
 ENGINES          a further engine is its folder under `rollout/`, and one entry here
 transport        how weights reach engines that have their own
-engine_memory    what of a device's memory an engine may have beside models
 engine_adapter   whether engines hold LoRA as an adapter, or get it merged into the weights"""
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,14 +28,13 @@ from openrlhf.models.adapters import AdapterError
 from openrlhf.models.file_weights import FileAdapter
 from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.models.loading import model_dtype, policy_skeleton
-from openrlhf.models.policy import Policy
 from openrlhf.models.routes import route_shape
-from openrlhf.models.value import ValueModel
-from openrlhf.observability.usage import GIB
 from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm import adapter_problem, start_engine
 from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.runs.device_memory import EngineMemory
+from openrlhf.runs.engine_memory import NOTHING_SHARED, Settled, engine_memory, local_device, places
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import policy_tokenizer, reading_model
 from openrlhf.runs.process import process_device
@@ -47,12 +45,6 @@ from openrlhf.weight_sync.probe import LocalProbe, Probe
 from openrlhf.weight_sync.transports import GroupSender, IpcSender, RpcSender, WeightSender
 
 logger = logging.getLogger(__name__)
-
-
-class EngineMemory(NamedTuple):
-    share: float
-    """The engine's share of the device's memory."""
-    sleeps: bool
 
 
 def vllm_settings(
@@ -73,6 +65,7 @@ def vllm_settings(
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         pipeline_parallel_size=config.vllm.pipeline_parallel_size,
         gpu_memory_utilization=memory.share,
+        cache_bytes=memory.cache_bytes,
         enforce_eager=config.vllm.enforce_eager,
         enable_prefix_caching=config.engines_cache_prefixes,
         enable_sleep=memory.sleeps,
@@ -183,110 +176,6 @@ def weight_sender(
     )
 
 
-def places(requests: int) -> int:
-    """Sequences that vLLM samples at once, for a rollout of so many requests.
-
-    No more than its largest CUDA graph is captured for, and enough for an evaluation that asks for more than a round.
-    """
-    return min(512, max(256, requests))
-
-
-def engine_memory(config: RLConfig, models: RLModels, device: torch.device) -> EngineMemory:
-    """The memory that an engine may take beside models that are loaded, and whether training needs it in between."""
-    asked = config.vllm.gpu_memory_utilization
-    if device.type != "cuda":
-        return EngineMemory(asked, sleeps=False)
-    checkpointing = config.actor.gradient_checkpointing_enable
-    trained = [_shape(m, checkpointing=checkpointing) for m in (models.policy, models.critic) if m is not None]
-    free, total = torch.cuda.mem_get_info(device)
-    staying = [] if config.optimizer_sleeps else [shape.state_bytes for shape in trained]
-    share = engine_share(asked, free=free, total=total, staying=staying)
-    if share < asked:
-        logger.info(
-            "vLLM takes %.2f of the device's memory, not %.2f (--vllm.gpu_memory_utilization): %.1f GiB are free, and "
-            "training keeps %.1f (--ds.enable_sleep: nothing)",
-            share,
-            asked,
-            free / GIB,
-            sum(staying) / GIB,
-        )
-    sleeps = config.engines_sleep
-    if sleeps is None:
-        tokens = (
-            config.train.max_tokens_per_gpu
-            if config.train.dynamic_batch_enable
-            else config.train.micro_batch_size * config.data.max_len
-        )
-        needed = [training_bytes(shape, tokens=tokens) for shape in trained]
-        sleeps = needs_sleep(share, free=free, total=total, training=needed)
-    return EngineMemory(share, sleeps=sleeps)
-
-
-def _shape(module: Policy | ValueModel, *, checkpointing: bool) -> TrainedShape:
-    config = module.model.config.get_text_config()
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return TrainedShape(
-        parameters=sum(p.numel() for p in trained),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        element_bytes=next(module.parameters()).element_size(),
-        checkpointing=checkpointing,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedShape:
-    """The figures of a model from which the memory of its training follows."""
-
-    parameters: int
-    """Trained ones."""
-    layers: int
-    hidden: int
-    intermediate: int
-    element_bytes: int
-    checkpointing: bool
-
-    @property
-    def state_bytes(self) -> int:
-        """The bytes that stay from step to step beside the weights: two moments, and a master of 16-bit weights, in
-        fp32."""
-        return (12 if self.element_bytes < 4 else 8) * self.parameters
-
-
-def training_bytes(shape: TrainedShape, *, tokens: int) -> int:
-    """What training a loaded model takes beside its weights, for micro-batches of so many tokens; an estimate.
-
-    To the state come gradients in fp32. Activations of a layer are about 12 vectors of the hidden size (norms, queries,
-    keys, values, attention, residuals) and 4 of the intermediate one (gate, its activation, up, their product) per
-    token; checkpointing keeps one vector a layer, and all of one layer. For 1.5B parameters and 16,384 tokens: 23 + 46
-    GiB; `bench.sft` saw 73 GiB with 3 of weights.
-    """
-    whole = shape.element_bytes * (12 * shape.hidden + 4 * shape.intermediate)
-    kept = shape.element_bytes * shape.hidden
-    per_token = whole + shape.layers * kept if shape.checkpointing else shape.layers * whole
-    return shape.state_bytes + 4 * shape.parameters + tokens * per_token
-
-
-def engine_share(asked: float, *, free: int, total: int, staying: Iterable[int] = ()) -> float:
-    """The share of a device's memory that an engine may take, where models are loaded already.
-
-    vLLM does not start where less is free than it is to take. `staying` is what the trainer keeps there while the
-    engine samples (`TrainedShape.state_bytes`, unless its backends sleep); 3 GiB more are left for contexts and for
-    weights on their way.
-    """
-    return max(0.0, min(asked, (free - sum(staying) - 3 * GIB) / total))
-
-
-def needs_sleep(share: float, *, free: int, total: int, training: Iterable[int]) -> bool:
-    """Whether an engine with this share leaves too little for training (`training_bytes` of each trained model).
-
-    With half as much again as is estimated: a run that sleeps in vain loses a little time each round, one that does
-    not sleep where it should have ends.
-    """
-    return 1.5 * sum(training) > free - share * total
-
-
 GPU_FLAGS = ("enforce_eager", "gpu_memory_utilization", "enable_sleep")
 """Flags of engines that have an effect on GPUs only."""
 
@@ -296,8 +185,8 @@ class LocalEngine(NamedTuple):
 
     engine: ControlledEngine
     weights: WeightSync
-    sleeps: bool = False
-    """Whether it sleeps while the policy is trained. It does so from the start: the first push wakes it."""
+    settled: Settled = NOTHING_SHARED
+    """One that sleeps while the policy is trained does so from the start: the first push wakes it."""
 
 
 def require_nothing(config: RLConfig, device: torch.device) -> None:
@@ -338,7 +227,7 @@ def require_vllm(config: RLConfig, device: torch.device) -> None:
     if device.type == "cuda" and config.train.async_enable and not config.train.async_share_device:
         raise ConfigError(
             "--train.async_enable: engine and trainer would use the only device at the same time; add "
-            "--train.async_share_device, and leave memory for both (--vllm.gpu_memory_utilization)"
+            "--train.async_share_device, and its memory is divided between them"
         )
     if section.lora_sync == "adapter":
         engine_adapter(config, gpu=device.type == "cuda")
@@ -351,7 +240,8 @@ def require_vllm(config: RLConfig, device: torch.device) -> None:
 def open_vllm(
     config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
 ) -> Iterator[LocalEngine]:
-    memory = engine_memory(config, models, device)
+    settled = engine_memory(config, local_device(device))
+    memory = settled.memory
     adapter = engine_adapter(config, gpu=device.type == "cuda", sleeps=memory.sleeps)
     weights = PolicyWeights(
         models.policy,
@@ -367,13 +257,18 @@ def open_vllm(
         if memory.sleeps:
             loop.run(engine.sleep())
         sync = EngineWeightSync(engine, weights, weight_sender(config, device), loop, probe=probe)
-        yield LocalEngine(engine, sync, sleeps=memory.sleeps)
+        yield LocalEngine(engine, sync, settled)
 
 
-def build_vllm(config: RLConfig, *, engines: int, adapter: EngineAdapter | None = None) -> ControlledEngine:
+def build_vllm(
+    config: RLConfig,
+    *,
+    engines: int,
+    adapter: EngineAdapter | None = None,
+    memory: EngineMemory = NOTHING_SHARED.memory,
+) -> ControlledEngine:
     """One of so many engines, in a process of its own. One that sleeps does so from the start."""
     config, device = local_copies(config), process_device()
-    memory = EngineMemory(config.vllm.gpu_memory_utilization, sleeps=engines_sleep(config, device))
     model_config = AutoConfig.from_pretrained(
         required(config.actor.model_name_or_path), trust_remote_code=config.actor.trust_remote_code
     )
@@ -389,9 +284,9 @@ def sends_decoder_only(config: RLConfig, *, sleeps: bool) -> bool:
     return config.actor.freeze_visual_encoder and not sleeps
 
 
-def engines_sleep(config: RLConfig, device: torch.device) -> bool:
-    """Engines that share the actor's devices start before its models: what these will need is not known then."""
-    return device.type == "cuda" and config.engines_sleep is not False
+def with_sleep(config: RLConfig, memory: EngineMemory) -> RLConfig:
+    """The configuration with what was settled of engines' sleep, for the processes of other machines."""
+    return replace(config, vllm=replace(config.vllm, enable_sleep=memory.sleeps))
 
 
 def vllm_installed() -> bool:
@@ -417,8 +312,8 @@ class EngineKind(NamedTuple):
     open: Callable[..., AbstractContextManager[LocalEngine]]
     """(config, models, tokenizer, device, loop): one in this process, ready to sample or asleep; closed afterwards."""
     build: Callable[..., ControlledEngine] | None
-    """(config, engines=, adapter=): one of so many, in a process of a cluster. None: it samples only beside the
-    policy."""
+    """(config, engines=, adapter=, memory=): one of so many, in a process of a cluster. None: it samples only beside
+    the policy."""
     installed: Callable[[], bool]
 
 

@@ -13,6 +13,7 @@ import torch
 from openrlhf.config.commands import RLConfig
 from openrlhf.observability.usage import Usage, UsageMeter
 from openrlhf.rewards.base import RewardSource
+from openrlhf.runs.engine_memory import Settled, review_training
 from openrlhf.runs.engines import engine_kind
 from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.local_copies import local_copies
@@ -50,12 +51,17 @@ class LocalLauncher:
             training = RLTraining(self.config, models, total_steps=total_steps, device=self.device)
             turns = DeviceTurns(
                 loop,
-                engine=opened.engine if opened.sleeps else None,
+                engine=opened.engine if opened.settled.memory.sleeps else None,
                 backends=training.backends if self.config.optimizer_sleeps else (),
+                after_first=lambda: self._review(opened.settled),
             )
             with _usage(self.device) as usage:
                 kept = training.checkpointed(self.tokenizer)
                 yield RunParts(opened.engine, training.learners, opened.weights, kept, turns, usage)
+
+    def _review(self, settled: Settled) -> None:
+        if settled.division is not None:
+            review_training(settled.division, self.config, torch.cuda.max_memory_reserved(self.device))
 
 
 @contextlib.contextmanager

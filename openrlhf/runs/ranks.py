@@ -17,7 +17,7 @@ from openrlhf.learners.steps import filler
 from openrlhf.models.loading import model_dtype
 from openrlhf.models.policy import Policy
 from openrlhf.rewards.batching import Forward, Item
-from openrlhf.runs.engines import engines_sleep, sends_decoder_only, weight_sender
+from openrlhf.runs.engines import sends_decoder_only, weight_sender
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import policy_tokenizer
 from openrlhf.runs.process import prepare_process, process_device
@@ -131,11 +131,10 @@ class RankWeights:
         self._config = config
         self._backend = backend
         self._ranks = ranks
-        sleeps = engines_sleep(config, process_device())
         self._weights = PolicyWeights(
             policy,
             backend,
-            only_decoder=sends_decoder_only(config, sleeps=sleeps),
+            only_decoder=sends_decoder_only(config, sleeps=config.engines_sleep is True),
             as_adapter=config.vllm.lora_sync == "adapter",
         )
         self._engines: list[Any] = []

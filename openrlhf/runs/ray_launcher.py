@@ -26,7 +26,9 @@ from openrlhf.learners.advantages import SampleMaker
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
-from openrlhf.runs.engines import ENGINES, engine_adapter, policy_probe, with_lora_sync
+from openrlhf.runs.device_memory import MOST, DeviceMemory, EngineMemory
+from openrlhf.runs.engine_memory import Settled, engine_memory, review_training
+from openrlhf.runs.engines import ENGINES, engine_adapter, policy_probe, with_lora_sync, with_sleep
 from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import reading_model
@@ -90,8 +92,10 @@ class RayLauncher:
     def __init__(self, config: RLConfig, tokenizer: Any, placed: ReservedPlan) -> None:
         self.config = local_copies(config)
         gpu = placed.cluster.kind.resource == "GPU"
-        self._adapter = engine_adapter(self.config, gpu=gpu, sleeps=gpu and self.config.engines_sleep is not False)
-        self.given = with_lora_sync(config, self._adapter)
+        self._settled = engine_memory_on(placed, self.config)
+        memory = self._settled.memory
+        self._adapter = engine_adapter(self.config, gpu=gpu, sleeps=memory.sleeps)
+        self.given = with_sleep(with_lora_sync(config, self._adapter), memory)
         """What processes of other machines get, whose copies of models are elsewhere."""
         self.tokenizer = tokenizer
         self.placed = placed
@@ -148,7 +152,6 @@ class RayLauncher:
     def _turns(self, engines: RayEngines, groups: dict[Role, WorkerGroup], loop: LoopRunner) -> DeviceTurns:
         """Models that share devices with engines sleep while these sample, and engines while models are trained."""
         shares = self.placed.plan.request.engines_share and not self.config.train.async_enable
-        sleeping = shares and self.placed.cluster.kind.resource == "GPU" and self.config.engines_sleep is not False
         trained = {groups[role] for role in (Role.ACTOR, Role.CRITIC) if role in groups}
 
         def release() -> None:
@@ -157,10 +160,16 @@ class RayLauncher:
 
         return DeviceTurns(
             loop,
-            engine=engines if sleeping else None,
+            engine=engines if self._settled.memory.sleeps else None,
             backends=[GroupSleep(group) for group in trained] if shares and self.config.ds.enable_sleep else (),
             release=release,
+            after_first=lambda: self._review(groups[Role.ACTOR]),
         )
+
+    def _review(self, group: WorkerGroup) -> None:
+        if self._settled.division is not None:
+            taken = max(group.call("peak_bytes", deadline=DEADLINE))
+            review_training(self._settled.division, self.config, taken)
 
     @contextlib.contextmanager
     def engines(self) -> Iterator[RayEngines]:
@@ -170,6 +179,7 @@ class RayLauncher:
             self.given,
             engines=self.placed.plan.request.engines,
             adapter=self._adapter,
+            memory=self._settled.memory,
         )
         engines = RayEngines(
             engine_slots(self.placed, make),
@@ -188,6 +198,22 @@ class RayLauncher:
             raise
         finally:
             engines.close(seconds=seconds)
+
+
+def engine_memory_on(placed: ReservedPlan, config: RLConfig) -> Settled:
+    """Of the GPU that has least of it. What is in use there now is not the run's: nothing of it has started."""
+    request = placed.plan.request
+    if placed.cluster.kind.resource != "GPU" or not request.engines_share:
+        return engine_memory(config, None)
+    if config.vllm.gpu_memory_utilization is not None:
+        return Settled(EngineMemory(config.vllm.gpu_memory_utilization, sleeps=config.engines_sleep is not False))
+    found = placed.device_memory(Role.ENGINE)
+    if not found:
+        return Settled(EngineMemory(MOST, sleeps=config.engines_sleep is not False))
+    fullest = min(found, key=lambda one: one.total - one.used)
+    device = DeviceMemory(total=fullest.total, others=fullest.used)
+    ranks = min(len(placed.plan.placements(role)) for role in (Role.ACTOR, Role.CRITIC) if role in request.groups)
+    return engine_memory(config, device, ranks=ranks, engines=request.engines)
 
 
 def _kept(groups: dict[Role, WorkerGroup]) -> dict[str, RemoteCheckpointedModel]:

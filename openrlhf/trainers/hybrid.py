@@ -36,21 +36,25 @@ class DeviceTurns:
         engine: EngineControl | None = None,
         backends: Sequence[SleepingBackend] = (),
         release: Callable[[], None] = torch.cuda.empty_cache,
+        after_first: Callable[[], None] = lambda: None,
     ) -> None:
         """`engine`: None if it stays awake. `backends`: those that do not stay on the device.
 
         `loop` runs what is asked of the engine; `release` gives back what the trainer's allocator has kept for later.
+        `after_first` is called when the first turn of training is over, before anything is moved.
         """
         self._loop = loop
         self._engine = engine
         self._backends = tuple(backends)
         self._release = release
-        self._training = True
+        self._after_first: Callable[[], None] | None = after_first
+        self._training = self._begins = True
 
     def to_training(self) -> None:
         """The engine falls asleep, then backends take their memory back."""
         if self._training:
             return
+        self._begins = False
         if self._engine is not None:
             self._loop.run(self._engine.sleep())
         for backend in self._backends:
@@ -61,6 +65,9 @@ class DeviceTurns:
         """Backends leave room for the engine; the push that follows wakes it."""
         if not self._training:
             return
+        if self._after_first is not None and not self._begins:
+            self._after_first()
+            self._after_first = None
         for backend in self._backends:
             backend.sleep()
         if self._engine is not None:

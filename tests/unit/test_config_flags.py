@@ -24,6 +24,7 @@ CHANGED_DEFAULTS = {
     "reward.num_gpus_per_node": None,
     "rollout.n_samples_per_prompt": None,  # 1, or 8 for group estimators
     "ds.param_dtype": "auto",  # bf16 on a GPU, fp32 on a CPU
+    "vllm.gpu_memory_utilization": None,  # auto: 0.95, or what training leaves of a device that both share
     "vllm.enable_sleep": None,  # auto: where engine and training do not fit beside each other
     "host": "127.0.0.1",  # a server is open to the network only where somebody asks for it
 }

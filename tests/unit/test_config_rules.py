@@ -383,9 +383,10 @@ def test_engines_sleep_only_where_they_share_devices():
     assert parse("train_ppo_ray", ["--colocate_all_models", "--async_train"]).engines_sleep is False
 
 
-def test_auto_is_the_word_for_a_switch_that_is_left_to_the_run():
+def test_auto_is_the_word_for_what_is_left_to_the_run():
     for word in ("auto", "none"):
         assert parse("train_ppo_ray", ["--vllm.enable_sleep", word]).vllm.enable_sleep is None
+        assert parse("train_ppo_ray", ["--vllm.gpu_memory_utilization", word]).vllm.gpu_memory_utilization is None
     with pytest.raises(ConfigError, match=r"--ds.enable_sleep: is a switch"):
         parse("train_ppo_ray", ["--ds.enable_sleep", "auto"])
 

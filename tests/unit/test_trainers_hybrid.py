@@ -111,6 +111,21 @@ def test_engine_and_training_take_turns_on_a_device_that_cannot_hold_both(shared
         assert metrics.values() == {"memory/peak_generation_gb": 60, "memory/peak_training_gb": 50} | busy
 
 
+def test_the_first_update_can_be_looked_at_before_anything_is_moved(loop):
+    """Once: not at the start, when nothing was trained yet, and not after later updates."""
+    device = Device()
+    engine, backend, seen = Engine(device), Backend(device), []
+    turns = DeviceTurns(
+        loop, engine=engine, backends=[backend], release=backend.release, after_first=lambda: seen.append(device.free)
+    )
+    for _ in range(3):
+        turns.to_rollout()
+        engine.push()
+        turns.to_training()
+        backend.update()
+    assert seen == [80 - 30 - 20]
+
+
 def test_a_turn_that_has_begun_is_not_begun_again(shared):
     """A second push in a row, as after a resumed run's first; a second round before the push."""
     _, engine, backend, turns = shared

@@ -73,6 +73,14 @@ def test_the_largest_graph_is_the_largest_batch():
     assert not found["enforce_eager"]
 
 
+def test_keys_and_values_have_what_the_share_leaves_or_so_many_bytes():
+    assert "kv_cache_memory_bytes" not in engine_arguments(SETTINGS, gpu=True)
+    exact = VllmSettings(model="/m", max_model_len=9, gpu_memory_utilization=0.1, cache_bytes=2**30)
+    found = engine_arguments(exact, gpu=True)
+    assert (found["gpu_memory_utilization"], found["kv_cache_memory_bytes"]) == (0.1, 2**30)
+    assert "kv_cache_memory_bytes" not in engine_arguments(exact, gpu=False)
+
+
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (100, 128), (257, 320), (512, 512)])
 def test_an_adapter_has_room_for_its_rank(rank, room):
     found = engine_arguments(VllmSettings(model="/m", max_model_len=9, adapter_rank=rank), gpu=True)

@@ -39,6 +39,9 @@ class VllmSettings:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
+    cache_bytes: int | None = None
+    """Keys and values, on each GPU; None: what weights and working memory leave of its share, which vLLM measures while
+    it starts, and nobody else may take or free memory then."""
     enforce_eager: bool = False
     """No CUDA graphs."""
     enable_prefix_caching: bool = True
@@ -105,6 +108,8 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "enable_sleep_mode": settings.enable_sleep,
         }
+        if settings.cache_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = settings.cache_bytes
         if not settings.enforce_eager:
             arguments["compilation_config"] = {"max_cudagraph_capture_size": settings.max_num_seqs}
             if settings.adapter_rank is not None:
