@@ -312,14 +312,19 @@ def divide(device: DeviceMemory, training: TrainingNeed, engine: EngineNeed, *, 
     beside = device.usable - training.total - engine.fixed
     in_turns = min(device.usable - training.staying, int(MOST * device.total)) - engine.fixed
     if sleeps is not True and beside >= engine.least:
-        cache = min(engine.wish, beside)
-        # Exact where there is enough; otherwise vLLM measures, so that what is estimated here stays its own affair.
-        memory = EngineMemory(_share(device, engine, cache), False, cache if beside >= engine.wish else None)
-        return Division(memory, device, training, engine, cache)
+        return _divided(device, training, engine, room=beside, sleeps=False)
     _require_room(device, training, engine)
-    cache = max(0, min(engine.wish if sleeps is not False else engine.least, in_turns))
-    memory = EngineMemory(_share(device, engine, cache), sleeps is not False)
-    return Division(memory, device, training, engine, cache)
+    if sleeps is False:
+        return _divided(device, training, engine, room=min(engine.least, in_turns), sleeps=False)
+    return _divided(device, training, engine, room=in_turns, sleeps=True)
+
+
+def _divided(device: DeviceMemory, training: TrainingNeed, engine: EngineNeed, *, room: int, sleeps: bool) -> Division:
+    """`room`: for keys and values. Where it is enough, vLLM is told their bytes: an estimate of its working memory that
+    was too low then takes from what is spare, not from them. Otherwise it is told its share, and measures."""
+    cache = max(0, min(engine.wish, room))
+    exact = cache if room >= engine.wish else None
+    return Division(EngineMemory(_share(device, engine, cache), sleeps, exact), device, training, engine, cache)
 
 
 def _share(device: DeviceMemory, engine: EngineNeed, cache: int) -> float:
