@@ -448,7 +448,9 @@ class VllmEngine:
         request.sampled += token_ids
         logprobs = None
         if request.params.wants_logprobs:
-            logprobs = [at[token].logprob for at, token in zip(found.logprobs or (), token_ids, strict=True)]
+            logprobs = list(found.logprobs.logprobs) if found.logprobs else []
+            if len(logprobs) != len(token_ids):
+                raise VllmError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
         reason = FinishReason(found.finish_reason) if found.finish_reason else None
         stop_reason = found.stop_reason
         if not request.params.ignore_eos and stop_reason in self._ends:

@@ -42,6 +42,8 @@ def sampling_arguments(
         "seed": int(params.seed) % 2**63 if deterministic and params.seed is not None else None,
         # 0: the sampled token's alone. Each one more would be sorted out of the vocabulary.
         "logprobs": 0 if params.wants_logprobs else None,
+        # Lists of numbers; otherwise vLLM makes a dictionary and an object for every token.
+        "flat_logprobs": True,
         "include_stop_str_in_output": params.include_stop_str_in_output,
         "skip_special_tokens": params.skip_special_tokens,
         # Only stop strings need the text of every token; others are decoded once, at their end.
