@@ -627,8 +627,8 @@ class TrainingBatch:
 
     def per_action(self, values: Sequence[float]) -> Tensor:
         """float32 [A]: the number of each sample, repeated for all of its action tokens."""
-        counts = [sample.segment.num_actions for sample in self.samples]
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        counts = torch.tensor(self.action_offsets, dtype=torch.int64).diff()
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
 
     def pack(self, indices: Sequence[int]) -> PackedBatch:
         """The micro-batch made of these samples, in this order."""

@@ -96,8 +96,8 @@ class PolicyLearner:
             self._compare_choices(steps, metrics)
         self._backend.module.train()
         for index, step in enumerate(steps):
-            if self._settings.correction is not None:
-                _require_rollout_logprobs(step)
+            if self._settings.correction is not None and step.lacks("rollout_logprobs_A"):
+                raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")
             routes = watched[index] if watched else None
             run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes)
             loss, seen, odd = accumulate(step, run, self._backend, ranks=self._ranks)
@@ -225,13 +225,6 @@ def _told_sample(several: Sequence[PackedBatch]) -> tuple[PackedTokens, Tensor] 
             if not bool(told_A.isnan().all()) and (found is None or preferred(tokens) > preferred(found[0])):
                 found = tokens, told_A
     return found
-
-
-def _require_rollout_logprobs(step: Step) -> None:
-    """Every token must have one. They are looked at here, before they are on a GPU, which would be waited for."""
-    for micro in step:
-        if bool(_needed(micro.packed.rollout_logprobs_A, "rollout log-probs").isnan().any()):
-            raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")
 
 
 def _needed(column: Tensor | None, name: str) -> Tensor:

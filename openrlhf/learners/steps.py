@@ -7,10 +7,11 @@ together: a rank with fewer micro-batches than another runs a `filler` that coun
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -106,6 +107,34 @@ def named(keys: Sequence[SampleKey]) -> str:
     return ", ".join(f"prompt {prompt} sample {sample}" for prompt, sample in unique[:MOST_NAMED]) + more
 
 
+class LazyMicroBatches(Sequence[MicroBatch]):
+    """Micro-batches that are packed when they are first asked for: the first one is computed while others are packed.
+    Those that were packed stay, for a second model."""
+
+    def __init__(self, cut: Sequence[Sequence[int]], pack: Callable[[Sequence[int]], MicroBatch]) -> None:
+        self._cut = cut
+        self._pack = pack
+        self._packed: list[MicroBatch | None] = [None] * len(cut)
+
+    def fill_up(self, count: int) -> None:
+        self._packed += [FILLER] * (count - len(self))
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        found = self._packed[index]
+        if found is None:
+            found = self._packed[index] = self._pack(self._cut[index])
+        return found
+
+
 class Step:
     """One optimizer step: this rank's samples, cut into micro-batches, and cut again where these do not fit."""
 
@@ -138,7 +167,7 @@ class Step:
     def __len__(self) -> int:
         return len(self._micro_batches)
 
-    def micro_batches(self) -> list[MicroBatch]:
+    def micro_batches(self) -> LazyMicroBatches:
         """The micro-batches, as many on every rank. Collective where they do not fit any more, which all ranks know."""
         if self._cut_by is not self.fitting.batching:
             self._cut_by = self.fitting.batching
@@ -148,7 +177,12 @@ class Step:
 
     def fill_up(self, count: int) -> None:
         """Add fillers, which count for nothing, until there are `count` micro-batches, and at least one."""
-        self._micro_batches += [FILLER] * (max(1, count) - len(self))
+        self._micro_batches.fill_up(max(1, count))
+
+    def lacks(self, name: str) -> bool:
+        """Whether a column of the batch is missing, or no number, for a sample that is run."""
+        column = getattr(self._batch, name)
+        return column is None or any(bool(column[self._batch.actions_of(i)].isnan().any()) for i in self._kept)
 
     def size(self, micro: MicroBatch) -> tuple[int, int]:
         """Tokens and samples."""
@@ -170,15 +204,15 @@ class Step:
         keys = [key for micro in odd for key in micro.keys]
         return found or ([f"the loss of {named(keys)}"] if keys else [])
 
-    def _cut(self) -> list[MicroBatch]:
-        cut = []
-        for micro in self._cut_by.cut(self._batch, self._kept):
-            packed = self._batch.pack(micro)
-            share = packed.tokens.num_tokens / self._tokens
-            policy_A, regulariser_A, value_A = (column[packed.rows] for column in self._columns)
-            keys = tuple(self._batch.samples[i].key for i in micro)
-            cut.append(MicroBatch(packed, policy_A, regulariser_A, value_A, token_share=share, keys=keys))
-        return cut
+    def _cut(self) -> LazyMicroBatches:
+        return LazyMicroBatches(self._cut_by.cut(self._batch, self._kept), self._pack)
+
+    def _pack(self, micro: Sequence[int]) -> MicroBatch:
+        packed = self._batch.pack(micro)
+        share = packed.tokens.num_tokens / self._tokens
+        policy_A, regulariser_A, value_A = (column[packed.rows] for column in self._columns)
+        keys = tuple(self._batch.samples[i].key for i in micro)
+        return MicroBatch(packed, policy_A, regulariser_A, value_A, token_share=share, keys=keys)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -200,7 +234,8 @@ class SampleInfo:
 
 def gather_sample_info(batch: TrainingBatch, ranks: Ranks = ALONE) -> list[SampleInfo]:
     """The round's samples in an order that does not depend on how they are shared out. Collective."""
-    own = [(sample.key, sample.segment.num_actions, len(sample)) for sample in batch.samples]
+    counts = [end - start for start, end in itertools.pairwise(batch.action_offsets)]
+    own = [(sample.key, count, len(sample)) for sample, count in zip(batch.samples, counts, strict=True)]
     return sorted(
         SampleInfo(key, actions, tokens, rank, index)
         for rank, share in enumerate(ranks.gather(own))

@@ -183,6 +183,7 @@ def test_nothing_is_read_from_a_device_before_all_micro_batches_are_launched(pol
     reads = Reads()
     backend.backward = lambda loss: (loss.backward(), reads.events.append("backward"))
     learner = PolicyLearner(backend, EVERYTHING[name], device=CPU)
+    assert len(list(steps[0])) == 4  # they are packed here; what packing reads is in this process's memory
     with reads:
         learner.update(steps, kl_coef=0.3)
     first = reads.events.index("backward")
