@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from openrlhf.cluster.connections import Address, serve_requests
 from openrlhf.cluster.stack_probes import ProbeAddress, install_here
 from openrlhf.observability.usage import Usage, UsageMeter
-from openrlhf.rollout.base import EngineError, NoWeightsError
+from openrlhf.rollout.base import DraftCounts, EngineError, NoWeightsError
 from openrlhf.rollout.requests import EngineRequests, PackedRequest
 from openrlhf.types import ImageInput, PlacedImage
 from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock
@@ -107,6 +107,10 @@ class EngineShell(DeviceHolder):
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         with _explained():
             return await self._engine.logprobs(token_ids, images)
+
+    async def take_draft_counts(self) -> DraftCounts | None:
+        with _explained():
+            return await self._engine.take_draft_counts()
 
     async def check_health(self) -> None:
         with _explained():

@@ -33,7 +33,7 @@ from openrlhf.cluster.placement import Placement, Role
 from openrlhf.cluster.stack_probes import StackProbes
 from openrlhf.cluster.workers import Calls, WorkerError, gone
 from openrlhf.observability.usage import Usage
-from openrlhf.rollout.base import ControlledEngine, EngineError, LostRequestError, NoWeightsError
+from openrlhf.rollout.base import ControlledEngine, DraftCounts, EngineError, LostRequestError, NoWeightsError
 from openrlhf.rollout.requests import PackedRequest, RequestHandler, by_digest, read_generation
 from openrlhf.rollout.router import Router
 from openrlhf.types import Generation, ImageInput, PlacedImage, SamplingParams
@@ -335,6 +335,12 @@ class RayEngines:
 
     async def all_logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[list[float]]:
         return await self._ask_all(lambda actor: actor.logprobs.remote(list(token_ids), images), "for log-probs")
+
+    async def take_draft_counts(self) -> DraftCounts | None:
+        """Of all together."""
+        answers = await self._ask_all(lambda actor: actor.take_draft_counts.remote(), "what became of drafts")
+        found = [counts for counts in answers if counts is not None]
+        return sum(found, DraftCounts()) if found else None
 
     async def check_health(self) -> None:
         """Engines that give no sign of life are given up, and replaced."""

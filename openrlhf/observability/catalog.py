@@ -213,6 +213,15 @@ CATALOG = (
             "sync/probe_gap": Metric(
                 NATS, "`--vllm.sync_verify`: how far the engine's log-probs are from the policy's"
             ),
+            "rollout/draft_acceptance": Metric(
+                SHARE, "`--vllm.speculation`: tokens of drafts that were kept, since the last push"
+            ),
+            "rollout/draft_gain": Metric(
+                TOKENS,
+                "the same: tokens that drafts added to a step of a request that could have had one; below 0.25 they "
+                "are switched off for 8 rounds",
+            ),
+            "rollout/tokens_per_step": Metric(TOKENS, "the same: tokens of a request per step, 1 without drafts"),
             "rollout/engines_replaced": Metric(
                 "engines", "engines that were lost and started again since the last push"
             ),

@@ -8,6 +8,7 @@ ControlledEngine   both: what a launcher builds
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from openrlhf.types import Generation, PlacedImage, SamplingParams
@@ -26,6 +27,36 @@ class NoWeightsError(EngineError):
 
 class LostRequestError(RuntimeError):
     """An engine was lost after it had given a part of its answer. Asked again, another one answers from the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """What became of drafts of the next tokens: sums over requests and steps, which can be added up."""
+
+    steps: int = 0
+    """In which a request has sampled something, counted for every request."""
+    tokens: int = 0
+    """Sampled in them."""
+    open_steps: int = 0
+    """Those of the steps that could have had a draft: drafts were on, and the batch left room for one."""
+    drafted: int = 0
+    """Tokens of drafts."""
+    accepted: int = 0
+    """Those of them that were kept."""
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            steps=self.steps + other.steps,
+            tokens=self.tokens + other.tokens,
+            open_steps=self.open_steps + other.open_steps,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+        )
+
+    @property
+    def gain(self) -> float:
+        """Tokens that drafts have added to a step that could have had one."""
+        return self.accepted / self.open_steps if self.open_steps else 0.0
 
 
 class Engine(Protocol):
@@ -119,6 +150,11 @@ class EngineControl(Protocol):
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """log π of each token but the first given those before it, at temperature 1. The engine must not be paused."""
+        ...
+
+    async def take_draft_counts(self) -> DraftCounts | None:
+        """What became of drafts since the last call, which ends a round for whoever decides whether drafts pay. None:
+        the engine drafts nothing."""
         ...
 
     async def check_health(self) -> None:

@@ -179,6 +179,10 @@ def push(
     """
     metrics = Metrics()
     loop.run(_ready_for_weights(engine))
+    if (drafts := loop.run(engine.take_draft_counts())) is not None:
+        metrics.mean("rollout/draft_acceptance", drafts.accepted, drafts.drafted)
+        metrics.mean("rollout/draft_gain", drafts.accepted, drafts.open_steps)
+        metrics.mean("rollout/tokens_per_step", drafts.tokens, drafts.steps)
     try:
         pushed = send()
     except Exception as error:

@@ -136,4 +136,6 @@ class FakeEngine:
         of_places = self.policy.logprobs(problem)
         return [0.0] * len(problem) + [of_places[i, int(digit) - 1].item() for i, digit in enumerate(answer)]
 
+    async def take_draft_counts(self) -> None: ...
+
     async def check_health(self) -> None: ...

@@ -64,6 +64,9 @@ class Engines:
         self.versions |= dict.fromkeys(self.sampling.values(), version)
         self.paused = False
 
+    async def take_draft_counts(self):
+        return None
+
     async def check_health(self):
         self.sampling = {engine: actor for engine, actor in self.sampling.items() if actor not in self.dead}
 

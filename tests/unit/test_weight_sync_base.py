@@ -11,6 +11,7 @@ from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.backend import LoraSection
 from openrlhf.models.adapters import add_adapter, is_adapter
 from openrlhf.models.policy import Policy
+from openrlhf.rollout.base import DraftCounts
 from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights, WeightSyncError
 from openrlhf.weight_sync.transports import RpcSender
 
@@ -31,11 +32,15 @@ class HoldingEngine:
         self.version = -1
         self.loaded: list[str] = []
         self.needs_base = True
+        self.drafts: DraftCounts | None = None
 
     async def pause(self) -> None:
         self.paused = True
 
     async def wake(self) -> None: ...
+
+    async def take_draft_counts(self) -> DraftCounts | None:
+        return self.drafts
 
     async def sleep(self) -> None:
         self.paused = self.needs_base = True
@@ -92,6 +97,20 @@ def assert_has(engine, policy) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
+
+
+def test_what_became_of_drafts_is_measured_with_a_push(policy):
+    """12 tokens in 8 steps; 5 of 20 drafted ones were kept, in the 4 steps that could have had a draft."""
+    engine = HoldingEngine()
+    sync = make_sync(engine, policy, as_adapter=False)
+    assert not [name for name in sync.push(version=1).values() if name.startswith("rollout/")]
+    engine.drafts = DraftCounts(steps=8, tokens=12, open_steps=4, drafted=20, accepted=5)
+    found = sync.push(version=2).values()
+    assert found["rollout/draft_acceptance"] == 0.25
+    assert found["rollout/draft_gain"] == 1.25
+    assert found["rollout/tokens_per_step"] == 1.5
+    engine.drafts = DraftCounts()
+    assert not [name for name in sync.push(version=3).values() if name.startswith("rollout/")]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 2**20])

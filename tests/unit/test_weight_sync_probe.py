@@ -33,6 +33,26 @@ def test_the_tolerance_follows_the_steps_of_the_dtype(dtype, expected):
     assert tolerance(dtype) == expected
 
 
+def test_an_engine_with_rounded_weights_is_judged_by_the_mean():
+    """log-probs -40 and 0 have a standard deviation of 20.3 (32 of them, 16 each): 10.2 is allowed on average. Where
+    they are all alike it is what a single one is allowed without rounding."""
+    probe = Probe.of(vocab_size=64, dtype=torch.bfloat16, max_model_len=64, rounded=True)
+    spread, alike = [-40.0, 0.0] * 16, [-4.0] * 32
+    for own, off, allowed in ((spread, 10.0, True), (spread, 10.3, False), (alike, 0.9, True), (alike, 1.1, False)):
+        single = [own[0] - 32 * off, *own[1:]]
+        every = [value - off for value in own]
+        for found in (single, every):
+            if allowed:
+                assert probe.compare(own, found, version=1) == pytest.approx(
+                    max(abs(a - b) for a, b in zip(own, found, strict=True))
+                )
+            else:
+                with pytest.raises(WeightSyncError, match="on average"):
+                    probe.compare(own, found, version=1)
+    with pytest.raises(WeightSyncError):
+        probe.compare(spread, [math.nan] * 32, version=1)
+
+
 def test_a_probe_runs_without_dropout_and_leaves_the_mode_as_it_was(models):
     policy = Policy(copy.deepcopy(models.policy.model))
     add_adapter(policy.model, LoraSection(rank=2, alpha=4, dropout=0.5), dtype=torch.float32)

@@ -205,6 +205,9 @@ class EmbeddedEngine:
         with _evaluating(self.model):
             return policy_logprobs(policy.eval(), token_ids, images)
 
+    async def take_draft_counts(self) -> None:
+        """It drafts nothing."""
+
     async def check_health(self) -> None:
         """It lives as long as this process does."""
 

@@ -4,6 +4,7 @@ engine.py       VllmEngine: requests in, generations out; pause and resume aroun
 worker.py       the inside of its workers: they take over weights
 compat.py       every private part of vLLM that is used, and what differs between its versions
 settings.py     how an engine is started, and vLLM's arguments for it
+speculation.py  drafts of the next tokens: where they come from, and whether they pay
 routes.py       the experts of tokens, where workers of ours have to see them
 sampling.py     our sampling parameters in vLLM's words
 texts.py        tokens decoded at the end of a generation, or part by part

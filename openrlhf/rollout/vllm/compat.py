@@ -13,6 +13,8 @@ ImageInputs                images that are prepared already, in the form of vLLM
 use_pillow                 image processors of models where torchvision is missing
 route_arguments            the experts of every token, returned by vLLM itself
 RouteCapture               the same where it does not return them: on a CPU
+Drafts                     what is proposed as the next tokens of requests
+mend_verification          drafts are verified on a CPU as they are on a GPU
 """
 
 from __future__ import annotations
@@ -52,11 +54,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.sample import rejection_sampler
 
 from openrlhf.models.image_processor import load_processor
 from openrlhf.models.routes import route_shape
+from openrlhf.rollout.base import DraftCounts
 from openrlhf.rollout.vllm.routes import Message, RouteStore, StepPart
 from openrlhf.rollout.vllm.settings import EXPERTS, RANKS, SOCKETS, THREADS
+from openrlhf.rollout.vllm.speculation import DraftTally, HistoryDrafts, Responses, draft_room
 from openrlhf.types import ImageInput, PlacedImage
 
 _T = TypeVar("_T")
@@ -605,6 +610,103 @@ def _keeps_all(spec: Any) -> bool:
 def _our_name(name: str) -> str:
     """vLLM adds something random to the name of a request."""
     return name.partition("-")[0]
+
+
+class Drafts:
+    """Sees what vLLM drafts in a worker, and when: it drafts where there is room (`draft_room`) and while `allowed`.
+
+    vLLM asks for drafts at the end of each step of its older model runner, which is the one that it uses for drafts
+    without a model. Of several workers that hold parts of the layers each asks, and the first one's drafts count.
+    """
+
+    def __init__(self, worker: Any, *, history: bool) -> None:
+        """`history`: earlier responses to a prompt are asked first."""
+        runner = worker.model_runner
+        self._runner = runner
+        self._of_requests = runner.speculative_config.method == "ngram"
+        """Whether it is given the tokens of requests, and not the batch that has them."""
+        self._counts = worker.rank % worker.parallel_config.tensor_parallel_size == 0
+        self._propose = runner.drafter.propose
+        runner.drafter.propose = self._proposed
+        # Near the limit of the context vLLM would draft the token 0 for all requests as soon as one of them is there;
+        # these drafters mind the limit themselves.
+        runner.effective_drafter_max_model_len = sys.maxsize
+        self._history = HistoryDrafts(Responses()) if history and self._counts else None
+        self._tally = DraftTally()
+        self._execute = runner.execute_model
+        runner.execute_model = self._execute_model
+        self.allowed = True
+
+    def take_counts(self) -> DraftCounts | None:
+        """Since the last call. None: another worker counts."""
+        return self._tally.take() if self._counts else None
+
+    def _execute_model(self, step: Any, *arguments: Any, **options: Any) -> Any:
+        for name in step.finished_req_ids:
+            self._tally.end(name)
+            request = self._runner.requests.get(name)
+            if self._history is not None and request is not None and request.prompt_token_ids is not None:
+                self._history.end(name, request.prompt_token_ids, request.output_token_ids)
+        return self._execute(step, *arguments, **options)
+
+    def _proposed(self, wanted: int, *arguments: Any, **options: Any) -> list[list[int]]:
+        sampled: list[list[int]] = arguments[0] if self._of_requests else arguments[1]
+        batch, room = self._runner.input_batch, 0
+        if self._counts:
+            for name, tokens in zip(batch.req_ids, sampled, strict=False):
+                if tokens:
+                    self._tally.sampled(name, len(tokens))
+            room = draft_room(len(sampled), wanted) if self.allowed else 0
+        if not room:
+            return [[] for _ in sampled]
+        drafts = [self._recalled(row, room) if tokens else [] for row, tokens in enumerate(sampled)]
+        if self._of_requests:
+            rest = [[] if draft else tokens for tokens, draft in zip(sampled, drafts, strict=True)]
+            found = self._propose(room, rest, *arguments[1:], **options)
+        else:
+            found = self._propose(wanted, *arguments, **options)
+        drafts = [draft or list(other[:room]) for draft, other in zip(drafts, found, strict=True)]
+        for name, tokens, draft in zip(batch.req_ids, sampled, drafts, strict=False):
+            if tokens:
+                self._tally.drafted(name, len(draft))
+        return drafts
+
+    def _recalled(self, row: int, room: int) -> list[int]:
+        """From earlier responses to its prompt."""
+        if self._history is None:
+            return []
+        batch = self._runner.input_batch
+        length = int(batch.num_tokens_no_spec[row])
+        room = min(room, self._runner.max_model_len - length - 1)
+        if room < 1:
+            return []
+        tokens, prompt = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
+        return self._history.draft(batch.req_ids[row], tokens, prompt_length=prompt, room=room)
+
+
+def mend_verification() -> None:
+    """In a worker on a CPU. What a request asks for (temperature, top-p) is repeated there for each token of its draft
+    by a kernel that writes whole numbers into a copy: logits are divided by whatever was in memory. And a step in which
+    no request has a draft ends the engine where one asks for top-k, whose largest value is looked for among none."""
+    if not current_platform.is_cpu():
+        return
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def constrain_some(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return constrain(logits, *arguments) if len(logits) else logits
+
+    rejection_sampler.expand_batch_to_tokens = _expanded  # type: ignore[assignment]
+    if constrain.__name__ != constrain_some.__name__:
+        rejection_sampler.apply_sampling_constraints = constrain_some  # type: ignore[assignment]
+
+
+def _expanded(
+    values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """`values` of requests, each as often as it has tokens. `ends`: of the requests' tokens."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    values = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
+    return values.repeat_interleave(counts, output_size=num_tokens)
 
 
 class ImageInputs:

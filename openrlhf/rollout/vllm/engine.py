@@ -37,7 +37,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.models.image_processor import ImageProcessor, blank_image, unsampled_tokens
-from openrlhf.rollout.base import ControlledEngine, EngineError, NoWeightsError, check_images, check_prompt
+from openrlhf.rollout.base import (
+    ControlledEngine,
+    DraftCounts,
+    EngineError,
+    NoWeightsError,
+    check_images,
+    check_prompt,
+)
 from openrlhf.rollout.generated_text import eos_token_ids
 from openrlhf.rollout.vllm import compat
 from openrlhf.rollout.vllm.routes import merged
@@ -51,6 +58,7 @@ from openrlhf.rollout.vllm.settings import (
     sockets_folder,
     worker_environment,
 )
+from openrlhf.rollout.vllm.speculation import DraftGate
 from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
 from openrlhf.utils import waits
@@ -152,6 +160,7 @@ class VllmEngine:
         """A base was among them."""
         self._adapter_came: AdapterSpec | None = None
         """So was this adapter."""
+        self._gate = DraftGate()
         self._adapter = None if settings.adapter_rank is None else LoRARequest(_NAME, _NUMBER, "pushed")
         """What every request asks for, also before the first push: vLLM's CPU build gives wrong log-probs where some
         requests of a batch have an adapter and others have none."""
@@ -313,6 +322,17 @@ class VllmEngine:
         found = output.prompt_logprobs[1:]
         return [at[token].logprob for at, token in zip(found, token_ids[1:], strict=True)]
 
+    async def take_draft_counts(self) -> DraftCounts | None:
+        kind = self.settings.speculation
+        if kind is None:
+            return None
+        answers = await self.ask(self.llm.collective_rpc("take_draft_counts"), "what became of drafts")
+        counts = next(DraftCounts(**answer) for answer in answers if answer is not None)
+        if change := self._gate.after(counts):
+            await self.ask(self.llm.collective_rpc("allow_drafts", args=(self._gate.open,)), "to change its drafts")
+            logger.info("drafts (--vllm.speculation %s) %s", kind, change)
+        return counts
+
     async def check_health(self) -> None:
         await self.ask(self._sign_of_life(), "for a sign of life")
 
@@ -396,6 +416,8 @@ class VllmEngine:
         if images and self._images is None:
             raise ValueError(f"a prompt has {len(images)} images, and this engine reads none")
         check_images(prompt, images, unsampled=self._unsampled)
+        if self.settings.speculation is not None and params.min_p > 0:
+            raise ValueError("vLLM applies no min_p beside drafts of the next tokens (--vllm.speculation)")
         wants_text = params.detokenize and not params.stop and self.tokenizer is not None
         return _Request(
             name=str(next(self._numbers)),
@@ -573,6 +595,8 @@ async def _start(
         await llm.collective_rpc("never_sample", args=(list(unsampled),))
     if settings.adapter_rank is not None:
         await llm.collective_rpc("hold_adapter", args=(_NUMBER,))
+    if settings.speculation is not None:
+        await llm.collective_rpc("begin_drafts", args=(settings.speculation == "history",))
     return llm, await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openrlhf.rollout.vllm.speculation import STEP_TOKENS
 from openrlhf.utils.parent_death import RUN_FOLDER
 
 WORKER_EXTENSION = "openrlhf.rollout.vllm.worker.WorkerExtension"
@@ -68,6 +69,12 @@ class VllmSettings:
     adapter_modules: tuple[str, ...] = ()
     """Modules that the adapter changes, by their names in the model's files, or the last parts of these names. All
     others stay plain layers, which compute a little faster. (): every linear layer may have a part of it."""
+    quantization: str | None = None
+    """fp8: its linear layers have weights of 8 bits, which it makes of those that it is sent. None: as `dtype` says."""
+    speculation: str | None = None
+    """Where drafts of the next tokens come from, one of `SPECULATIONS`; None: there are none."""
+    speculation_tokens: int = 4
+    """Of a draft, at most."""
 
     @property
     def parts(self) -> int:
@@ -111,10 +118,15 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         if settings.cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.cache_bytes
         if not settings.enforce_eager:
-            arguments["compilation_config"] = {"max_cudagraph_capture_size": settings.max_num_seqs}
+            largest = max(settings.max_num_seqs, 0 if settings.speculation is None else STEP_TOKENS)
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": largest}
             if settings.adapter_rank is not None:
                 # Every request asks for the adapter: graphs without it would be captured in vain.
                 arguments["compilation_config"]["cudagraph_specialize_lora"] = False
+    if settings.quantization is not None:
+        arguments |= _quantised(settings)
+    if settings.speculation is not None:
+        arguments["speculative_config"] = _drafted(settings)
     if settings.adapter_rank is not None:
         if gpu and settings.dtype == "float32":
             raise ValueError("vLLM's kernels for adapters compute in 16 bits on a GPU, not in float32")
@@ -128,6 +140,31 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
     return arguments
 
 
+_UNROUNDED = (r"re:.*\.(gate|router|shared_expert_gate)$", r"re:(.*\.)?(vis|audio|multi_modal|mm_)[^.]*(\..*)?$")
+"""Linear layers that stay as they are: a router's choice changes by far more than its scores are rounded by, and towers
+see the pixels of images. Heads and embeddings are no linear layers to vLLM."""
+
+
+def _quantised(settings: VllmSettings) -> dict[str, Any]:
+    """Weights of linear layers and experts have 8 bits and one scale for every output channel; inputs are rounded token
+    by token. vLLM makes both from 16-bit weights whenever a layer has been loaded: from files, and by each push. Its
+    plain name `fp8` has one scale for a whole matrix in older versions, and expects weights of 8 bits in newer ones."""
+    if settings.dtype == "float32":
+        raise ValueError("weights of 8 bits are multiplied in 16 bits, not in float32")
+    return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": list(_UNROUNDED)}}
+
+
+def _drafted(settings: VllmSettings) -> dict[str, Any]:
+    """In vLLM's words; `history` is ngram there, and earlier responses are looked at before (`compat.Drafts`)."""
+    drafts: dict[str, Any] = {"method": "suffix"}
+    if settings.speculation != "suffix":
+        drafts = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 8}
+    return drafts | {"num_speculative_tokens": settings.speculation_tokens}
+
+
+SPECULATIONS = ("ngram", "suffix", "history")
+"""ngram: what followed the request's last tokens before, in its own prompt and response. suffix: vLLM's suffix
+decoding. history: what followed them in earlier responses to the same prompt, else as ngram."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has room for. It has 1 too, which its kernels would pad."""
 

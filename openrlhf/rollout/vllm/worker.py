@@ -6,6 +6,7 @@ for weight transfers is the same calls behind two registries of classes; their a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ class WorkerExtension:
     device: torch.device
     _weights: WorkerWeights | None
     _routes: Any
+    _drafts: Any
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """vLLM constructs a worker before it loads anything. Its processes do not notice when the one that started
@@ -33,10 +35,11 @@ class WorkerExtension:
         owner = int(os.environ.get(OWNER, os.getpid()))
         if owner != os.getpid():
             exit_with_parent(owner, leaving_nothing_in=os.environ.get(SOCKETS))
-        from openrlhf.rollout.vllm.compat import adapt_by_every_name, use_pillow
+        from openrlhf.rollout.vllm.compat import adapt_by_every_name, mend_verification, use_pillow
 
         use_pillow()
         adapt_by_every_name()
+        mend_verification()
         return super().__new__(cls)
 
     def hold_adapter(self, number: int) -> None:
@@ -58,6 +61,20 @@ class WorkerExtension:
         from openrlhf.rollout.vllm.compat import never_sample
 
         never_sample(self, token_ids)
+
+    def begin_drafts(self, history: bool) -> None:
+        """Before the first request. `history`: earlier responses to a prompt are drafts too."""
+        from openrlhf.rollout.vllm.compat import Drafts
+
+        self._drafts = Drafts(self, history=history)
+
+    def take_draft_counts(self) -> dict[str, int] | None:
+        """The fields of a `DraftCounts`, since the last call. None: another worker counts."""
+        counts = self._drafts.take_counts()
+        return None if counts is None else dataclasses.asdict(counts)
+
+    def allow_drafts(self, allowed: bool) -> None:
+        self._drafts.allowed = allowed
 
     def capture_routes(self) -> tuple[list[int], str | None]:
         """The layers whose routes this worker will know, or why it cannot."""
