@@ -203,10 +203,20 @@ class RLConfig(TrainerSection):
         return self.reward.model_paths[0] if self.reward_source == "model" else self.actor.model_name_or_path
 
     @property
+    def corrects_off_policy(self) -> bool:
+        """As given; else where engines sample with other weights than those that are trained."""
+        given = self.algo.advantage.is_correction_enable
+        return given if given is not None else self.rounds_weights
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Engines sample with weights of fewer bits than the policy's."""
+        return self.vllm.quantization is not None and self.vllm.num_engines != 0
+
+    @property
     def logprobs_every(self) -> int:
         """One prompt in so many is sampled with log-probs: all where the update needs them or the engine has them."""
-        needed = self.algo.advantage.is_correction_enable
-        return LOGPROBS_EVERY if self.vllm.num_engines != 0 and not needed else 1
+        return LOGPROBS_EVERY if self.vllm.num_engines != 0 and not self.corrects_off_policy else 1
 
     @property
     def engines_cache_prefixes(self) -> bool:

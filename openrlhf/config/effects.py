@@ -19,6 +19,7 @@ NEEDED = {
     "whitens_advantages": "an estimator that whitens (--algo.advantage.estimator "
     f"{', '.join(name for name, entry in ESTIMATORS.items() if entry.whiten)})",
     "!reward.remote_url|reward.weights": "--reward.weights beside --reward.remote_url, which judges alone without them",
+    "corrects_off_policy": "--algo.advantage.is_correction_enable",
     "ckpt.uses_folder": "checkpoints (--ckpt.save_steps, --ckpt.load_enable or --ckpt.auto_resume)",
 }
 """Conditions and properties in the words of a note: "… is not used: it needs …"."""

@@ -48,9 +48,13 @@ class AdvantageSection:
         Flag("whiten advantages by their mean only", flat="no_advantage_std_norm", only_with="whitens_advantages"),
     ] = False
     is_correction_enable: Annotated[
-        bool,
-        Flag("weight tokens by training over rollout probability", flat="enable_vllm_is_correction"),
-    ] = False
+        bool | None,
+        Flag(
+            "weight tokens by training over rollout probability; auto: with vllm.quantization",
+            flat="enable_vllm_is_correction",
+            shown_default="auto",
+        ),
+    ] = None
     is_correction_threshold: Annotated[
         tuple[float, float],
         Flag(
@@ -58,7 +62,7 @@ class AdvantageSection:
             flat="vllm_is_truncated_threshold",
             one_value="upper",
             unlimited=True,
-            only_with=f".is_correction_enable actor.policy_loss_type!={SELF_CORRECTING}",
+            only_with=f"corrects_off_policy actor.policy_loss_type!={SELF_CORRECTING}",
         ),
     ] = (0.5, 5.0)
     is_correction_type: Annotated[
@@ -67,7 +71,7 @@ class AdvantageSection:
             ", ".join(f"{name} ({entry.summary})" for name, entry in CORRECTIONS.items()),
             flat="vllm_is_correction_type",
             choices=tuple(CORRECTIONS),
-            only_with=f".is_correction_enable actor.policy_loss_type!={SELF_CORRECTING}",
+            only_with=f"corrects_off_policy actor.policy_loss_type!={SELF_CORRECTING}",
         ),
     ] = "tis"
 
@@ -241,6 +245,26 @@ class VLLMSection:
             only_with=".num_engines!=0 ds.lora.rank",
         ),
     ] = None
+    quantization: Annotated[
+        Literal["fp8"] | None,
+        Flag(
+            "engines sample with weights of 8 bits, rounded at every push; training is as it was, and the off-policy "
+            "correction is on; unset: with the policy's own",
+            only_with=".num_engines!=0",
+        ),
+    ] = None
+    speculation: Annotated[
+        Literal["ngram", "suffix", "history"] | None,
+        Flag(
+            "drafts of the next tokens, which a step verifies together: from the same sequence (ngram), from a tree of "
+            "earlier ones (suffix: needs arctic-inference), or from earlier responses to the prompt (history); samples "
+            "stay exact; unset: none",
+            only_with=".num_engines!=0",
+        ),
+    ] = None
+    speculation_tokens: Annotated[
+        int, Flag("tokens of a draft, at most", only_with=".num_engines!=0 .speculation", within=(1, 64))
+    ] = 4
     enable_prefix_caching: Annotated[
         bool,
         Flag(

@@ -412,6 +412,35 @@ def async_modes_agree(config: RLConfig) -> Iterator[str]:
 
 
 @contradiction
+def rounded_weights_are_of_16_bits(config: RLConfig) -> Iterator[str]:
+    kind = config.vllm.quantization
+    if kind is not None and config.ds.param_dtype == "fp32":
+        yield f"--vllm.quantization {kind} multiplies in 16 bits, and --ds.param_dtype fp32 has 32: use bf16 or fp16"
+    if kind is not None and config.vllm.lora_sync == "adapter":
+        yield (
+            f"--vllm.quantization {kind} rounds an adapter together with its weights: give --vllm.lora_sync merged, or "
+            "leave it out"
+        )
+
+
+@contradiction
+def drafts_fit_the_run(config: RLConfig) -> Iterator[str]:
+    kind = config.vllm.speculation
+    if kind is None:
+        return
+    flag = f"--vllm.speculation {kind}"
+    if config.vllm.pipeline_parallel_size > 1:
+        yield f"{flag}: drafts need all layers in one stage: drop it, or --vllm.pipeline_parallel_size"
+    if config.train.full_determinism_enable:
+        yield (
+            f"{flag}: which tokens are sampled depends on the drafts, and these on what else is under way: drop it, or "
+            "--train.full_determinism_enable"
+        )
+    if config.algo.router_replay:
+        yield f"{flag}: engines that draft tell no routes of experts: drop it, or --algo.router_replay"
+
+
+@contradiction
 def groups_have_workers(config: RLConfig) -> Iterator[str]:
     """Zero-sized groups are fine where nobody needs them, or where `colocate_all` gives them the actor's devices."""
     for name, needed in _groups(config).items():
@@ -650,6 +679,19 @@ def kl_estimator_fits_its_use(config: RLConfig) -> Iterator[str]:
             f"--algo.kl.estimator {kl.estimator} has the wrong gradient as {use}: {fitting} is recommended {switch} "
             "--algo.kl.use_loss"
         )
+
+
+@note
+def rounded_rollouts_are_corrected(config: RLConfig) -> Iterator[str]:
+    if not config.rounds_weights:
+        return
+    why = f"--vllm.quantization {config.vllm.quantization} samples with rounded weights, and others are trained"
+    if config.algo.advantage.is_correction_enable is None:
+        yield (
+            f"--algo.advantage.is_correction_enable ({config.algo.advantage.is_correction_type}) is on because {why}"
+        )
+    elif not config.corrects_off_policy:
+        yield f"--algo.advantage.is_correction_enable is off, and {why}: gradients are biased by the difference"
 
 
 @note

@@ -78,6 +78,9 @@ def vllm_settings(
         return_routes=wants_routes(config, model_config),
         adapter_rank=None if adapter is None else adapter.rank,
         adapter_modules=() if adapter is None else adapter.modules,
+        quantization=config.vllm.quantization,
+        speculation=config.vllm.speculation,
+        speculation_tokens=config.vllm.speculation_tokens,
     )
 
 
@@ -90,7 +93,8 @@ def wants_routes(config: RLConfig, model_config: Any) -> bool:
     if asked and not experts:
         name = model_config.get_text_config().model_type
         raise ConfigError(f"--algo.router_replay: {name} is no mixture of experts; leave the flag out")
-    return experts and asked is not False
+    # vLLM verifies a draft through the experts of all its tokens, and does not tell those of the tokens that stay.
+    return experts and asked is not False and config.vllm.speculation is None
 
 
 class EngineAdapter(NamedTuple):
@@ -111,6 +115,9 @@ def engine_adapter(config: RLConfig, *, gpu: bool, sleeps: bool = False) -> Engi
     """
     asked = config.vllm.lora_sync
     if not config.ds.lora.rank or asked == "merged":
+        return None
+    if config.vllm.quantization is not None:
+        logger.info(_MERGED, f"--vllm.quantization {config.vllm.quantization} rounds it together with its weights")
         return None
     if sleeps and asked is None:
         # The base would travel with every push, and the adapter take its part of every step.
@@ -229,11 +236,24 @@ def require_vllm(config: RLConfig, device: torch.device) -> None:
             "--train.async_enable: engine and trainer would use the only device at the same time; add "
             "--train.async_share_device, and its memory is divided between them"
         )
+    require_speed_flags(config, gpu=device.type == "cuda")
     if section.lora_sync == "adapter":
         engine_adapter(config, gpu=device.type == "cuda")
     for name in GPU_FLAGS if device.type == "cpu" else ():
         if getattr(section, name) != getattr(VLLMSection, name):
             logger.warning("--vllm.%s is not used: it is about GPUs, and this run is on a CPU", name)
+
+
+def require_speed_flags(config: RLConfig, *, gpu: bool) -> None:
+    """Raises ConfigError for ways to sample faster that engines on such devices, or in this environment, lack."""
+    kind, drafts = config.vllm.quantization, config.vllm.speculation
+    if kind is not None and not gpu:
+        raise ConfigError(f"--vllm.quantization {kind}: needs a GPU, and this run is on a CPU; leave it out")
+    if drafts == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "--vllm.speculation suffix: vLLM needs the package arctic-inference for it; install it, or give ngram or "
+            "history"
+        )
 
 
 @contextlib.contextmanager
@@ -301,6 +321,7 @@ def policy_probe(config: RLConfig, model_config: Any, device: torch.device) -> P
         max_model_len=config.data.max_len,
         unsampled=unsampled_tokens(model_config),
         routes=route_shape(model_config),
+        rounded=config.rounds_weights,
     )
 
 

@@ -28,7 +28,7 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
 from openrlhf.runs.device_memory import MOST, DeviceMemory, EngineMemory
 from openrlhf.runs.engine_memory import Settled, engine_memory, review_training
-from openrlhf.runs.engines import ENGINES, engine_adapter, policy_probe, with_lora_sync, with_sleep
+from openrlhf.runs.engines import ENGINES, engine_adapter, policy_probe, require_speed_flags, with_lora_sync, with_sleep
 from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import reading_model
@@ -92,6 +92,7 @@ class RayLauncher:
     def __init__(self, config: RLConfig, tokenizer: Any, placed: ReservedPlan) -> None:
         self.config = local_copies(config)
         gpu = placed.cluster.kind.resource == "GPU"
+        require_speed_flags(self.config, gpu=gpu)
         self._settled = engine_memory_on(placed, self.config)
         memory = self._settled.memory
         self._adapter = engine_adapter(self.config, gpu=gpu, sleeps=memory.sleeps)

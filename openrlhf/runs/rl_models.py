@@ -315,7 +315,7 @@ def policy_settings(config: RLConfig, *, balance: BalanceSettings | None = None)
     low, high = config.actor.clip_range
     kl, advantage = config.algo.kl, config.algo.advantage
     correction = None
-    if advantage.is_correction_enable:
+    if config.corrects_off_policy:
         bounds = advantage.is_correction_threshold
         correction = CorrectionSettings(name=advantage.is_correction_type, low=bounds[0], high=bounds[1])
     return PolicySettings(

@@ -31,7 +31,7 @@ CONDITIONS = {
     "!train.dynamic_batch_enable": ("--train.dynamic_batch_enable", ""),
     "!uses_group_baseline": ("--algo.advantage.estimator rloo", "--algo.advantage.estimator reinforce"),
     "uses_group_baseline": ("--algo.advantage.estimator reinforce", "--algo.advantage.estimator rloo"),
-    "algo.advantage.is_correction_enable": ("", "--algo.advantage.is_correction_enable"),
+    "corrects_off_policy": ("", "--algo.advantage.is_correction_enable"),
     "algo.dynamic_filtering_enable": ("", "--algo.dynamic_filtering_enable --rollout.n_samples_per_prompt 2"),
     "algo.kl.target": ("", "--algo.kl.target 0.1"),
     "asks_reward_servers": ("--reward.remote_url r.py", "--reward.remote_url http://h/get_reward"),
@@ -62,6 +62,7 @@ CONDITIONS = {
     "uses_critic|uses_reward_model": ("--algo.advantage.estimator rloo", ""),
     "uses_reference": ("--algo.kl.init_coef 0", ""),
     "uses_reward_model": ("--reward.remote_url r.py", "--reward.model_name_or_path m"),
+    "vllm.speculation": ("", "--vllm.speculation ngram"),
     "vllm.num_engines!=0": ("--vllm.num_engines 0", "--vllm.num_engines 1"),
     "whitens_advantages": ("--algo.advantage.estimator group_norm", ""),
 }

@@ -25,6 +25,7 @@ CHANGED_DEFAULTS = {
     "rollout.n_samples_per_prompt": None,  # 1, or 8 for group estimators
     "ds.param_dtype": "auto",  # bf16 on a GPU, fp32 on a CPU
     "vllm.gpu_memory_utilization": None,  # auto: 0.95, or what training leaves of a device that both share
+    "algo.advantage.is_correction_enable": None,  # auto: where engines sample with rounded weights
     "vllm.enable_sleep": None,  # auto: where engine and training do not fit beside each other
     "host": "127.0.0.1",  # a server is open to the network only where somebody asks for it
 }
@@ -58,6 +59,9 @@ ADDED = {
     ("train.max_skipped_steps", "int", 5): TRAINERS,
     ("vllm.sync_verify", "switch", False): ("train_ppo_ray",),
     ("vllm.lora_sync", "str adapter/merged", None): ("train_ppo_ray",),
+    ("vllm.quantization", "str fp8", None): ("train_ppo_ray",),
+    ("vllm.speculation", "str ngram/suffix/history", None): ("train_ppo_ray",),
+    ("vllm.speculation_tokens", "int", 4): ("train_ppo_ray",),
     ("vllm.pipeline_parallel_size", "int", 1): ("train_ppo_ray",),
     ("vllm.health_timeout", "float", 120.0): ("train_ppo_ray",),
     ("reward.timeout", "float", 180.0): ("train_ppo_ray",),

@@ -9,6 +9,7 @@ from openrlhf.runs.device_memory import EngineMemory
 from openrlhf.runs.engines import (
     EngineAdapter,
     engine_adapter,
+    require_speed_flags,
     transport,
     vllm_settings,
     wants_routes,
@@ -55,6 +56,27 @@ def test_routes_of_a_model_without_experts_cannot_be_replayed():
     assert wants_routes(config, Qwen3MoeConfig())
     with pytest.raises(ConfigError, match=r"--algo.router_replay: qwen2 is no mixture of experts"):
         wants_routes(config, Qwen2Config())
+
+
+def test_engines_that_draft_tell_no_routes():
+    config = parse("train_ppo_ray", ["--actor.model_name_or_path", "m", "--vllm.speculation", "ngram"])
+    assert not wants_routes(config, Qwen3MoeConfig())
+
+
+def test_ways_to_sample_faster_reach_the_engine_and_are_refused_where_they_cannot_work(monkeypatch):
+    words = ["--vllm.quantization", "fp8", "--vllm.speculation", "suffix", "--vllm.speculation_tokens", "6"]
+    config = parse("train_ppo_ray", ["--actor.model_name_or_path", "m", *words])
+    memory = EngineMemory(0.5, sleeps=False)
+    settings = vllm_settings(config, torch.device("cuda"), memory, model_config=Qwen2Config())
+    assert (settings.quantization, settings.speculation, settings.speculation_tokens) == ("fp8", "suffix", 6)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "arctic_inference" else object())
+    with pytest.raises(ConfigError, match=r"--vllm.speculation suffix: vLLM needs the package arctic-inference"):
+        require_speed_flags(config, gpu=True)
+    with pytest.raises(ConfigError, match=r"--vllm.quantization fp8: needs a GPU"):
+        require_speed_flags(config, gpu=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    require_speed_flags(config, gpu=True)
+    require_speed_flags(parse("train_ppo_ray", ["--vllm.speculation", "history"]), gpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +142,14 @@ def test_engines_that_sleep_get_merged_weights_unless_asked(folder, monkeypatch,
     (said,) = caplog.messages
     assert "engines that sleep give the base away" in said
     assert engine_adapter(lora_config(folder, "--vllm.lora_sync", "adapter"), gpu=True, sleeps=True) is not None
+
+
+def test_weights_of_8_bits_are_made_of_merged_ones(folder, monkeypatch, caplog):
+    monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", not_asked)
+    with caplog.at_level("INFO"):
+        assert engine_adapter(lora_config(folder, "--vllm.quantization", "fp8"), gpu=True) is None
+    (said,) = caplog.messages
+    assert "--vllm.quantization fp8 rounds it together with its weights" in said
 
 
 def test_without_an_adapter_or_with_a_merged_one_vllm_is_not_asked(folder, monkeypatch):
