@@ -119,6 +119,9 @@ def engine_adapter(config: RLConfig, *, gpu: bool, sleeps: bool = False) -> Engi
     if config.vllm.quantization is not None:
         logger.info(_MERGED, f"--vllm.quantization {config.vllm.quantization} rounds it together with its weights")
         return None
+    if config.vllm.speculation is not None and asked is None:
+        logger.info(_MERGED, f"--vllm.speculation {config.vllm.speculation} beside an adapter is untried")
+        return None
     if sleeps and asked is None:
         # The base would travel with every push, and the adapter take its part of every step.
         logger.info(_MERGED, "engines that sleep give the base away, and would get it again with every adapter")

