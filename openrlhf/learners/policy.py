@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from openrlhf.learners.steps import MicroBatch, Step, filler
 from openrlhf.models.body import RouterLog
 from openrlhf.models.routes import RouteCounts, RouteLog, Routers, without_route
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import PackedBatch, PackedTokens
+from openrlhf.types import PackedBatch, PackedTokens, moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,11 +177,12 @@ class PolicyLearner:
         if self._replays:
             metrics.mean("experts/missing", *without_route(micro.packed.tokens))
         metrics.mean("ppo_kl", (old_A - current_A.detach()).sum(), count)
-        if packed.rollout_logprobs_A is not None:
-            known_A = ~packed.rollout_logprobs_A.isnan()
-            gap_A = torch.where(known_A, packed.rollout_logprobs_A - old_A, 0.0)
-            metrics.mean("vllm_kl", gap_A.sum(), known_A.sum())
-            metrics.mean("logprobs_diff", gap_A.abs().sum(), known_A.sum())
+        if packed.rollout_logprobs_A is not None and len(known := _told(micro.packed)):
+            gap_A = (packed.rollout_logprobs_A - old_A).index_select(0, moved(known, self._device))
+            metrics.mean("vllm_kl", gap_A.sum(), len(known))
+            metrics.mean("logprobs_diff", gap_A.abs().sum(), len(known))
+            metrics.quantile_of("logprobs_diff_p99", gap_A.abs(), share=0.99)
+            metrics.max("logprobs_diff_max", gap_A.abs().max())
         return policy_loss
 
     def _policy_loss(self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, metrics: Metrics) -> Tensor:
@@ -225,6 +227,12 @@ def _told_sample(several: Sequence[PackedBatch]) -> tuple[PackedTokens, Tensor] 
             if not bool(told_A.isnan().all()) and (found is None or preferred(tokens) > preferred(found[0])):
                 found = tokens, told_A
     return found
+
+
+def _told(packed: PackedBatch) -> Tensor:
+    """int64: the actions of which the engine told a log-prob. `packed` is not on a GPU, which would be waited for."""
+    assert packed.rollout_logprobs_A is not None
+    return torch.from_numpy(np.flatnonzero(~np.isnan(packed.rollout_logprobs_A.numpy())))
 
 
 def _needed(column: Tensor | None, name: str) -> Tensor:

@@ -100,6 +100,8 @@ CATALOG = (
                 NATS, "log-prob of the engine that sampled less that of the trainer, whatever the engine"
             ),
             "logprobs_diff": Metric(NATS, "the same, absolute values"),
+            "logprobs_diff_p99": Metric(NATS, "what 99 of 100 of these absolute values do not exceed, to 2 %"),
+            "logprobs_diff_max": Metric(NATS, "the largest of them"),
             "is_weight": Metric(NONE, "weight of the off-policy correction"),
             "is_corrected": Metric(SHARE, "tokens whose weight the correction has clamped or set to 0"),
             "<model>skipped_steps": Metric(

@@ -19,12 +19,17 @@ The clocks of a step's phases are here too.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+import numpy as np
 
 from openrlhf.utils import waits
 
@@ -138,12 +143,58 @@ class Std:
         return math.sqrt(self.squares / self.count) if self.count else None
 
 
+_STEP = math.log(1.04)
+_LEAST = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Quantile:
+    """What a share of some numbers ≥ 0 does not exceed, to 2 %: they are counted between powers of 1.04, and counts can
+    be merged. Numbers below 1e-9 count as that; with one that is not finite the value is NaN."""
+
+    share: float
+    counts: dict[int, int]
+    """By the power of 1.04 at the upper end."""
+    finite: bool = True
+
+    @staticmethod
+    def of(values: Iterable[float], *, share: float) -> Quantile:
+        numbers = np.fromiter(values, dtype=np.float64)
+        finite = numbers[np.isfinite(numbers)]
+        powers = np.ceil(np.log(np.maximum(finite, _LEAST)) / _STEP).astype(np.int64)
+        ends, counts = np.unique(powers, return_counts=True)
+        return Quantile(share, dict(zip(ends.tolist(), counts.tolist(), strict=True)), len(finite) == len(numbers))
+
+    def merge(self, later: Quantile) -> Quantile:
+        counts = Counter(self.counts)
+        counts.update(later.counts)
+        return Quantile(self.share, dict(counts), self.finite and later.finite)
+
+    @property
+    def value(self) -> float | None:
+        if not self.finite:
+            return math.nan
+        left = self.share * sum(self.counts.values())
+        for power in sorted(self.counts):
+            left -= self.counts[power]
+            if left <= 0:
+                return math.exp((power - 0.5) * _STEP)
+        return None
+
+
 class Unread(NamedTuple):
     """A metric that was written with numbers on a device."""
 
     name: str
     reduction: Callable[..., Reduction]
-    numbers: tuple[float | Tensor, ...]
+    numbers: tuple[float | Iterable[float] | Tensor, ...]
+
+
+def _known(number: Any, read: Iterator[float]) -> float | Iterable[float]:
+    """The number itself, or as many as a tensor has of those that were read."""
+    if hasattr(number, "detach"):
+        return next(read) if number.dim() == 0 else list(itertools.islice(read, number.numel()))
+    return number if isinstance(number, Iterable) else float(number)
 
 
 class Metrics:
@@ -169,20 +220,20 @@ class Metrics:
         import torch
 
         unread, self._unread = self._unread, []
-        numbers_read = [number for one in unread for number in one.numbers if isinstance(number, torch.Tensor)]
-        stacked = [tensor.double().reshape(()) for tensor in numbers_read]
-        read = iter(torch.stack(stacked).tolist() if stacked else ())
+        tensors = [number for one in unread for number in one.numbers if isinstance(number, torch.Tensor)]
+        read = iter(torch.cat([tensor.double().flatten() for tensor in tensors]).tolist() if tensors else ())
         for name, reduction, numbers in unread:
-            known = (next(read) if isinstance(number, torch.Tensor) else float(number) for number in numbers)
-            self.add(name, reduction(*known))
+            self.add(name, reduction(*(_known(number, read) for number in numbers)))
 
-    def _write(self, name: str, reduction: Callable[..., Reduction], *numbers: float | Tensor) -> None:
+    def _write(
+        self, name: str, reduction: Callable[..., Reduction], *numbers: float | Iterable[float] | Tensor
+    ) -> None:
         # After one that is not read yet all others wait too: names keep the order in which they were written.
-        if self._unread or not all(isinstance(number, int | float) for number in numbers):
-            kept = (number if isinstance(number, int | float) else number.detach() for number in numbers)
+        if self._unread or any(hasattr(number, "detach") for number in numbers):
+            kept = (number.detach() if hasattr(number, "detach") else number for number in numbers)
             self._unread.append(Unread(name, reduction, tuple(kept)))
         else:
-            self.add(name, reduction(*map(float, numbers)))
+            self.add(name, reduction(*(_known(number, iter(())) for number in numbers)))
 
     def _write_reduction(self, name: str, reduction: Reduction) -> None:
         if self._unread:
@@ -213,6 +264,10 @@ class Metrics:
 
     def std_of(self, name: str, values: Iterable[float]) -> None:
         self.add(name, Std.of(values))
+
+    def quantile_of(self, name: str, values: Iterable[float] | Tensor, *, share: float) -> None:
+        """The number that this share of things at hand does not exceed, to 2 %; all are at least 0."""
+        self._write(name, partial(Quantile.of, share=share), values)
 
     def sum(self, name: str, value: float | Tensor) -> None:
         self._write(name, Sum, value)
@@ -266,7 +321,7 @@ class Metrics:
 
 
 if TYPE_CHECKING:
-    _: list[type[Reduction]] = [Mean, Sum, Max, Min, Last, Std]
+    _: list[type[Reduction]] = [Mean, Sum, Max, Min, Last, Std, Quantile]
 
 
 class BusyClock:

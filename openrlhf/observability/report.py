@@ -281,11 +281,27 @@ def _cards(run: RunData) -> str:
     speeds = [point.value for point in Curve.read("perf/tokens_per_second", train, trend=False).finite]
     if speeds:
         cards.append(_card("Tokens / s", short_number(statistics.median(speeds)), "median step"))
+    cards.append(_gap(run))
     if run.estimator:
         cards.append(_card("Estimator", run.estimator))
     if run.model:
         cards.append(_card("Model", run.model))
     return "".join(cards)
+
+
+def _gap(run: RunData) -> str:
+    """Between the log-probs of engine and trainer; nothing where no step has measured it."""
+    found = {name: Curve.read(f"logprobs_diff{name}", run.train, trend=False).finite for name in ("", "_p99", "_max")}
+    means, nearly_all, largest = ([point.value for point in points] for points in found.values())
+    if not means:
+        return ""
+    parts = ["nats per token, median step"]
+    if nearly_all:
+        parts.append(f"99 % below {short_number(statistics.median(nearly_all))}")
+    if largest:
+        parts.append(f"largest {short_number(max(largest))}")
+    engine = "vLLM" if run.has_vllm else "the engine"
+    return _card(f"Gap to {engine}", short_number(statistics.median(means)), ", ".join(parts))
 
 
 def _per_step(train: Sequence[Mapping]) -> str:

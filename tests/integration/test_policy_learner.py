@@ -228,10 +228,12 @@ def test_the_engines_gap_is_a_mean_over_tokens_whose_logprobs_are_known(policy, 
     (gradient,), values = update(policy, batch, cut)
     assert values["vllm_kl"] == pytest.approx(0.25)
     assert values["logprobs_diff"] == pytest.approx(0.5)
+    assert values["logprobs_diff_p99"] == pytest.approx(1.0, rel=0.02)
+    assert values["logprobs_diff_max"] == 1.0
     batch.rollout_logprobs_A = None
     (without,), unknown = update(policy, batch, cut)
     assert relative_gap(gradient, without) < 1e-5
-    assert not {"vllm_kl", "logprobs_diff"} & unknown.keys()
+    assert not {"vllm_kl", "logprobs_diff", "logprobs_diff_p99", "logprobs_diff_max"} & unknown.keys()
 
 
 @pytest.mark.parametrize("loss", ["ppo", *(name for name, entry in POLICY_LOSSES.items() if entry.corrects_itself)])

@@ -8,7 +8,7 @@ from test_layering import PACKAGE
 
 from openrlhf.observability.catalog import CATALOG
 
-REDUCTIONS = {"mean", "mean_of", "last", "sum", "max", "min", "std_of"}
+REDUCTIONS = {"mean", "mean_of", "quantile_of", "last", "sum", "max", "min", "std_of"}
 NO_STEPS_TIME = {"evaluation", "checkpoint", "export"}
 """Phases after which the clock starts over."""
 

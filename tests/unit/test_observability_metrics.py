@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.observability.metrics import BusyClock, Last, Max, Mean, Metrics, Min, PhaseClock, Std, Sum
+from openrlhf.observability.metrics import BusyClock, Last, Max, Mean, Metrics, Min, PhaseClock, Quantile, Std, Sum
 
 numbers = st.floats(-1e6, 1e6)
 
@@ -70,6 +70,7 @@ def test_metrics_do_not_depend_on_cut_and_order(parts: list[list[float]], shuffl
         metrics.mean("mean", math.fsum(values), len(values))
         metrics.mean_of("mean_of", values)
         metrics.std_of("std", values)
+        metrics.quantile_of("median", map(abs, values), share=0.5)
         for value in values:
             metrics.sum("sum", value)
             metrics.max("max", value)
@@ -106,8 +107,22 @@ def test_standard_deviation_by_hand():
     assert Std.of([1, 2]).merge(Std.of([3, 6])).value == pytest.approx(math.sqrt(3.5))
 
 
+def test_a_quantile_is_that_of_all_numbers_however_they_were_cut():
+    """Of 1 … 1,000 in parts of 7, 990 are at most 990; 0 has no logarithm, and is the smallest."""
+    parts = [Quantile.of(range(start, min(start + 7, 1001)), share=0.99) for start in range(1, 1001, 7)]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.merge(part)
+    assert whole.value == pytest.approx(990, rel=0.02)
+    assert Quantile.of([0.0, 0.0, 0.0, 5.0], share=0.75).value == pytest.approx(1e-9, rel=0.02)
+    assert Quantile.of([0.0, 0.0, 0.0, 5.0], share=0.76).value == pytest.approx(5, rel=0.02)
+    for bad in (math.nan, math.inf):
+        assert math.isnan(whole.merge(Quantile.of([bad], share=0.99)).value)
+
+
 def test_metrics_of_nothing_have_no_mean():
     metrics = Metrics()
+    metrics.quantile_of("median", [], share=0.5)
     metrics.mean("kl", 0.0, 0)
     metrics.std_of("std", [])
     assert metrics.values() == {}

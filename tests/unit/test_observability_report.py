@@ -431,6 +431,23 @@ def test_report_names_vllm_only_where_it_runs(tmp_path: Path):
         assert ("vllm" in page.source.replace("vllm.num_engines", "").replace("vllm:", "").lower()) == (engines > 0)
 
 
+def test_the_gap_between_engine_and_trainer_is_in_the_summary(tmp_path: Path):
+    """The median step of those that measured it, and the largest of all."""
+    gaps = [{"logprobs_diff": gap, "logprobs_diff_p99": 5 * gap, "logprobs_diff_max": 10 * gap} for gap in (0.01, 0.05)]
+    steps = [gaps[0], {}, gaps[1], gaps[0]]
+    for engines, name in ((0, "the engine"), (1, "vLLM")):
+        run = RunDirectory.create(tmp_path / str(engines), {"vllm": {"num_engines": engines}})
+        write_metrics(run, [("train", step, {"reward": 0.5, **found}) for step, found in enumerate(steps, 1)])
+        told = f"Gap to {name} 0.01 nats per token, median step, 99 % below 0.05, largest 0.5"
+        assert told in report(run).text
+    run = RunDirectory.create(tmp_path / "older", {"vllm": {"num_engines": 0}})
+    write_metrics(run, [("train", 1, {"reward": 0.5, "logprobs_diff": 1e-6})])
+    assert "Gap to the engine 1e-06 nats per token, median step" in report(run).text
+    run = RunDirectory.create(tmp_path / "none", {})
+    write_metrics(run, [("train", 1, {"reward": 0.5})])
+    assert "Gap to" not in report(run).text
+
+
 def test_settings_that_were_set_are_listed(tmp_path: Path):
     config = to_dict(parse("train_ppo_ray", ["--pretrain", "m", "--prompt_data", "p", "--actor.adam.lr", "3e-7"]))
     text = report(RunDirectory.create(tmp_path / "demo", config)).text
