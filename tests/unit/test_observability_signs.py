@@ -77,6 +77,8 @@ def test_thresholds_hold_for_three_steps():
     assert told(ppo_clip_ratio=[0.4] * 2 + [0.1] + [0.4] * 3) == [(6, "large updates")]
     assert told(ppo_kl=[-0.2] * 3) == [(3, "large updates")]
     assert told(logprobs_diff=[0.2] * 3) == [(3, "engine differs")]
+    assert told(logprobs_diff=[0.2, math.nan, 0.2, math.nan, 0.2, math.nan]) == [(5, "engine differs")]
+    assert told(logprobs_diff=[0.2, 0.2, 0.05, 0.2, 0.2]) == []
     assert told(kl=[0.01] * 10 + [0.8] * 5) == [(14, "kl grows")]  # the mean of 0.01, 0.8, 0.8, 0.8, 0.8 is 0.642
     assert told(**{"rollout/failed": [3.0] * 3, "rollout/num_samples": [9.0] * 3}) == [(3, "failures")]
     assert told(**{"rollout/failed": [1.0] * 9, "rollout/num_samples": [9.0] * 9}) == []
