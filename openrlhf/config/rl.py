@@ -273,6 +273,14 @@ class VLLMSection:
             only_with=".num_engines!=0",
         ),
     ] = False
+    logits_dtype: Annotated[
+        Literal["auto", "fp32", "model"],
+        Flag(
+            "dtype of the engines' logits: fp32, as the trainer's, or model (that of ds.param_dtype); auto: fp32, "
+            "unless the model's files are quantised",
+            only_with=".num_engines!=0 ds.param_dtype!=fp32",
+        ),
+    ] = "auto"
     enforce_eager: Annotated[
         bool, Flag("engines capture no CUDA graphs", flat="enforce_eager", only_with=".num_engines!=0")
     ] = False

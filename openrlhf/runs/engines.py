@@ -61,6 +61,7 @@ def vllm_settings(
         model=required(config.actor.model_name_or_path),
         max_model_len=config.data.max_len,
         dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
+        logits_dtype=config.vllm.logits_dtype,
         max_num_seqs=places(-(-config.generate_batch_size * config.samples_per_prompt // engines)),
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         pipeline_parallel_size=config.vllm.pipeline_parallel_size,

@@ -62,6 +62,7 @@ ADDED = {
     ("vllm.quantization", "str fp8", None): ("train_ppo_ray",),
     ("vllm.speculation", "str ngram/suffix/history", None): ("train_ppo_ray",),
     ("vllm.speculation_tokens", "int", 4): ("train_ppo_ray",),
+    ("vllm.logits_dtype", "str auto/fp32/model", "auto"): ("train_ppo_ray",),
     ("vllm.pipeline_parallel_size", "int", 1): ("train_ppo_ray",),
     ("vllm.health_timeout", "float", 120.0): ("train_ppo_ray",),
     ("reward.timeout", "float", 180.0): ("train_ppo_ray",),

@@ -182,6 +182,19 @@ def test_chunked_logprobs_of_no_tokens_have_zero_gradients():
     assert torch.equal(gradient, torch.zeros(11, 4))
 
 
+def test_16_bit_factors_have_logits_in_fp32():
+    """Logits of about 64 / 2 · 1 = 32, which bf16 has in steps of 1/8 and 1/4: rounded, log-probs would be off by some
+    hundredths. Products of 8 bits each are exact in fp32, and only their sum rounds."""
+    torch.manual_seed(0)
+    hidden_AD, weight_VD = torch.normal(1.0, 0.3, (40, 64)).bfloat16(), torch.normal(0.5, 0.1, (300, 64)).bfloat16()
+    targets_A = torch.randint(300, (40,))
+    exact_A = (hidden_AD.double() @ weight_VD.double().t()).log_softmax(-1)[torch.arange(40), targets_A]
+    rounded_A = (hidden_AD @ weight_VD.t()).double().log_softmax(-1)[torch.arange(40), targets_A]
+    found_A = chunked_logprobs(hidden_AD, weight_VD, targets_A, tile=(16, 64)).logprobs_A
+    assert (rounded_A - exact_A).abs().mean() > 0.02
+    assert (found_A - exact_A).abs().max() < 1e-4
+
+
 def test_bfloat16_results_are_float32_and_gradients_keep_the_parameters_type():
     inputs = make(40, 300, 16, dtype=torch.bfloat16, spread=0.3)
     hidden, weight, _, targets = inputs

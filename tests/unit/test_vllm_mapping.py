@@ -1,8 +1,10 @@
 """Our words and vLLM's: sampling parameters and engine arguments. No vLLM is needed to compare them."""
 
+import pickle
 import tempfile
 
 import pytest
+from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from openrlhf.rollout.vllm.sampling import sampling_arguments
 from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, sockets_folder, worker_environment
@@ -118,6 +120,24 @@ def test_without_graphs_none_are_configured(settings, gpu):
     found = engine_arguments(settings, gpu=gpu)
     assert found["enforce_eager"]
     assert "compilation_config" not in found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_engines_have_logits_in_fp32_unless_told_otherwise(dtype):
+    """In every part of the configuration: vLLM gives the language model of an image-text model its own."""
+    asked = {
+        name: engine_arguments(VllmSettings(model="/m", max_model_len=9, dtype=dtype, logits_dtype=name), gpu=True)
+        for name in ("auto", "fp32", "model")
+    }
+    assert "hf_overrides" not in asked["model"]
+    assert "hf_overrides" not in engine_arguments(VllmSettings(model="/m", max_model_len=9, dtype="float32"), gpu=True)
+    for name in ("auto", "fp32"):
+        override = pickle.loads(pickle.dumps(asked[name]["hf_overrides"]))  # it travels to vLLM's processes
+        assert override(Qwen2Config()).head_dtype == "float32"
+        nested = override(Qwen2_5_VLConfig())
+        assert nested.head_dtype == nested.text_config.head_dtype == "float32"
+        quantised = override(Qwen2Config(quantization_config={"quant_method": "awq"}))
+        assert hasattr(quantised, "head_dtype") == (name == "fp32")
 
 
 def test_a_step_has_room_for_a_token_of_every_sequence():
