@@ -277,7 +277,7 @@ class VLLMSection:
         Literal["auto", "fp32", "model"],
         Flag(
             "dtype of the engines' logits: fp32, as the trainer's, or model (that of ds.param_dtype); auto: fp32, "
-            "unless the model's files are quantised",
+            "unless layers are quantised",
             only_with=".num_engines!=0 ds.param_dtype!=fp32",
         ),
     ] = "auto"

@@ -601,7 +601,7 @@ def test_logits_in_fp32_bring_a_bf16_engine_nearer_to_the_trainer(tied, tmp_path
             gap = (torch.cat(own) - torch.cat(trainers)).abs().mean()
             of_rounding = (torch.cat(rounded) - torch.cat(trainers)).abs().mean()
             print(f"after {push} pushes {gap:.4f} from the trainer; by rounded logits it were {of_rounding:.4f}")
-            assert of_rounding == pytest.approx(1 / 32, rel=0.25)
+            assert of_rounding == pytest.approx(1 / 32, rel=0.4)
             assert gap < 0.25 * of_rounding
 
 

@@ -7,7 +7,13 @@ import pytest
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from openrlhf.rollout.vllm.sampling import sampling_arguments
-from openrlhf.rollout.vllm.settings import VllmSettings, engine_arguments, sockets_folder, worker_environment
+from openrlhf.rollout.vllm.settings import (
+    VllmSettings,
+    ask_for_fp32_logits,
+    engine_arguments,
+    sockets_folder,
+    worker_environment,
+)
 from openrlhf.types import SamplingParams
 from openrlhf.utils.parent_death import RUN_FOLDER
 
@@ -122,22 +128,23 @@ def test_without_graphs_none_are_configured(settings, gpu):
     assert "compilation_config" not in found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit_engines_have_logits_in_fp32_unless_told_otherwise(dtype):
-    """In every part of the configuration: vLLM gives the language model of an image-text model its own."""
-    asked = {
-        name: engine_arguments(VllmSettings(model="/m", max_model_len=9, dtype=dtype, logits_dtype=name), gpu=True)
-        for name in ("auto", "fp32", "model")
-    }
-    assert "hf_overrides" not in asked["model"]
-    assert "hf_overrides" not in engine_arguments(VllmSettings(model="/m", max_model_len=9, dtype="float32"), gpu=True)
-    for name in ("auto", "fp32"):
-        override = pickle.loads(pickle.dumps(asked[name]["hf_overrides"]))  # it travels to vLLM's processes
-        assert override(Qwen2Config()).head_dtype == "float32"
-        nested = override(Qwen2_5_VLConfig())
-        assert nested.head_dtype == nested.text_config.head_dtype == "float32"
-        quantised = override(Qwen2Config(quantization_config={"quant_method": "awq"}))
-        assert hasattr(quantised, "head_dtype") == (name == "fp32")
+@pytest.mark.parametrize(
+    ("asked", "plain", "quantised"), [("auto", True, False), ("fp32", True, True), ("model", False, False)]
+)
+def test_16_bit_engines_have_logits_in_fp32_unless_told_otherwise(asked, plain, quantised):
+    for dtype in ("bfloat16", "float16", "float32"):
+        settings = VllmSettings(model="/m", max_model_len=9, dtype=dtype, logits_dtype=asked)
+        found = [settings.has_fp32_logits(quantised=layers) for layers in (False, True)]
+        assert found == [plain and dtype != "float32", quantised and dtype != "float32"]
+
+
+def test_every_part_of_a_models_configuration_asks_for_logits_in_fp32():
+    """vLLM gives the language model of an image-text model that model's own part."""
+    plain, nested = Qwen2Config(), Qwen2_5_VLConfig()
+    ask_for_fp32_logits(plain)
+    ask_for_fp32_logits(nested)
+    assert plain.head_dtype == nested.head_dtype == nested.text_config.head_dtype == "float32"
+    assert pickle.loads(pickle.dumps(nested)).text_config.head_dtype == "float32"  # it travels to vLLM's processes
 
 
 def test_a_step_has_room_for_a_token_of_every_sequence():

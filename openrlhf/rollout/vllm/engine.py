@@ -53,6 +53,7 @@ from openrlhf.rollout.vllm.settings import (
     OWNER,
     SOCKETS,
     VllmSettings,
+    ask_for_fp32_logits,
     engine_arguments,
     environment,
     sockets_folder,
@@ -580,11 +581,11 @@ async def _start(
 ) -> tuple[AsyncLLM, _RouteSource | None]:
     compat.use_pillow()
     arguments = engine_arguments(settings, gpu=gpu) | compat.image_arguments()
-    config = AsyncEngineArgs(**arguments).create_engine_config()
+    config = _configured(settings, arguments)
     if not gpu:
         _check_heads(config)
     routes = settings.return_routes and compat.has_experts(config)
-    llm = _start_with_routes(arguments) if routes and gpu else None
+    llm = _start_with_routes(settings, arguments) if routes and gpu else None
     if llm is None:
         routes = routes and not gpu
         compat.use_pillow_in_its_processes(config)
@@ -600,10 +601,17 @@ async def _start(
     return llm, await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
 
 
-def _start_with_routes(arguments: dict[str, Any]) -> AsyncLLM | None:
+def _configured(settings: VllmSettings, arguments: dict[str, Any]) -> VllmConfig:
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    if settings.has_fp32_logits(quantised=config.model_config.quantization is not None):
+        ask_for_fp32_logits(config.model_config.hf_config)
+    return config
+
+
+def _start_with_routes(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM | None:
     """One that returns the routes of a mixture itself. None: there is none, and the log says why."""
     try:
-        config = AsyncEngineArgs(**arguments | compat.route_arguments()).create_engine_config()
+        config = _configured(settings, arguments | compat.route_arguments())
         compat.use_pillow_in_its_processes(config)
         # Some versions find out while they start, in another process, that a kernel does not tell.
         return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ class VllmSettings:
     max_model_len: int
     dtype: str = "bfloat16"
     logits_dtype: str = "auto"
-    """`fp32`; `model`: that of the model; `auto`: fp32, unless the model's files are quantised."""
+    """`fp32`; `model`: that of the model; `auto`: fp32, unless the engine's layers are quantised."""
     max_num_seqs: int = 512
     """Most requests at once. On a GPU also the largest captured graph: a batch above it runs without one, and 1,024
     sequences were seen to take longer than twice 512."""
@@ -84,6 +83,12 @@ class VllmSettings:
         """Devices, and worker processes."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def has_fp32_logits(self, *, quantised: bool) -> bool:
+        """Whether logits are more exact than the model. `quantised`: some of the engine's layers are, perhaps its head,
+        which vLLM refuses fp32 logits for."""
+        asked = self.logits_dtype == "fp32" or (self.logits_dtype == "auto" and not quantised)
+        return asked and self.dtype != "float32"
+
 
 def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
@@ -113,9 +118,6 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         # emptied one after the other by a push, and a request in between would find its image in one of them alone.
         "mm_processor_cache_gb": 0,
     }
-    if settings.logits_dtype != "model" and settings.dtype != "float32":
-        # vLLM's head then has the trainer's product: 16-bit factors, an fp32 result, and no copy of the weights.
-        arguments["hf_overrides"] = functools.partial(with_fp32_logits, quantised=settings.logits_dtype == "fp32")
     if gpu:
         arguments |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -173,18 +175,17 @@ SPECULATIONS = ("ngram", "suffix", "history")
 decoding. history: what followed them in earlier responses to the same prompt, else as ngram."""
 
 
-def with_fp32_logits(config: Any, *, quantised: bool = False) -> Any:
-    """A model's Hugging Face configuration that asks vLLM for logits in fp32.
+def ask_for_fp32_logits(config: Any) -> None:
+    """Changes a model's Hugging Face configuration, where vLLM reads the dtype of a head's results. On a GPU the head
+    then has the trainer's product: 16-bit factors, an fp32 result, and no copy of the weights.
 
     vLLM gives the language model inside an image-text model that model's own part of the configuration, so every part
-    is told. `quantised`: also where the files are, though vLLM refuses it for a head that is quantised itself.
+    is told.
     """
-    if quantised or getattr(config, "quantization_config", None) is None:
-        config.head_dtype = "float32"
-        for part in vars(config).values():
-            if hasattr(part, "model_type"):
-                with_fp32_logits(part, quantised=quantised)
-    return config
+    config.head_dtype = "float32"
+    for part in vars(config).values():
+        if hasattr(part, "model_type"):
+            ask_for_fp32_logits(part)
 
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
