@@ -88,7 +88,7 @@ def test_the_other_half_of_the_clip_range_may_come_from_a_file(tmp_path):
     [
         ("--use_icepop", lambda c: c.algo.advantage.is_correction_type, "icepop"),
         ("--use_icepop", lambda c: c.algo.advantage.is_correction_enable, True),
-        ("--use_icepop false", lambda c: c.algo.advantage.is_correction_enable, False),
+        ("--use_icepop false", lambda c: c.corrects_off_policy, False),
         ("--use_icepop --no-enable_vllm_is_correction", lambda c: c.algo.advantage.is_correction_enable, False),
         ("--use_icepop false", lambda c: c.algo.advantage.is_correction_type, "tis"),
         ("--use_kl_estimator_k3", lambda c: c.algo.kl.estimator, "k3"),
