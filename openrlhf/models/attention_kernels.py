@@ -3,7 +3,7 @@
 flash    FlashAttention 2, which torch brings along: sequences of any lengths in one call.
 cudnn    A call for sequences of one length. On an H200 it is 1.7 times as fast as flash, forward and backward, but it
          makes a plan for each length that it meets, in 0.1 s. So lengths are rounded up, and short ones left out.
-cpu      Torch's fused kernel for CPUs, for sequences of one length.
+cpu      Torch's fused kernel for CPUs, for sequences of one length and as many key heads as query heads.
 
 Under gradient checkpointing a layer is computed a second time in the backward pass. Attention is the part of it that
 grows with the square of a sequence, and its output the smallest thing from which the rest follows: it is kept, with

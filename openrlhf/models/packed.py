@@ -257,9 +257,9 @@ def attend_rows(
     gqa = q_nHLD.shape[1] != k_nHSD.shape[1]
     L, S = q_nHLD.shape[2], k_nHSD.shape[2]
     if L == S and (window is None or window >= S):
-        if kept is not None and not q_nHLD.is_cuda and dropout == 0.0 and q_nHLD.shape[-1] == v_nHSD.shape[-1]:
-            heads = q_nHLD.shape[1] // k_nHSD.shape[1]
-            k_nHSD, v_nHSD = (x.repeat_interleave(heads, dim=1) if gqa else x for x in (k_nHSD, v_nHSD))
+        # With fewer key heads than query heads torch has no such kernel on a CPU.
+        plain = not gqa and not q_nHLD.is_cuda and dropout == 0.0 and q_nHLD.shape[-1] == v_nHSD.shape[-1]
+        if kept is not None and plain:
             return kernels.attend(q_nHLD, k_nHSD, v_nHSD, kernels.cpu_kernel(scaling), kept=kept, slot=slot)
         return F.scaled_dot_product_attention(
             q_nHLD, k_nHSD, v_nHSD, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
