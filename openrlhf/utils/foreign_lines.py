@@ -38,9 +38,9 @@ _IDLE = {
         "Ignoring clean_up_tokenization_spaces=True",
     ),
     "vllm": (
-        # It comes at every push, for tensors that a push never sends: tables of sines and cosines, and a head that is
-        # tied to the embeddings.
-        r"\w*(RotaryEmbedding|LMHead): Failed to load weights",
+        # It comes at every push, for what a push never sends: tables of sines and cosines, a head that is tied to the
+        # embeddings, a frozen tower. A layer that should have got something ends the push with an error of ours.
+        r"\w+: Failed to load weights",
         # Weights come in the policy's order.
         r"Allocating .* of device memory to buffers to load",
         # It comes with the first request of each kind.
@@ -50,6 +50,10 @@ _IDLE = {
         "Enforce eager set",
         "Inductor compilation was disabled",
         "Passing raw prompts to InputProcessor is deprecated",
+        r"max_num_batched_tokens \(\d+\) exceeds max_num_seqs",
+        r"Casting torch\.\w+ to torch\.",
+        # These come with a push between two turns of an episode.
+        r"Resetting the (multi-modal|encoder) cache when requests are",
         # These come with an engine on a CPU.
         r"Triton is (not )?installed",
         "Model Runner V2 requires Triton",
@@ -58,6 +62,15 @@ _IDLE = {
     ),
 }
 """By library, the beginnings of warnings that mean nothing in our runs and that a user cannot do anything about."""
+
+IDLE_WARNINGS = (
+    # Adapters of experts are one parameter to PEFT, and have patterns by the names that they have in files.
+    "The following alpha_pattern keys did not match",
+    "The following rank_pattern keys did not match",
+    # The functions of transformers that it is about give the same for the same arguments.
+    "Dynamo detected a call to a `functools.lru_cache`-wrapped function",
+)
+"""The same of Python's own warnings, which do not go through loggers."""
 
 
 class ForeignLines(logging.Filter):
@@ -105,7 +118,10 @@ def filter_unhandled() -> None:
 
 
 def _ignore_deprecations() -> None:
-    """Hide deprecation warnings of libraries. A user sees those of their own files, and all with `python -W`."""
+    """Hide deprecation warnings of libraries and what means nothing. A user sees those of their own files, and all with
+    `python -W`."""
     if not sys.warnoptions:
+        for beginning in IDLE_WARNINGS:
+            warnings.filterwarnings("ignore", message=re.escape(beginning))
         for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(LIBRARIES)})(\.|$)")

@@ -9,10 +9,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from openrlhf.models.loading import silence_progress_bars
 from openrlhf.rollout.vllm.settings import logging_variables
-from openrlhf.utils.foreign_lines import ForeignLines, filter_unhandled, start_logging
+from openrlhf.utils.foreign_lines import IDLE_WARNINGS, ForeignLines, filter_unhandled, start_logging
 
 
 @pytest.fixture
@@ -68,6 +69,12 @@ def test_a_warning_of_a_library_is_shown_once_whatever_its_numbers(begin):
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "RotaryEmbedding")),
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "YaRNRotaryEmbedding")),
         ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "ParallelLMHead")),
+        ("vllm.model_executor.model_loader.reload.layerwise", ("%s: Failed to load weights", "QKVParallelLinear")),
+        ("vllm.config.model", ("Casting %s to %s.", torch.float32, torch.bfloat16)),
+        (
+            "vllm.config.scheduler",
+            ("max_num_batched_tokens (%d) exceeds max_num_seqs * max_model_len (%d). This", 8, 4),
+        ),
         ("vllm.reload.layerwise", ("Allocating %.1f MB of device memory to buffers to load %s layers.", 0.5, ["QKV"])),
         ("vllm.v1.worker.jit_monitor", ("Triton kernel JIT compilation during inference: %s. This", "_topk")),
         ("transformers.tokenization_utils", ("Ignoring clean_up_tokenization_spaces=True for BPE tokenizer",)),
@@ -81,10 +88,14 @@ def test_foreign_lines_leave_out_idle_warnings(begin, name, words):
     assert terminal.getvalue() == ""
 
 
-def test_weights_of_a_layer_that_has_some_are_no_idle_matter(begin):
-    terminal = begin(start_logging)
-    say("vllm.model_executor.x", logging.WARNING, "%s: Failed to load weights", "QKVParallelLinear")
-    assert "QKVParallelLinear" in terminal.getvalue()
+def test_pythons_own_warnings_that_mean_nothing_are_left_out(begin):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        begin(start_logging)
+        texts = [f"{beginning}: ['x']." for beginning in IDLE_WARNINGS] + ["alpha_pattern is odd"]
+        for text in texts:
+            warnings.warn_explicit(text, RuntimeWarning, "tuners.py", 1, module="peft.tuners")
+    assert [str(w.message) for w in found] == ["alpha_pattern is odd"]
 
 
 def test_our_lines_and_the_users_are_all_shown(begin):
