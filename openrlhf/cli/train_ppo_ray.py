@@ -1,9 +1,11 @@
 """Reinforcement learning: `python -m openrlhf.cli.train_ppo_ray --help`."""
 
+import os
 from collections.abc import Sequence
 
 from openrlhf.config import RLConfig
 from openrlhf.config.parser import enter
+from openrlhf.rollout.vllm.spare import prepared, wants_spare
 
 
 def main(argv: Sequence[str] | None = None, *, name: str | None = None) -> int:
@@ -12,9 +14,10 @@ def main(argv: Sequence[str] | None = None, *, name: str | None = None) -> int:
 
 
 def _run(config: RLConfig) -> int | None:
-    from openrlhf.runs.rl_assembly import run_rl
+    with prepared(wants_spare(config, os.environ)):  # imports in another process what an engine needs
+        from openrlhf.runs.rl_assembly import run_rl
 
-    return run_rl(config)
+        return run_rl(config)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import pickle
 import tempfile
+from itertools import pairwise
 
 import pytest
 from transformers import Qwen2_5_VLConfig, Qwen2Config
@@ -11,6 +12,7 @@ from openrlhf.rollout.vllm.settings import (
     VllmSettings,
     ask_for_fp32_logits,
     engine_arguments,
+    graph_sizes,
     sockets_folder,
     worker_environment,
 )
@@ -77,7 +79,7 @@ def test_vllm_decodes_only_where_it_looks_for_stop_strings():
 
 def test_the_largest_graph_is_the_largest_batch():
     found = engine_arguments(SETTINGS, gpu=True)
-    assert found["max_num_seqs"] == found["compilation_config"]["max_cudagraph_capture_size"] == 512
+    assert found["max_num_seqs"] == found["compilation_config"]["cudagraph_capture_sizes"][-1] == 512
     assert not found["enforce_eager"]
 
 
@@ -87,6 +89,34 @@ def test_keys_and_values_have_what_the_share_leaves_or_so_many_bytes():
     found = engine_arguments(exact, gpu=True)
     assert (found["gpu_memory_utilization"], found["kv_cache_memory_bytes"]) == (0.1, 2**30)
     assert "kv_cache_memory_bytes" not in engine_arguments(exact, gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (7, [1, 2, 4, 7]),
+        (64, [1, 2, 4, 8, 16, 32, 64]),
+        (150, [1, 2, 4, 8, 16, 32, 64, 96, 128, 150]),
+    ],
+)
+def test_graphs_are_few_and_reach_the_largest_batch(most, sizes):
+    assert graph_sizes(most) == sizes
+
+
+def test_no_batch_above_64_is_padded_by_more_than_a_step():
+    sizes = graph_sizes(512)
+    assert len(sizes) == 21
+    assert max(large - small for small, large in pairwise(sizes) if small >= 64) == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "tunes"),
+    [({"has_experts": False}, False), ({}, True), ({"has_experts": False, "tensor_parallel_size": 2}, True)],
+)
+def test_kernels_of_flashinfer_are_timed_only_for_models_that_may_have_them(options, tunes):
+    found = engine_arguments(VllmSettings(model="/m", max_model_len=9, **options), gpu=True)
+    assert found.get("enable_flashinfer_autotune", True) is tunes
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (100, 128), (257, 320), (512, 512)])

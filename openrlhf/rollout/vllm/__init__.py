@@ -4,6 +4,7 @@ engine.py       VllmEngine: requests in, generations out; pause and resume aroun
 worker.py       the inside of its workers: they take over weights
 compat.py       every private part of vLLM that is used, and what differs between its versions
 settings.py     how an engine is started, and vLLM's arguments for it
+spare.py        a process that has imported vLLM before an engine asks for one
 speculation.py  drafts of the next tokens: where they come from, and whether they pay
 routes.py       the experts of tokens, where workers of ours have to see them
 sampling.py     our sampling parameters in vLLM's words
@@ -12,10 +13,12 @@ texts.py        tokens decoded at the end of a generation, or part by part
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.rollout.vllm.settings import VllmSettings, environment, logging_variables
+from openrlhf.rollout.vllm.spare import SCHEDULER
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +28,20 @@ if TYPE_CHECKING:
 
 def start_engine(settings: VllmSettings, tokenizer: Any | None) -> VllmEngine:
     """Import vLLM, which takes seconds and which most runs do without, and start it."""
+    return engine_class()(settings, tokenizer)
+
+
+def engine_class() -> type[VllmEngine]:
     with environment(logging_variables()):  # which vLLM reads when it is imported
         from openrlhf.rollout.vllm.engine import VllmEngine
-    return VllmEngine(settings, tokenizer)
+    return VllmEngine
+
+
+def end_start() -> None:
+    """End the processes of an engine that is starting in this process, so that its start fails."""
+    for process in multiprocessing.active_children():
+        if process.name.startswith(SCHEDULER):
+            process.kill()
 
 
 def adapter_problem(

@@ -3,6 +3,8 @@ against this file; what the other files of this folder use is documented.
 
 InProcessExecutor          a worker beside its scheduler, for engines of one part on a CPU
 WorkerProcesses            workers in processes of their own, where torchvision is missing
+schedulers_in              a process that is there already becomes the scheduler's
+time_start                 how long a worker takes to load, to measure memory and to capture graphs
 num_output_tokens          how far requests are
 LayerwiseLoad              new weights, layer by layer, as if from a checkpoint
 AdapterSlot                an adapter beside the weights, replaced in place
@@ -19,12 +21,14 @@ mend_verification          drafts are verified on a CPU as they are on a GPU
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
 import re
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -50,6 +54,7 @@ from vllm.model_executor.models import registry as model_registry
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.platforms import current_platform
 from vllm.transformers_utils import processor as vllm_processors
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -61,6 +66,7 @@ from openrlhf.models.routes import route_shape
 from openrlhf.rollout.base import DraftCounts
 from openrlhf.rollout.vllm.routes import Message, RouteStore, StepPart
 from openrlhf.rollout.vllm.settings import EXPERTS, RANKS, SOCKETS, THREADS
+from openrlhf.rollout.vllm.spare import SpareContext, SpareProcess
 from openrlhf.rollout.vllm.speculation import DraftTally, HistoryDrafts, Responses, draft_room
 from openrlhf.types import ImageInput, PlacedImage
 
@@ -91,6 +97,55 @@ class WorkerProcesses(MultiprocExecutor):
     def _init_executor(self) -> None:
         use_pillow()
         super()._init_executor()
+
+
+@contextlib.contextmanager
+def schedulers_in(spare: SpareProcess | None) -> Iterator[None]:
+    """While open, vLLM's scheduler starts in this process, if there is one, and the spare ends with the failure of the
+    start."""
+    if spare is None:
+        yield
+        return
+    make_context = engine_utils.get_mp_context
+    context = SpareContext(make_context(), spare)
+    engine_utils.get_mp_context = lambda: context
+    try:
+        yield
+    except BaseException:
+        spare.end()
+        raise
+    finally:
+        engine_utils.get_mp_context = make_context
+
+
+_START = {
+    "load_model": "weights",
+    "determine_available_memory": "memory",
+    "initialize_from_config": "cache",
+    "compile_or_warm_up_model": "graphs",
+}
+"""What vLLM asks of a worker that starts. Where layers are compiled, that is a part of "memory": the first forward is
+what measures it."""
+
+
+def time_start(worker: Any) -> tuple[float, dict[str, float]]:
+    """Of a worker that is new: when that was, and its seconds by part, which are filled in as it starts."""
+    seconds: dict[str, float] = {}
+
+    def timed(method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - began
+
+        return call
+
+    for name, part in _START.items():
+        if (method := getattr(worker, name, None)) is not None:
+            setattr(worker, name, timed(method, part))
+    return time.time(), seconds
 
 
 def num_output_tokens(llm: AsyncLLM) -> dict[str, int]:

@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ from openrlhf.rollout.base import (
     check_prompt,
 )
 from openrlhf.rollout.generated_text import eos_token_ids
-from openrlhf.rollout.vllm import compat
+from openrlhf.rollout.vllm import compat, spare
 from openrlhf.rollout.vllm.routes import merged
 from openrlhf.rollout.vllm.sampling import sampling_arguments
 from openrlhf.rollout.vllm.settings import (
@@ -59,6 +60,7 @@ from openrlhf.rollout.vllm.settings import (
     sockets_folder,
     worker_environment,
 )
+from openrlhf.rollout.vllm.spare import SpareProcess
 from openrlhf.rollout.vllm.speculation import DraftGate
 from openrlhf.rollout.vllm.texts import PartTexts
 from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
@@ -182,8 +184,12 @@ class VllmEngine:
             owned = {OWNER: str(os.getpid()), SOCKETS: self._sockets, "VLLM_RPC_BASE_PATH": self._sockets}
             with environment(wanted | owned):
                 self._llm: AsyncLLM | None
-                self._llm, self._routes = self._thread.run(
-                    _start(settings, unsampled=self._unsampled, gpu=gpu), "to start", deadline=START_SECONDS
+                self.start_seconds: dict[str, float]
+                """How long the parts of its start took."""
+                self._llm, self._routes, self.start_seconds = self._thread.run(
+                    _start(settings, unsampled=self._unsampled, gpu=gpu, spare=spare.take()),
+                    "to start",
+                    deadline=START_SECONDS,
                 )
         except Exception as error:
             self._thread.close()
@@ -577,8 +583,34 @@ class VllmEngine:
 
 
 async def _start(
-    settings: VllmSettings, *, unsampled: Sequence[int], gpu: bool
-) -> tuple[AsyncLLM, _RouteSource | None]:
+    settings: VllmSettings, *, unsampled: Sequence[int], gpu: bool, spare: SpareProcess | None
+) -> tuple[AsyncLLM, _RouteSource | None, dict[str, float]]:
+    asked = time.time()
+    with compat.schedulers_in(spare):
+        llm, config, routes = _start_llm(settings, gpu=gpu)
+    if not gpu and settings.pipeline_parallel_size > 1:
+        await llm.collective_rpc("run_once")
+    if unsampled:
+        await llm.collective_rpc("never_sample", args=(list(unsampled),))
+    if settings.adapter_rank is not None:
+        await llm.collective_rpc("hold_adapter", args=(_NUMBER,))
+    if settings.speculation is not None:
+        await llm.collective_rpc("begin_drafts", args=(settings.speculation == "history",))
+    source = await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
+    return llm, source, await _start_seconds(llm, asked)
+
+
+async def _start_seconds(llm: AsyncLLM, asked: float) -> dict[str, float]:
+    """The longest of its workers, by part. `process`: until there is a worker."""
+    longest: dict[str, float] = {}
+    for made, parts in await llm.collective_rpc("start_seconds"):
+        for part, seconds in {"process": made - asked, **parts}.items():
+            longest[part] = max(longest.get(part, 0.0), seconds)
+    return longest
+
+
+def _start_llm(settings: VllmSettings, *, gpu: bool) -> tuple[AsyncLLM, VllmConfig, bool]:
+    """vLLM, its configuration, and whether it may know the routes of a mixture."""
     compat.use_pillow()
     arguments = engine_arguments(settings, gpu=gpu) | compat.image_arguments()
     config = _configured(settings, arguments)
@@ -590,15 +622,7 @@ async def _start(
         routes = routes and not gpu
         compat.use_pillow_in_its_processes(config)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
-    if not gpu and settings.pipeline_parallel_size > 1:
-        await llm.collective_rpc("run_once")
-    if unsampled:
-        await llm.collective_rpc("never_sample", args=(list(unsampled),))
-    if settings.adapter_rank is not None:
-        await llm.collective_rpc("hold_adapter", args=(_NUMBER,))
-    if settings.speculation is not None:
-        await llm.collective_rpc("begin_drafts", args=(settings.speculation == "history",))
-    return llm, await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
+    return llm, config, routes
 
 
 def _configured(settings: VllmSettings, arguments: dict[str, Any]) -> VllmConfig:

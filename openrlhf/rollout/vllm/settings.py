@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.rollout.vllm.speculation import STEP_TOKENS
+from openrlhf.utils.foreign_lines import IDLE_WARNINGS
 from openrlhf.utils.parent_death import RUN_FOLDER
 
 WORKER_EXTENSION = "openrlhf.rollout.vllm.worker.WorkerExtension"
@@ -50,6 +51,8 @@ class VllmSettings:
     enable_prefix_caching: bool = True
     cpu_cache_gib: int = 4
     """Keys and values, on a CPU."""
+    has_experts: bool = True
+    """Whether the model is, as far as is known, a mixture of experts."""
     enable_sleep: bool = False
     """Whether it can give its memory away, which its allocator must know from the start."""
     trust_remote_code: bool = False
@@ -125,9 +128,12 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         }
         if settings.cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.cache_bytes
+        if settings.parts == 1 and not settings.has_experts and settings.quantization is None:
+            # vLLM would time kernels of FlashInfer that a dense model in 16 or 32 bits does not have.
+            arguments["enable_flashinfer_autotune"] = False
         if not settings.enforce_eager:
             largest = max(settings.max_num_seqs, 0 if settings.speculation is None else STEP_TOKENS)
-            arguments["compilation_config"] = {"max_cudagraph_capture_size": largest}
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(largest)}
             if settings.adapter_rank is not None:
                 # Every request asks for the adapter: graphs without it would be captured in vain.
                 arguments["compilation_config"]["cudagraph_specialize_lora"] = False
@@ -188,6 +194,21 @@ def ask_for_fp32_logits(config: Any) -> None:
             ask_for_fp32_logits(part)
 
 
+GRAPH_STEP = 32
+"""From 64 sequences on, the distance between two captured batches."""
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batches that CUDA graphs are captured for, up to `most`; others run in the next larger one: 1, 2, 4, … 64, 96, …
+
+    vLLM's own list has every eighth up to 256 and every sixteenth above: 51 for 512, each of which is captured twice,
+    for decoding alone and with prompts. Here it is 21. Padding costs little: up to about 150 sequences a step takes as
+    long as reading all weights once, and above it adds 16 sequences in the mean.
+    """
+    sizes = [1, 2, 4, 8, 16, 32, *range(64, most, GRAPH_STEP)]
+    return [*(size for size in sizes if size < most), most]
+
+
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has room for. It has 1 too, which its kernels would pad."""
 
@@ -220,13 +241,8 @@ def _executor(settings: VllmSettings, *, gpu: bool) -> str | None:
 def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int] = ()) -> dict[str, str]:
     """What vLLM reads from the environment; what the user has set there wins. `cores`: those this process may use."""
     # A fork of a process with torch's threads may hang; and workers must find our extension by themselves.
-    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **logging_variables()}
-    # Its processes have stderr in common with the run: torch's warnings in C++, and those for the makers of libraries.
-    variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
-    # Progress bars of weights and CUDA graphs.
-    variables["TQDM_DISABLE"] = "1"
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **import_variables(gpu=gpu)}
     if gpu:
-        variables["FLASHINFER_LOGGING_LEVEL"] = "WARNING"  # it says at every start that it looks for its best kernels
         # Its kernels are compiled at every start: 210 s instead of 57.
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     else:
@@ -234,12 +250,25 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
             variables[CORES] = "|".join(core_shares(cores, settings.parts))
         variables[THREADS] = str(max(1, (len(cores) - 1) // settings.engines))
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
-        # Counting ranks of log-probs would be compiled with the first request: 40 s instead of 1.
-        variables["TORCHDYNAMO_DISABLE"] = "1"
         # Threads that look for drafts and those that compute a step would wait for each other: 170 ms a step, not 5.
         variables["NUMBA_NUM_THREADS"] = "1"
         # A worker waits here for its parent to end, and its parent for it; on a CPU there is nothing to give back.
         variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
+    return variables
+
+
+def import_variables(*, gpu: bool) -> dict[str, str]:
+    """Of these, what Python and libraries read when a process starts and when they are imported."""
+    # Its processes have stderr in common with the run: torch's warnings in C++, and those for the makers of libraries.
+    ignored = ["ignore::FutureWarning", "ignore::DeprecationWarning", *(f"ignore:{text}" for text in IDLE_WARNINGS)]
+    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": ",".join(ignored)}
+    # Progress bars of weights and CUDA graphs.
+    variables |= {"TQDM_DISABLE": "1", **logging_variables()}
+    if gpu:
+        variables["FLASHINFER_LOGGING_LEVEL"] = "WARNING"  # it says at every start that it looks for its best kernels
+    else:
+        # Counting ranks of log-probs would be compiled with the first request: 40 s instead of 1.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
 

@@ -28,6 +28,7 @@ class WorkerExtension:
     _weights: WorkerWeights | None
     _routes: Any
     _drafts: Any
+    _start_seconds: tuple[float, dict[str, float]]
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """vLLM constructs a worker before it loads anything. Its processes do not notice when the one that started
@@ -35,12 +36,18 @@ class WorkerExtension:
         owner = int(os.environ.get(OWNER, os.getpid()))
         if owner != os.getpid():
             exit_with_parent(owner, leaving_nothing_in=os.environ.get(SOCKETS))
-        from openrlhf.rollout.vllm.compat import adapt_by_every_name, mend_verification, use_pillow
+        from openrlhf.rollout.vllm.compat import adapt_by_every_name, mend_verification, time_start, use_pillow
 
         use_pillow()
         adapt_by_every_name()
         mend_verification()
-        return super().__new__(cls)
+        worker = super().__new__(cls)
+        worker._start_seconds = time_start(worker)
+        return worker
+
+    def start_seconds(self) -> tuple[float, dict[str, float]]:
+        """When this worker was made, by `time.time`, and how long the parts of its start took since."""
+        return self._start_seconds
 
     def hold_adapter(self, number: int) -> None:
         """Requests may ask for it from here on. It adds nothing until one is pushed."""
