@@ -38,9 +38,12 @@ class DeviceHolder:
 class EngineShell(DeviceHolder):
     """An engine's process. Requests are coroutines; what changes the engine waits in threads beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        """`prepare` begins at once with what needs neither the engine's settings nor its device."""
         self._engine: Any = None
         self._meter: UsageMeter | None = None
+        if prepare is not None:
+            prepare()
         self._serving: asyncio.Task[Address] | None = None
 
     async def install_stack_probe(self) -> ProbeAddress:
@@ -62,6 +65,10 @@ class EngineShell(DeviceHolder):
         gc.collect()
         gc.freeze()  # see `runs.process`; for good, this process has no other work
         return own_processes()
+
+    async def start_seconds(self) -> dict[str, float]:
+        """How long the parts of the engine's start took, where it knows."""
+        return dict(getattr(self._engine, "start_seconds", {}))
 
     async def usage(self) -> tuple[str, Usage]:
         """This node, and what its device did since the last call."""

@@ -66,9 +66,15 @@ class EngineSlot:
     """An engine's devices on the cluster, and the process that has them now."""
 
     def __init__(
-        self, placed: ReservedPlan, places: Sequence[Placement], build: Callable[[], ControlledEngine]
+        self,
+        placed: ReservedPlan,
+        places: Sequence[Placement],
+        build: Callable[[], ControlledEngine],
+        *,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        """`places`: of its devices, the first of which has its process."""
+        """`places`: of its devices, the first of which has its process. `prepare` is called there before `build` can
+        be."""
         import ray
 
         first, *others = places
@@ -76,6 +82,7 @@ class EngineSlot:
         self._node = placed.node_id(first)
         self._options = placed.options(first) | {"max_concurrency": MOST_CALLS}
         self._build = build
+        self._prepare = prepare
         holder_class = ray.remote(DeviceHolder)
         self._holders: list[Any] = [holder_class.options(**placed.options(place)).remote() for place in others]
         self.processes: list[ProcessId] = []
@@ -87,7 +94,7 @@ class EngineSlot:
         import ray
 
         actor_class: Any = ray.remote(EngineShell)  # Ray's own types know no methods of actors
-        self.actor: Any = actor_class.options(**self._options).remote()
+        self.actor: Any = actor_class.options(**self._options).remote(self._prepare)
         devices = [holder.devices.remote() for holder in (self.actor, *self._holders)]
         self.start = self.actor.start.remote(self._build, os.getcwd(), *devices)
         """Answers with its processes."""
@@ -131,12 +138,14 @@ class EngineSlot:
             ray.kill(actor)
 
 
-def engine_slots(placed: ReservedPlan, build: Callable[[], ControlledEngine]) -> list[EngineSlot]:
+def engine_slots(
+    placed: ReservedPlan, build: Callable[[], ControlledEngine], *, prepare: Callable[[], None] | None = None
+) -> list[EngineSlot]:
     """A slot for every engine of a plan, in the order of their numbers. Their processes are starting."""
     places: dict[int, list[Placement]] = {}
     for place in sorted(placed.plan.placements(Role.ENGINE), key=lambda place: place.slot.part):
         places.setdefault(place.slot.rank, []).append(place)
-    return [EngineSlot(placed, places[rank], build) for rank in sorted(places)]
+    return [EngineSlot(placed, places[rank], build, prepare=prepare) for rank in sorted(places)]
 
 
 class RayEngines:
@@ -188,6 +197,12 @@ class RayEngines:
         started = calls.wait([slot.start for slot in self._slots], "to start", deadline)
         for slot, processes in zip(self._slots, started, strict=True):
             slot.processes = processes
+
+    def start_seconds(self) -> dict[str, float]:
+        """How long the parts of an engine's start took, of the slowest, where engines know."""
+        calls = [slot.actor.start_seconds.remote() for slot in self._slots]
+        told = Calls([slot.name for slot in self._slots]).wait(calls, "for the parts of a start", SIGN_DEADLINE)
+        return max(told, key=lambda parts: sum(parts.values()), default={})
 
     def __len__(self) -> int:
         return len(self._slots)

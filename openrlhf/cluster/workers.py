@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import socket
 import threading
@@ -116,6 +117,12 @@ class WorkerActor:
         """Install this process's stack probe. It is the first call, made before anything can hang."""
         return install_here()
 
+    def import_modules(self, names: Sequence[str]) -> None:
+        """Import what `start` will need. Nothing is told of a module that cannot be imported: `start` will."""
+        for name in names:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
     def address(self, *, on_one_node: bool) -> tuple[str, int]:
         """The address at which the ranks form their process group: this node, and a free port on it."""
         import ray
@@ -164,11 +171,18 @@ class WorkerGroup:
     """The ranks of some models: one process on each of their devices. The processes end with `close`."""
 
     def __init__(
-        self, placed: ReservedPlan, spec: ProcessGroupSpec, build: Callable[[], Any], *, ranks_per_share: int = 1
+        self,
+        placed: ReservedPlan,
+        spec: ProcessGroupSpec,
+        build: Callable[[], Any],
+        *,
+        ranks_per_share: int = 1,
+        modules: Sequence[str] = (),
     ) -> None:
         """`build` is called once in every rank's process, where it may meet the others (`backends.ranks`).
 
-        `ranks_per_share`: so many neighbours have the same samples. Nothing is waited for: see `ready`.
+        `ranks_per_share`: so many neighbours have the same samples. Their processes start and import `modules`; with
+        `start` they build, and nothing is waited for before `ready`.
         """
         import ray
 
@@ -184,13 +198,25 @@ class WorkerGroup:
         self._stack_probes = StackProbes(names, [actor.install_stack_probe.remote() for actor in self._actors])
         nodes = {placed.node_id(place) for place in spec.placements}
         meeting, folder = self._actors[0].address.remote(on_one_node=len(nodes) == 1), os.getcwd()
-        self._starts = [
-            actor.start.remote(rank, len(self._actors), meeting, folder, build)
-            for rank, actor in enumerate(self._actors)
-        ]
+        self._imports = [actor.import_modules.remote(modules) for actor in self._actors]
+
+        def start() -> list[Any]:
+            return [
+                actor.start.remote(rank, len(self._actors), meeting, folder, build)
+                for rank, actor in enumerate(self._actors)
+            ]
+
+        self._start: Callable[[], list[Any]] = start
+        self._starts: list[Any] = []
+
+    def start(self) -> None:
+        """Let every rank build its service. Nothing is waited for."""
+        if not self._starts:
+            self._starts = self._start()
 
     def ready(self, *, deadline: float) -> None:
         """Wait until every rank has built its service. Raises WorkerError."""
+        self.start()
         self._calls.wait(self._starts, "to start", deadline)
 
     def __len__(self) -> int:
@@ -248,21 +274,31 @@ class WorkerGroup:
 
 @contextlib.contextmanager
 def worker_groups(
-    placed: ReservedPlan, build: Callable[[tuple[Role, ...]], Any], *, ranks_per_share: int = 1, deadline: float
+    placed: ReservedPlan,
+    build: Callable[[tuple[Role, ...]], Any],
+    *,
+    ranks_per_share: int = 1,
+    modules: Sequence[str] = (),
+    first: Callable[[], None] = lambda: None,
+    deadline: float,
 ) -> Iterator[dict[Role, WorkerGroup]]:
     """While open: the worker group of every role. All groups start at once; roles that share processes share a group.
 
-    `build(roles)` makes the service of a rank, in its process. At the end all processes are ended, also after an
-    error. Raises WorkerError.
+    `build(roles)` makes the service of a rank, in its process, after `first` has returned; meanwhile the process
+    starts, and imports `modules`. At the end all processes are ended, also after an error. Raises WorkerError.
     """
     with contextlib.ExitStack() as held:
         groups: dict[Role, WorkerGroup] = {}
         for spec in placed.plan.process_groups():
             build_rank = functools.partial(build, spec.roles)
-            group = WorkerGroup(placed, spec, build_rank, ranks_per_share=ranks_per_share)
+            group = WorkerGroup(placed, spec, build_rank, ranks_per_share=ranks_per_share, modules=modules)
             held.callback(group.close)
             groups |= dict.fromkeys(spec.roles, group)
-        for group in dict.fromkeys(groups.values()):
+        first()
+        every = list(dict.fromkeys(groups.values()))
+        for group in every:
+            group.start()
+        for group in every:
             group.ready(deadline=deadline)
         yield groups
 
