@@ -58,7 +58,7 @@ def run(config: Any, task: Task, run_dir: Path, seed: int, command: Sequence[str
         started = time.monotonic()
         prepare(task, run_dir / "inputs", seed=seed)
         _say(f"Now RL: python -m openrlhf.cli.train_ppo_ray {' '.join(command)}")
-        result = train(config)
+        result = train(config, began=time.time())
         assert result.run_dir is not None  # only further ranks of a run have none
         seconds = time.monotonic() - started
         records = read_metrics(result.run_dir / "metrics.jsonl")

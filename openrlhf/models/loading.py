@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,8 @@ class LoadSettings:
     """The flag that error messages name."""
     images: bool = False
     """The model will be given images."""
+    device_ready: Callable[[], None] = lambda: None
+    """Returns when the device's memory may be used. Weights are read into the host's memory before that."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -344,6 +346,7 @@ def _load_model(loader: Any, path: str | os.PathLike[str], config: Any, settings
         options["experts_implementation"] = settings.ds.experts_implementation
     if settings.ds.load_in_4bit:
         _require("bitsandbytes", flag="--ds.load_in_4bit", extra="qlora")
+        settings.device_ready()
         # QLoRA's: 4-bit normal floats, their scales quantised too (https://arxiv.org/abs/2305.14314). Quantised weights
         # do not change places: they are loaded where they are used.
         options |= {
@@ -361,6 +364,7 @@ def _load_model(loader: Any, path: str | os.PathLike[str], config: Any, settings
 
 def _to_device(model: Any, settings: LoadSettings) -> Any:
     if not settings.ds.load_in_4bit:
+        settings.device_ready()
         return model.to(settings.device)
     _keep_layout(model)
     return model

@@ -194,6 +194,14 @@ CATALOG = (
                 SECONDS, "RL, async: a push waits for an evaluation of the weights before it"
             ),
             "timing/train": Metric(SECONDS, "supervised: the optimizer step"),
+            "startup/total": Metric(SECONDS, "RL, with the first step: from the command to the first sample"),
+            "startup/<part>": Metric(
+                SECONDS,
+                "RL, with the first step: a part of it, `imports`, `data`, `cluster`, `reward`, `vllm` (its import), "
+                "`engine`, `models`, `checkpoint`, `push`, `first_sample`; and of the engine's own start, also while "
+                "nobody waits for it, `engine_process`, `engine_weights`, `engine_memory`, `engine_cache`, "
+                "`engine_graphs`",
+            ),
             "perf/tokens_per_second": Metric("tokens/s", "tokens of the step's samples over the step's time"),
             "perf/generated_tokens_per_second": Metric("tokens/s", "RL: only those that the policy sampled (`tok/s`)"),
             "perf/max_tokens_per_gpu": Metric(

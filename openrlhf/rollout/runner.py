@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from openrlhf.agents.episodes import EpisodeError, Episodes
 from openrlhf.rewards.base import RewardError, RewardRequest, RewardSource
@@ -31,14 +31,24 @@ class RolloutError(Exception):
 class EpisodeRunner:
     """Turns a prompt into a judged group. Failures become data; only a hopeless reward or agent ends the run."""
 
-    def __init__(self, *, episodes: Episodes, reward: RewardSource | None, seed: int, has_worked: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        episodes: Episodes,
+        reward: RewardSource | None,
+        seed: int,
+        has_worked: bool = False,
+        on_sample: Callable[[], None] = lambda: None,
+    ) -> None:
         """`reward` judges the episodes that bring no reward of their own; None: there are none.
 
         `has_worked`: in the run that this one continues. Whatever fails first is then no worse than what fails later.
+        `on_sample` is called after every episode.
         """
         self._episodes = episodes
         self._reward = reward
         self._seed = seed
+        self._on_sample = on_sample
         self._said: Counter[str] = Counter()
         self._played = self._judged = int(has_worked)
         self._unplayed = self._unjudged = 0
@@ -88,6 +98,7 @@ class EpisodeRunner:
                     waits.mark_progress()
                     return Trajectory(key=key, segments=(), outcome=Outcome.FAILED, error=f"{where}: {error}")
         waits.mark_progress()
+        self._on_sample()
         if episode.unmatched_ranges:
             self._warn(
                 "some tokens that an agent returned as its actions were not sampled by the engine",

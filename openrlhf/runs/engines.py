@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from transformers import AutoConfig
@@ -27,24 +29,31 @@ from openrlhf.config.rules import required
 from openrlhf.models.adapters import AdapterError
 from openrlhf.models.file_weights import FileAdapter
 from openrlhf.models.image_processor import unsampled_tokens
-from openrlhf.models.loading import model_dtype, policy_skeleton
+from openrlhf.models.loading import load_config, model_dtype, policy_skeleton
 from openrlhf.models.routes import route_shape
 from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.embedded import EmbeddedEngine
-from openrlhf.rollout.vllm import adapter_problem, start_engine
+from openrlhf.rollout.vllm import adapter_problem, end_start, engine_class, start_engine
 from openrlhf.rollout.vllm.settings import VllmSettings
+from openrlhf.rollout.vllm.spare import prepare as prepare_spare
 from openrlhf.runs.device_memory import EngineMemory
 from openrlhf.runs.engine_memory import NOTHING_SHARED, Settled, engine_memory, local_device, places
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import policy_tokenizer, reading_model
 from openrlhf.runs.process import process_device
 from openrlhf.runs.rl_models import RLModels, load_settings
+from openrlhf.runs.starting import Starting
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights, SharedWeightSync, WeightSync
 from openrlhf.weight_sync.probe import LocalProbe, Probe
 from openrlhf.weight_sync.transports import GroupSender, IpcSender, RpcSender, WeightSender
 
+if TYPE_CHECKING:
+    from openrlhf.rollout.vllm.engine import VllmEngine
+
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 def vllm_settings(
@@ -57,12 +66,13 @@ def vllm_settings(
     adapter: EngineAdapter | None = None,
 ) -> VllmSettings:
     """The settings of one of so many engines. `model_config`: the policy's Hugging Face configuration."""
+    sequences = places(-(-config.generate_batch_size * config.samples_per_prompt // engines))
     return VllmSettings(
         model=required(config.actor.model_name_or_path),
         max_model_len=config.data.max_len,
         dtype=str(model_dtype(config.ds.param_dtype, device)).removeprefix("torch."),
         logits_dtype=config.vllm.logits_dtype,
-        max_num_seqs=places(-(-config.generate_batch_size * config.samples_per_prompt // engines)),
+        max_num_seqs=sequences,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         pipeline_parallel_size=config.vllm.pipeline_parallel_size,
         gpu_memory_utilization=memory.share,
@@ -77,12 +87,24 @@ def vllm_settings(
         max_images=config.data.max_images_per_prompt,
         keep_image_features=config.actor.freeze_visual_encoder,
         return_routes=wants_routes(config, model_config),
+        has_experts=route_shape(model_config) is not None,
+        cpu_cache_gib=cpu_cache_gib(model_config, tokens=config.data.max_len * sequences),
         adapter_rank=None if adapter is None else adapter.rank,
         adapter_modules=() if adapter is None else adapter.modules,
         quantization=config.vllm.quantization,
         speculation=config.vllm.speculation,
         speculation_tokens=config.vllm.speculation_tokens,
     )
+
+
+def cpu_cache_gib(model_config: Any, *, tokens: int) -> int:
+    """Of an engine on a CPU, which fills this memory with zeros when it starts: room for the keys and values of so many
+    tokens in fp32, up to 4 GiB."""
+    text = model_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    needed = 2 * 4 * text.num_hidden_layers * heads * size * tokens
+    return min(4, 1 + needed // GIB)
 
 
 def wants_routes(config: RLConfig, model_config: Any) -> bool:
@@ -191,13 +213,26 @@ GPU_FLAGS = ("enforce_eager", "gpu_memory_utilization", "enable_sleep")
 """Flags of engines that have an effect on GPUs only."""
 
 
+Load = Callable[[Callable[[], None]], RLModels]
+"""Loads the models of a run. It is given a function to call before their tensors go to the device, which may wait."""
+
+
 class LocalEngine(NamedTuple):
-    """An engine in this process, and what brings it the policy's weights."""
+    """An engine in this process, the models beside it, and what brings it the policy's weights."""
 
     engine: ControlledEngine
+    models: RLModels
     weights: WeightSync
     settled: Settled = NOTHING_SHARED
     """One that sleeps while the policy is trained does so from the start: the first push wakes it."""
+    start: Mapping[str, float] = MappingProxyType({})
+    """Seconds by part: `models`, and of an engine that starts beside them `engine`, which is what was waited for."""
+
+
+def _timed(work: Callable[[], _T]) -> tuple[_T, float]:
+    """Its result, and its seconds."""
+    began = time.perf_counter()
+    return work(), time.perf_counter() - began
 
 
 def require_nothing(config: RLConfig, device: torch.device) -> None:
@@ -206,8 +241,9 @@ def require_nothing(config: RLConfig, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def open_embedded(
-    config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
+    config: RLConfig, load: Load, tokenizer: Any, device: torch.device, loop: LoopRunner
 ) -> Iterator[LocalEngine]:
+    models, seconds = _timed(lambda: load(lambda: None))
     engine = EmbeddedEngine(
         models.policy.model,
         tokenizer,
@@ -218,7 +254,7 @@ def open_embedded(
         frozen_tower=config.actor.freeze_visual_encoder,
         return_routes=models.policy.replays,
     )
-    yield LocalEngine(engine, SharedWeightSync(engine, models.policy, loop))
+    yield LocalEngine(engine, models, SharedWeightSync(engine, models.policy, loop), start={"models": seconds})
 
 
 def require_vllm(config: RLConfig, device: torch.device) -> None:
@@ -262,26 +298,57 @@ def require_speed_flags(config: RLConfig, *, gpu: bool) -> None:
 
 @contextlib.contextmanager
 def open_vllm(
-    config: RLConfig, models: RLModels, tokenizer: Any, device: torch.device, loop: LoopRunner
+    config: RLConfig, load: Load, tokenizer: Any, device: torch.device, loop: LoopRunner
 ) -> Iterator[LocalEngine]:
+    """The engine starts while models are read into the host's memory. vLLM measures what is free on a device while it
+    starts: until it has, nothing of theirs goes there."""
+    path, flag = required(config.actor.model_name_or_path), "--actor.model_name_or_path"
+    with reading_model(path, flag=flag):
+        model_config = load_config(path, trust_remote_code=config.actor.trust_remote_code, flag=flag)
     settled = engine_memory(config, local_device(device))
     memory = settled.memory
     adapter = engine_adapter(config, gpu=device.type == "cuda", sleeps=memory.sleeps)
+    settings = vllm_settings(config, device, memory, model_config=model_config, adapter=adapter)
+    # Imported in this thread: two that import at the same time may wait for each other.
+    make, imported = _timed(engine_class)
+
+    def start() -> VllmEngine:
+        engine = make(settings, tokenizer)
+        if memory.sleeps:
+            asyncio.run(engine.sleep())
+        return engine
+
+    with Starting(start, what="for vLLM to start", give_up=end_start) as starting:
+        models, seconds = _timed(lambda: load(starting.wait))
+        seconds -= starting.waited
+        engine = starting.result()
+        yield _beside_vllm(config, engine, models, device, loop, settled=settled, adapter=adapter)._replace(
+            start={"vllm": imported, "engine": starting.waited, "models": seconds}
+            | {f"engine {part}": length for part, length in engine.start_seconds.items()}
+        )
+
+
+def _beside_vllm(
+    config: RLConfig,
+    engine: VllmEngine,
+    models: RLModels,
+    device: torch.device,
+    loop: LoopRunner,
+    *,
+    settled: Settled,
+    adapter: EngineAdapter | None,
+) -> LocalEngine:
     weights = PolicyWeights(
         models.policy,
         ModuleWeights(models.policy),
-        only_decoder=sends_decoder_only(config, sleeps=memory.sleeps),
+        only_decoder=sends_decoder_only(config, sleeps=settled.memory.sleeps),
         as_adapter=adapter is not None,
     )
     probe = None
     if config.vllm.sync_verify:
         probe = LocalProbe(policy_probe(config, models.policy.model.config, device), models.policy)
-    settings = vllm_settings(config, device, memory, model_config=models.policy.model.config, adapter=adapter)
-    with contextlib.closing(start_engine(settings, tokenizer)) as engine:
-        if memory.sleeps:
-            loop.run(engine.sleep())
-        sync = EngineWeightSync(engine, weights, weight_sender(config, device), loop, probe=probe)
-        yield LocalEngine(engine, sync, settled)
+    sync = EngineWeightSync(engine, weights, weight_sender(config, device), loop, probe=probe)
+    return LocalEngine(engine, models, sync, settled)
 
 
 def build_vllm(
@@ -335,16 +402,19 @@ class EngineKind(NamedTuple):
     require: Callable[[RLConfig, torch.device], None]
     """Raises ConfigError for an engine that this machine cannot have: better before anything is loaded."""
     open: Callable[..., AbstractContextManager[LocalEngine]]
-    """(config, models, tokenizer, device, loop): one in this process, ready to sample or asleep; closed afterwards."""
+    """(config, load, tokenizer, device, loop): one in this process, ready to sample or asleep, and the models that
+    `load` gives; it is closed afterwards."""
     build: Callable[..., ControlledEngine] | None
     """(config, engines=, adapter=, memory=): one of so many, in a process of a cluster. None: it samples only beside
     the policy."""
     installed: Callable[[], bool]
+    prepare: Callable[[], None] | None = None
+    """Begins, in a process of a cluster, with what needs neither a configuration nor a device."""
 
 
 ENGINES = {
     "embedded": EngineKind(require_nothing, open_embedded, None, lambda: True),
-    "vllm": EngineKind(require_vllm, open_vllm, build_vllm, vllm_installed),
+    "vllm": EngineKind(require_vllm, open_vllm, build_vllm, vllm_installed, prepare_spare),
 }
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,8 @@ class RunParts(NamedTuple):
     """The use of devices since the last call, by the name of their node."""
     requests: RequestHandler | None = None
     """Passes agents' requests on to engines in other processes; None: the engine is in this process."""
+    start: Mapping[str, float] = MappingProxyType({})
+    """Seconds that they took to start, by part (`observability.startup`)."""
 
 
 class Launcher(Protocol):

@@ -19,7 +19,7 @@ from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.process import process_device
 from openrlhf.runs.reward_sources import build_reward, reward_model_here
-from openrlhf.runs.rl_models import RLTraining, load_models
+from openrlhf.runs.rl_models import RLModels, RLTraining, load_models
 from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils.event_loops import LoopRunner
 
@@ -46,9 +46,11 @@ class LocalLauncher:
 
     @contextlib.contextmanager
     def build(self, *, total_steps: int, loop: LoopRunner) -> Iterator[RunParts]:
-        models = load_models(self.config, self.device)
-        with engine_kind(self.config).open(self.config, models, self.tokenizer, self.device, loop) as opened:
-            training = RLTraining(self.config, models, total_steps=total_steps, device=self.device)
+        def load(device_ready: Callable[[], None]) -> RLModels:
+            return load_models(self.config, self.device, device_ready=device_ready)
+
+        with engine_kind(self.config).open(self.config, load, self.tokenizer, self.device, loop) as opened:
+            training = RLTraining(self.config, opened.models, total_steps=total_steps, device=self.device)
             turns = DeviceTurns(
                 loop,
                 engine=opened.engine if opened.settled.memory.sleeps else None,
@@ -57,7 +59,7 @@ class LocalLauncher:
             )
             with _usage(self.device) as usage:
                 kept = training.checkpointed(self.tokenizer)
-                yield RunParts(opened.engine, training.learners, opened.weights, kept, turns, usage)
+                yield RunParts(opened.engine, training.learners, opened.weights, kept, turns, usage, start=opened.start)
 
     def _review(self, settled: Settled) -> None:
         if settled.division is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -119,9 +120,29 @@ class RayLauncher:
         config = self.config
         build = functools.partial(rank_service, self.given, total_steps=total_steps)
         share = config.ds.ranks_per_share
-        ranks = worker_groups(self.placed, build, ranks_per_share=share, deadline=START_DEADLINE)
-        with self.engines() as engines, ranks as groups:
+        # vLLM measures what is free while it starts: nobody else may take memory then.
+        alone = self.placed.plan.request.engines_share and self.placed.cluster.kind.resource == "GPU"
+        began, waited = time.perf_counter(), 0.0
+
+        def wait_for_engines() -> None:
+            nonlocal waited
+            before = time.perf_counter()
             engines.ready(deadline=START_DEADLINE)
+            waited += time.perf_counter() - before
+
+        with (
+            self.engines() as engines,
+            worker_groups(
+                self.placed,
+                build,
+                ranks_per_share=share,
+                modules=[rank_service.__module__],
+                first=wait_for_engines if alone else lambda: None,
+                deadline=START_DEADLINE,
+            ) as groups,
+        ):
+            wait_for_engines()
+            models = time.perf_counter() - began - waited
             if Role.REWARD in groups:
                 self.reward_ranks.bind(groups[Role.REWARD])
             weights = RayWeightSync(groups[Role.ACTOR], engines, loop, probe=self._probe())
@@ -134,6 +155,8 @@ class RayLauncher:
                     self._turns(engines, groups, loop),
                     NodeUsage(groups.values(), engines, loop),
                     requests=engines,
+                    start={"engine": waited, "models": models}
+                    | {f"engine {part}": seconds for part, seconds in engines.start_seconds().items()},
                 )
 
     def _probe(self) -> Probe | None:
@@ -183,15 +206,12 @@ class RayLauncher:
             memory=self._settled.memory,
         )
         engines = RayEngines(
-            engine_slots(self.placed, make),
+            engine_slots(self.placed, make, prepare=ENGINES["vllm"].prepare),
             max_model_len=self.config.data.max_len,
             health_timeout=self.config.vllm.health_timeout,
         )
         seconds = CLOSE_SECONDS
         try:
-            if self.placed.plan.request.engines_share and self.placed.cluster.kind.resource == "GPU":
-                # vLLM measures what is free while it starts: nobody else may take memory then.
-                engines.ready(deadline=START_DEADLINE)
             yield engines
         except KeyboardInterrupt:
             interrupts.end_at_once_on_the_next(last=kill_every_host)

@@ -31,6 +31,7 @@ from openrlhf.observability.ledger import TrainedLedger
 from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
+from openrlhf.observability.startup import StartUp, process_began
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.collector import SyncCollector
@@ -82,8 +83,13 @@ def run_rl(config: RLConfig) -> int:
     return ending.status
 
 
-def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher) -> RunResult:
-    """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
+def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher, began: float | None = None) -> RunResult:
+    """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable.
+
+    `began`: when its start began, by `time.time`; None: with this process.
+    """
+    start = StartUp(process_began() if began is None else began)
+    start.mark("imports")
     prepare_process(config.train)
     config = resolve_launcher(config)
     require_loggers(config.logger)
@@ -99,7 +105,7 @@ def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher) -
         ) as checkpoints,
     ):
         return with_restarts(
-            lambda now: _train(config, make_launcher, now, watching, model_dir=model_dir),
+            lambda now: _train(config, make_launcher, now, watching, model_dir=model_dir, start=start.again()),
             checkpoints,
             config.ckpt,
             most=config.train.max_restarts,
@@ -107,7 +113,13 @@ def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher) -
 
 
 def _train(
-    given: RLConfig, make_launcher: LauncherFactory, checkpoints: Checkpoints, watching: Watchdog, *, model_dir: Path
+    given: RLConfig,
+    make_launcher: LauncherFactory,
+    checkpoints: Checkpoints,
+    watching: Watchdog,
+    *,
+    model_dir: Path,
+    start: StartUp,
 ) -> RunResult:
     config = local_copies(given)
     tokenizer = policy_tokenizer(config)
@@ -121,22 +133,27 @@ def _train(
     best = BestMetric(config.ckpt.best_metric_key)
     if held_out and best.is_named:
         best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
+    start.mark("data")
 
     with _loop(config) as loop, contextlib.ExitStack() as held:
         launcher = held.enter_context(make_launcher(given, tokenizer))
+        start.mark("cluster")
         source = launcher.reward()
         reward = source and held.enter_context(_started(source, loop, "the reward"))
+        start.mark("reward")
         rounds = math.ceil(len(prompts) / config.rollout.batch_size)
         warn_of_few_steps(config.train, rounds, remedy="--train.num_episodes")
         rounds = min(rounds, config.train.total_steps or rounds)
         played = min(len(prompts), rounds * config.rollout.batch_size)
         bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played), loop=loop))
+        start.mark_all(bound.start)
         episodes = held.enter_context(_started(_episodes(config, bound, tokenizer, images), loop, "episodes"))
         runner = EpisodeRunner(
             episodes=episodes,
             reward=reward,
             seed=config.train.seed,
             has_worked=bool(checkpoints.found or checkpoints.universal),
+            on_sample=lambda: start.end("first sample"),
         )
         schedule = RunPeriods(
             rounds=rounds,
@@ -188,6 +205,7 @@ def _train(
                 warnings=seen.warnings,
                 checkpointer=checkpointer,
                 stop=stop,
+                start=start,
             )
             if origin := checkpoints.found or checkpoints.universal:
                 seen.progress.note(f"continues from {origin.path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +53,19 @@ class RLModels:
 
 
 def load_models(
-    config: RLConfig, device: torch.device, *, with_reference: bool = True, with_critic: bool = True
+    config: RLConfig,
+    device: torch.device,
+    *,
+    with_reference: bool = True,
+    with_critic: bool = True,
+    device_ready: Callable[[], None] = lambda: None,
 ) -> RLModels:
     """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae.
 
     Of a policy with an adapter the reference is the policy without it. `with_…` off: that model lives elsewhere.
+    `device_ready` is called before the first tensor goes to the device, and may wait.
     """
-    policy = _load_policy(config, device, trains=True)
+    policy = _load_policy(config, device, trains=True, device_ready=device_ready)
     policy.replays = replays_routes(config, policy)
     warn_of_positions(policy.model.config, max_len=config.data.max_len)
     reference: nn.Module | None = None
@@ -86,9 +93,12 @@ def load_reference(config: RLConfig, device: torch.device) -> Policy:
     return _load_policy(config, device, trains=False).requires_grad_(False)
 
 
-def _load_policy(config: RLConfig, device: torch.device, *, trains: bool) -> Policy:
+def _load_policy(
+    config: RLConfig, device: torch.device, *, trains: bool, device_ready: Callable[[], None] = lambda: None
+) -> Policy:
     path = required(config.actor.model_name_or_path)
     settings = load_settings(config, device, flag="--actor.model_name_or_path", trains=trains)
+    settings = dataclasses.replace(settings, device_ready=device_ready)
     with reading_model(path, flag=settings.flag):
         return load_policy(path, settings)
 

@@ -14,6 +14,7 @@ from openrlhf.observability.metrics import Metrics, PhaseClock
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.signs import NoWarnings, Warnings
+from openrlhf.observability.startup import StartUp
 from openrlhf.rollout.collector import PromptsExhausted, rollout_metrics
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.trainers.evaluation import BestMetric
@@ -64,8 +65,10 @@ class RLTrainer:
         checkpointer: Checkpointer | None = None,
         stop: StopRequest | None = None,
         warnings: Warnings | None = None,
+        start: StartUp | None = None,
     ) -> None:
-        """`stop`: the request to end the run after a checkpoint; None: the run cannot be asked."""
+        """`stop`: the request to end the run after a checkpoint; None: the run cannot be asked. `start`: the clock of
+        what has been done so far; the first step tells of it."""
         self.pipeline = pipeline
         self.workers = workers
         self.best = best
@@ -77,6 +80,7 @@ class RLTrainer:
         self.checkpointer = checkpointer or NoCheckpoints()
         self.stop = stop or StopRequest()
         self.warnings = warnings or NoWarnings()
+        self.start = start or StartUp()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.rounds_done = 0
         self.version = 0
@@ -92,7 +96,10 @@ class RLTrainer:
         Raises Stopped when it was asked to stop and has saved, and RolloutError when there was nothing to train on.
         """
         state = self.checkpointer.load(self.load_state_dict)
+        if state is not None:
+            self.start.mark("checkpoint")
         self.pipeline.start(self.version)
+        self.start.mark("push")
         # A checkpoint has the very weights whose evaluation it interrupted.
         if self.schedule.eval_at_ends if state is None else state.get("evaluating"):
             self.evaluate()
@@ -166,6 +173,11 @@ class RLTrainer:
         return metrics
 
     def report(self, metrics: Metrics) -> None:
+        if parts := self.start.take():
+            self.progress.note(self.start.line())
+            metrics.last("startup/total", self.start.total)
+            for part, seconds in parts.items():
+                metrics.last(f"startup/{part}", seconds)
         values = metrics.values()
         self.progress.step(self.rounds_done, values)
         self.warnings.after(self.rounds_done, values, metrics.notes)

@@ -1,5 +1,6 @@
 """The RL loop on vLLM instead of the embedded engine, one process each for trainer and sampling."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -45,8 +46,15 @@ def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatc
     assert ["logprobs_diff" in line for line in ran.metrics] == [True, False, True, False]
     assert all(0 < line["logprobs_diff"] < 1e-4 for line in ran.metrics[::2])
     assert max(line["sync/probe_gap"] for line in ran.metrics) < 1e-4
-    for foreign in ("Failed to load weights", "Loading safetensors", "FutureWarning", "NUMA binding", "Enforce eager"):
-        assert foreign not in ran.err
+    ours = r"$|INFO (run directory|report|--)|model · |start-up \d|step +\d+/4 |model in "
+    test = r"|Writing model shards|\w+ +[\w.]+:\w+\.py:\d+ "  # the model of this test; pytest's own list of log lines
+    assert [line for line in ran.err.splitlines() if not re.match(ours + test, line)] == []
+    first = ran.metrics[0]
+    parts = "imports data cluster reward vllm engine models push first_sample"
+    assert first["startup/total"] == pytest.approx(sum(first[f"startup/{part}"] for part in parts.split()), abs=1e-3)
+    assert {"startup/engine_process", "startup/engine_weights"} < first.keys()
+    assert not any("startup/total" in line for line in ran.metrics[1:])
+    assert "start-up" in (ran.run_dir / "notes.jsonl").read_text()
 
 
 def test_a_model_that_vllm_cannot_run_is_refused_before_its_processes_start(cli, tmp_path):

@@ -57,12 +57,44 @@ def test_a_heavy_library_is_imported_in_one_place(library):
         "openrlhf.cli.main",
         "openrlhf.cli.demo",
         "openrlhf.cli.check",
+        "openrlhf.cli.train_ppo_ray",
         "openrlhf.observability.progress",
     ],
 )
 def test_light_modules_import_no_torch(module):
     code = f"import sys, {module}; assert not {{'torch', 'transformers', 'datasets'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+RANK = """
+import sys
+
+import torch
+from openrlhf.cluster import workers
+from openrlhf.models.policy import Policy
+from openrlhf.runs.engines import weight_sender
+from openrlhf.runs.ranks import RankWeights
+from openrlhf.backends.base import ModuleWeights
+from openrlhf.config import parse
+from openrlhf.weight_sync.base import PolicyWeights
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+policy = Policy(Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1)))
+config = parse("train_ppo_ray", ["--vllm.sync_verify", "true"])
+blocks = []
+sender = weight_sender(config, torch.device("cpu"))
+PolicyWeights(policy, ModuleWeights(policy)).send(sender, lambda block, **_: blocks.append(block), needs_base=True)
+assert blocks
+print(*({"vllm", "ray", "deepspeed"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_sends_weights_imports_no_vllm():
+    done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == ""
 
 
 def test_no_code_asks_which_engine_it_has():

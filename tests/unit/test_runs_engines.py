@@ -8,6 +8,7 @@ from openrlhf.config import ConfigError, parse
 from openrlhf.runs.device_memory import EngineMemory
 from openrlhf.runs.engines import (
     EngineAdapter,
+    cpu_cache_gib,
     engine_adapter,
     require_speed_flags,
     transport,
@@ -170,3 +171,10 @@ def test_without_an_adapter_or_with_a_merged_one_vllm_is_not_asked(folder, monke
     assert with_lora_sync(none, None) == none
     memory = EngineMemory(0.5, sleeps=False)
     assert vllm_settings(merged, torch.device("cpu"), memory, model_config=Qwen2Config()).adapter_rank is None
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (2**26 - 1, 1), (2**26, 2), (2**40, 4)])
+def test_the_cache_of_an_engine_on_a_cpu_is_no_larger_than_its_requests(tokens, expected):
+    """One layer, one head of 2: 2 × 4 × 2 = 16 bytes a token, so that 2^26 tokens are a GiB."""
+    model = Qwen2Config(hidden_size=2, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    assert cpu_cache_gib(model, tokens=tokens) == expected
