@@ -36,7 +36,7 @@ from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm import adapter_problem, end_start, engine_class, start_engine
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.rollout.vllm.spare import prepare as prepare_spare
-from openrlhf.runs.device_memory import EngineMemory
+from openrlhf.runs.device_memory import GIB, EngineMemory
 from openrlhf.runs.engine_memory import NOTHING_SHARED, Settled, engine_memory, local_device, places
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import policy_tokenizer, reading_model
