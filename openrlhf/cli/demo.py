@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -52,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Any, task: Task, run_dir: Path, seed: int, command: Sequence[str]) -> int:
     """The demo itself; `command` is what a user would type for its RL phase."""
     from openrlhf.observability.loggers import read_metrics
+    from openrlhf.rollout.vllm.spare import prepared, wants_spare
     from openrlhf.runs.rl_assembly import train, user_errors_end_the_run
 
-    with user_errors_end_the_run() as ended:
+    with user_errors_end_the_run() as ended, prepared(wants_spare(config, os.environ)):
         started = time.monotonic()
         prepare(task, run_dir / "inputs", seed=seed)
         _say(f"Now RL: python -m openrlhf.cli.train_ppo_ray {' '.join(command)}")
