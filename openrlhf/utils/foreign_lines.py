@@ -52,6 +52,8 @@ _IDLE = {
         "Passing raw prompts to InputProcessor is deprecated",
         r"max_num_batched_tokens \(\d+\) exceeds max_num_seqs",
         r"Casting torch\.\w+ to torch\.",
+        # It comes with an engine that is ended while it starts.
+        r"\[shutdown\] Process manager: force killing",
         # These come with a push between two turns of an episode.
         r"Resetting the (multi-modal|encoder) cache when requests are",
         # These come with an engine on a CPU.
@@ -67,6 +69,8 @@ IDLE_WARNINGS = (
     # Adapters of experts are one parameter to PEFT, and have patterns by the names that they have in files.
     "The following alpha_pattern keys did not match",
     "The following rank_pattern keys did not match",
+    # multiprocessing takes care of what an engine leaves that was ended while it started.
+    "resource_tracker",
     # The functions of transformers that it is about give the same for the same arguments.
     "Dynamo detected a call to a `functools.lru_cache`-wrapped function",
 )

@@ -10,17 +10,18 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 RUN_FOLDER = "OPENRLHF_RUN_FOLDER"
 """The environment variable of a run's processes that names a folder which only this user may enter; it is removed when
 the run ends."""
 
 
-def exit_with_parent(owner: int, *, leaving_nothing_in: str | None = None) -> None:
+def exit_with_parent(owner: int, *, leaving_nothing_in: Callable[[], str | None] = lambda: None) -> None:
     """When the process `owner` is gone, this process ends, and so does a process between the two.
 
     It ends without cleaning up: nothing can be reported any more, and the memory of its GPU must become free.
-    `leaving_nothing_in`: a folder that is removed then.
+    `leaving_nothing_in` tells which folder is removed then.
     """
     between = os.getppid()
     try:
@@ -35,8 +36,8 @@ def exit_with_parent(owner: int, *, leaving_nothing_in: str | None = None) -> No
         if between != owner:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(between, signal.SIGKILL)
-        if leaving_nothing_in:
-            shutil.rmtree(leaving_nothing_in, ignore_errors=True)
+        if folder := leaving_nothing_in():
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, name="owner", daemon=True).start()

@@ -9,7 +9,7 @@ from processes import alive, wait_until
 
 PARENT = """
 import subprocess, sys, time
-code = "import os, sys, time; from openrlhf.utils.parent_death import exit_with_parent; exit_with_parent(int(sys.argv[1]), leaving_nothing_in=os.environ['LEFT']); print(os.getpid(), flush=True); time.sleep(60)"
+code = "import os, sys, time; from openrlhf.utils.parent_death import exit_with_parent; exit_with_parent(int(sys.argv[1]), leaving_nothing_in=lambda: os.environ['LEFT']); print(os.getpid(), flush=True); time.sleep(60)"
 MIDDLE = "import subprocess, sys, os; print(os.getpid(), flush=True); subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1]])"
 import os
 subprocess.run([sys.executable, "-c", MIDDLE, str(os.getpid()), code])

@@ -41,7 +41,7 @@ def end_start() -> None:
     """End the processes of an engine that is starting in this process, so that its start fails."""
     for process in multiprocessing.active_children():
         if process.name.startswith(SCHEDULER):
-            process.kill()
+            process.kill()  # one that is asked to end may have started until then
 
 
 def adapter_problem(

@@ -588,6 +588,20 @@ async def _start(
     asked = time.time()
     with compat.schedulers_in(spare):
         llm, config, routes = _start_llm(settings, gpu=gpu)
+    work = _prepare(llm, config, settings, unsampled=unsampled, gpu=gpu, routes=routes)
+    prepared = asyncio.gather(work, _start_seconds(llm, asked))
+    while not (await asyncio.wait({prepared}, timeout=DEATH_SECONDS))[0]:
+        if llm.errored:  # nobody will answer
+            prepared.cancel()
+            raise _died()
+    source, seconds = prepared.result()
+    return llm, source, seconds
+
+
+async def _prepare(
+    llm: AsyncLLM, config: VllmConfig, settings: VllmSettings, *, unsampled: Sequence[int], gpu: bool, routes: bool
+) -> _RouteSource | None:
+    """What its workers are told before the first request; how the routes of a mixture get here."""
     if not gpu and settings.pipeline_parallel_size > 1:
         await llm.collective_rpc("run_once")
     if unsampled:
@@ -596,8 +610,7 @@ async def _start(
         await llm.collective_rpc("hold_adapter", args=(_NUMBER,))
     if settings.speculation is not None:
         await llm.collective_rpc("begin_drafts", args=(settings.speculation == "history",))
-    source = await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
-    return llm, source, await _start_seconds(llm, asked)
+    return await _route_source(llm, compat.num_layers(config), gpu=gpu) if routes else None
 
 
 async def _start_seconds(llm: AsyncLLM, asked: float) -> dict[str, float]:

@@ -28,7 +28,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.rollout.vllm.settings import environment, import_variables
+from openrlhf.rollout.vllm.settings import SOCKETS, environment, import_variables
 from openrlhf.utils.foreign_lines import filter_unhandled
 from openrlhf.utils.parent_death import exit_with_parent
 
@@ -91,7 +91,7 @@ class SpareProcess:
 def _import_and_wait(tasks: Connection, owner: int, modules: tuple[str, ...]) -> None:
     # Ctrl-C is for the run, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    exit_with_parent(owner)
+    exit_with_parent(owner, leaving_nothing_in=lambda: os.environ.get(SOCKETS))
     filter_unhandled()  # vLLM says some things before it has set up its log
     for module in modules:
         # What is wrong with it is said where the scheduler needs it.

@@ -35,7 +35,7 @@ class WorkerExtension:
         them is killed, so they are told here whom to watch."""
         owner = int(os.environ.get(OWNER, os.getpid()))
         if owner != os.getpid():
-            exit_with_parent(owner, leaving_nothing_in=os.environ.get(SOCKETS))
+            exit_with_parent(owner, leaving_nothing_in=lambda: os.environ.get(SOCKETS))
         from openrlhf.rollout.vllm.compat import adapt_by_every_name, mend_verification, time_start, use_pillow
 
         use_pillow()
