@@ -152,4 +152,4 @@ def test_engines_are_asked_for_drafts_in_vllms_words(kind):
     arguments = engine_arguments(settings, gpu=True)
     assert arguments["speculative_config"]["method"] == ("suffix" if kind == "suffix" else "ngram")
     assert arguments["speculative_config"]["num_speculative_tokens"] == 5
-    assert arguments["compilation_config"]["max_cudagraph_capture_size"] == 256
+    assert arguments["compilation_config"]["cudagraph_capture_sizes"][-1] == 256

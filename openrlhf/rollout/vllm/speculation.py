@@ -21,10 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from openrlhf.rollout.base import DraftCounts
+from openrlhf.rollout.vllm.settings import STEP_TOKENS
 
-STEP_TOKENS = 256
-"""Tokens of a step that a device reads its weights for anyway. A step computes 2 operations per weight and token, and
-reads 2 bytes per weight: of a device with 990 TFLOPS and 4.8 TB/s (H200) arithmetic takes longer from 206 tokens on."""
 WORTH = 0.25
 """Tokens that drafts must add to the step of a request, on average. Below it what they cost is more: looking for them,
 their positions in the step, and sampling at each."""
