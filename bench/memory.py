@@ -62,10 +62,11 @@ def run(folder: Path, shape: Shape) -> dict[str, Any]:
 
     from openrlhf.config import parse
     from openrlhf.observability.loggers import read_metrics
-    from openrlhf.rollout.vllm.engine import VllmEngine
+    from openrlhf.rollout.vllm import engine_class
     from openrlhf.runs import engines, rl_assembly
     from openrlhf.weight_sync.base import EngineWeightSync
 
+    VllmEngine = engine_class()
     chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
     rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     rl_assembly._export = lambda *arguments: []  # a model that nobody wants
