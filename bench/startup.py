@@ -57,6 +57,8 @@ settings.graph_sizes = lambda most: sorted({size for size in vllms(most) if size
 
 def run_once(folder: Path, work: Work, *, launcher: str, tree: Path | None, graphs: str) -> dict[str, Any]:
     """Runs the command; its parts, and what was seen from outside."""
+    if tree is not None and graphs != "ours":
+        raise ValueError("--graphs is for this checkout: another may have no such list")
     run_dir = folder / f"run-{time.time_ns()}"
     flags = {
         "actor.model_name_or_path": folder,
@@ -97,6 +99,7 @@ def run_once(folder: Path, work: Work, *, launcher: str, tree: Path | None, grap
     began, first_line, lines = time.monotonic(), None, []
     with subprocess.Popen(
         [sys.executable, *program, *words],
+        cwd=tree,  # which `python -m` looks in first
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
