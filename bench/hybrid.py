@@ -142,15 +142,9 @@ def write_inputs(folder: Path, work: Work, *, steps: int) -> None:
     (folder / "reward.py").write_text(REWARD_FILE)
 
 
-def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, profile: bool) -> dict[str, Any]:
-    """The run's own metrics, step by step."""
-    from openrlhf.config import parse
-    from openrlhf.observability.loggers import read_metrics
-    from openrlhf.runs import rl_assembly
-
-    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
-    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
-    flags = {
+def run_flags(folder: Path, work: Work, *, steps: int, launcher: str) -> dict[str, Any]:
+    """Of GRPO without KL on what `write_inputs` has written, with one vLLM engine and one update a round."""
+    return {
         "actor.model_name_or_path": folder,
         "data.prompt_dataset": folder / "prompts.jsonl",
         "data.max_samples": work.prompts * steps,
@@ -166,18 +160,31 @@ def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, 
         "train.max_tokens_per_gpu": work.budget,
         "train.launcher": launcher,
         "train.colocate_all": "true",
-        "actor.lr_scheduler": "constant",
         "vllm.num_engines": 1,
-        "vllm.enable_prefix_caching": "true",
         "ds.param_dtype": work.dtype,
         "ckpt.output_dir": folder / "out",
         "logger.run_dir": folder / f"run-{time.time_ns()}",
-        **CASES[case][1],
     }
+
+
+def words(flags: dict[str, Any]) -> list[str]:
+    """As a command line has them."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, profile: bool) -> dict[str, Any]:
+    """The run's own metrics, step by step."""
+    from openrlhf.config import parse
+    from openrlhf.observability.loggers import read_metrics
+    from openrlhf.runs import rl_assembly
+
+    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
+    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    flags = run_flags(folder, work, steps=steps, launcher=launcher)
+    flags |= {"actor.lr_scheduler": "constant", "vllm.enable_prefix_caching": "true", **CASES[case][1]}
     if profile:
         _profile_the_third_update()
-    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    result = rl_assembly.train(parse("train_ppo_ray", argv))
+    result = rl_assembly.train(parse("train_ppo_ray", words(flags)))
     records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
     lengths = {record["response_length"] for record in records}
     if lengths != {work.new_tokens}:

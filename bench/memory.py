@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.hybrid import CPU, GPU, PHASES, Work, vllm_version, write_inputs
+from bench.hybrid import CPU, GPU, PHASES, Work, run_flags, vllm_version, words, write_inputs
 from bench.results import write_section
 
 STEPS = 3
@@ -93,30 +93,9 @@ def run(folder: Path, shape: Shape) -> dict[str, Any]:
 
     engines.engine_memory, VllmEngine.sleep, EngineWeightSync.push = deciding, sleeping, pushing
     work = shape.work
-    flags = {
-        "actor.model_name_or_path": folder,
-        "data.prompt_dataset": folder / "prompts.jsonl",
-        "data.max_samples": work.prompts * STEPS,
-        "data.max_len": work.prompt_tokens + work.new_tokens,
-        "reward.remote_url": folder / "reward.py",
-        "algo.advantage.estimator": "group_norm",
-        "algo.kl.init_coef": 0,
-        "rollout.batch_size": work.prompts,
-        "rollout.n_samples_per_prompt": work.samples,
-        "rollout.max_new_tokens": work.new_tokens,
-        "train.batch_size": work.prompts * work.samples,
-        "train.dynamic_batch_enable": "true",
-        "train.max_tokens_per_gpu": work.budget,
-        "train.launcher": "local",
-        "actor.lr_scheduler": "constant",
-        "vllm.num_engines": 1,
-        "ds.param_dtype": work.dtype,
-        "ckpt.output_dir": folder / "out",
-        "logger.run_dir": folder / "run",
-        **shape.flags,
-    }
-    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    result = rl_assembly.train(parse("train_ppo_ray", argv))
+    flags = run_flags(folder, work, steps=STEPS, launcher="local")
+    flags |= {"actor.lr_scheduler": "constant", **shape.flags}
+    result = rl_assembly.train(parse("train_ppo_ray", words(flags)))
     records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
     columns = {name: f"timing/{phase}" for name, phase in PHASES.items()} | {"total": "timing/step_total"}
     columns |= {f"{phase}_gb": f"memory/peak_{phase}_gb" for phase in ("generation", "training")}

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.hybrid import CPU, GPU, LAUNCHERS, Work, vllm_version
+from bench.hybrid import CPU, GPU, LAUNCHERS, Work, run_flags, vllm_version, words
 from bench.results import write_section
 
 STEPS, RUNS = 2, 2
@@ -60,28 +60,7 @@ def run_once(folder: Path, work: Work, *, launcher: str, tree: Path | None, grap
     if tree is not None and graphs != "ours":
         raise ValueError("--graphs is for this checkout: another may have no such list")
     run_dir = folder / f"run-{time.time_ns()}"
-    flags = {
-        "actor.model_name_or_path": folder,
-        "data.prompt_dataset": folder / "prompts.jsonl",
-        "data.max_samples": work.prompts * STEPS,
-        "data.max_len": work.prompt_tokens + work.new_tokens,
-        "reward.remote_url": folder / "reward.py",
-        "algo.advantage.estimator": "group_norm",
-        "algo.kl.init_coef": 0,
-        "rollout.batch_size": work.prompts,
-        "rollout.n_samples_per_prompt": work.samples,
-        "rollout.max_new_tokens": work.new_tokens,
-        "train.batch_size": work.prompts * work.samples,
-        "train.dynamic_batch_enable": "true",
-        "train.max_tokens_per_gpu": work.budget,
-        "train.launcher": launcher,
-        "train.colocate_all": "true",
-        "vllm.num_engines": 1,
-        "ds.param_dtype": work.dtype,
-        "ckpt.output_dir": folder / "out",
-        "logger.run_dir": run_dir,
-    }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    flags = run_flags(folder, work, steps=STEPS, launcher=launcher) | {"logger.run_dir": run_dir}
     program = ["-m", "openrlhf.cli.train_ppo_ray"]
     if graphs == "vllm":
         patched = folder / "patched.py"
@@ -98,7 +77,7 @@ def run_once(folder: Path, work: Work, *, launcher: str, tree: Path | None, grap
     }
     began, first_line, lines = time.monotonic(), None, []
     with subprocess.Popen(
-        [sys.executable, *program, *words],
+        [sys.executable, *program, *words(flags)],
         cwd=tree,  # which `python -m` looks in first
         env=environment,
         stdout=subprocess.DEVNULL,
