@@ -205,8 +205,9 @@ def graph_sizes(most: int) -> list[int]:
     """Batches that CUDA graphs are captured for, up to `most`; others run in the next larger one: 1, 2, 4, … 64, 96, …
 
     vLLM's own list has every eighth up to 256 and every sixteenth above: 51 for 512, each of which is captured twice,
-    for decoding alone and with prompts. Here it is 21. Padding costs little: up to about 150 sequences a step takes as
-    long as reading all weights once, and above it adds 16 sequences in the mean.
+    for decoding alone and with prompts. Here it is 21. Padding should cost little, by arithmetic: with fewer sequences
+    than a GPU computes operations per byte it reads (about 160 on an H200 in bf16), a step takes as long as reading
+    all weights once; above it 16 sequences are added in the mean. `bench.startup --graphs vllm` has the other list.
     """
     sizes = [1, 2, 4, 8, 16, 32, *range(64, most, GRAPH_STEP)]
     return [*(size for size in sizes if size < most), most]
