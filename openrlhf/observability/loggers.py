@@ -166,7 +166,7 @@ def _required(package: str, *, flag: str) -> Any:
 
 def is_time(name: str) -> bool:
     """Whether a record's entry measures the machine rather than the training."""
-    return name == "time" or name.startswith(("timing/", "perf/"))
+    return name == "time" or name.startswith(("timing/", "perf/", "startup/"))
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:

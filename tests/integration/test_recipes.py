@@ -110,7 +110,7 @@ def test_a_recipe_trains(cluster, brought, script, tmp_path, monkeypatch):
             "critic_loss": config.uses_critic,
             "kl": config.uses_reference,
             "dynamic_filtering_pass_rate": config.algo.dynamic_filtering_enable,
-            "is_weight": config.algo.advantage.is_correction_enable,
+            "is_weight": config.corrects_off_policy,
             "policy_loss": config.critic.freezing_steps < 0,
             "rollout/staleness": config.train.async_enable,
         }
