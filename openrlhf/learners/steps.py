@@ -182,7 +182,7 @@ class Step:
     def lacks(self, name: str) -> bool:
         """Whether a column of the batch is missing, or no number, for a sample that is run."""
         column = getattr(self._batch, name)
-        return column is None or any(bool(column[self._batch.actions_of(i)].isnan().any()) for i in self._kept)
+        return any(column is None or bool(column[self._batch.actions_of(i)].isnan().any()) for i in self._kept)
 
     def size(self, micro: MicroBatch) -> tuple[int, int]:
         """Tokens and samples."""
