@@ -38,7 +38,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 NAME = torch.cuda.get_device_name() if CUDA else "CPU"
 GIB = 2**30
-TOKENIZER_WORDS = 64
 UPDATES = 3
 """After the first."""
 

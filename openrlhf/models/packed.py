@@ -163,13 +163,15 @@ class PackedAttention(StreamAttention):
     ) -> Tensor | None:
         """By cuDNN, one call for each length; None where it cannot."""
         sizes, kernel = [group.tokens for group in self.groups], kernels.cudnn_kernel(scaling)
-        outputs = []
-        streams = zip(self.groups, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True)
-        for index, (group, *qkv) in enumerate(streams):
+        rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        for group, *qkv in zip(self.groups, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True):
             padded = kernels.rounded_up(group.length)
             q, k, v = (kernels.rows_of(x, count=group.count, length=group.length, padded=padded) for x in qkv)
-            if not kernels.cudnn_can(q, k, v):
-                return None
+            rows.append((q, k, v))
+        if not all(kernels.cudnn_can(*qkv) for qkv in rows):  # before any: what is kept is of one kernel
+            return None
+        outputs = []
+        for index, (group, (q, k, v)) in enumerate(zip(self.groups, rows, strict=True)):
             out_nHLD = kernels.attend(q, k, v, kernel, kept=self.kept, slot=(module, index))
             outputs.append(out_nHLD.transpose(1, 2)[:, : group.length].flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
