@@ -391,6 +391,7 @@ def test_an_engine_whose_workers_do_not_see_all_choices_says_why_and_goes_on_wit
 
 def test_a_vllm_that_refuses_to_return_routes_is_started_without(setup, caplog):
     """As the build for CPUs does, which would be asked if it were one for GPUs."""
-    assert engine_module._start_with_routes(engine_arguments(setup.engine.settings, gpu=False)) is None
+    settings = setup.engine.settings
+    assert engine_module._start_with_routes(settings, engine_arguments(settings, gpu=False)) is None
     assert "vLLM does not tell" in caplog.text
     assert "Model Runner V2" in caplog.text
