@@ -8,6 +8,7 @@
 bf16     vLLM rounds its logits to the model's dtype, as it does by itself
 logits   bf16 with logits in fp32, the default of --vllm.logits_dtype
 fp16     engine and trainer in fp16, with logits in fp32
+exact    bf16 with the exact forward on both sides (--rollout.exact)
 fp32     engine and trainer in fp32 (unless named it is left out: nobody trains so)
 
 A case is the real command in a process of its own: GRPO without KL on prompts with labels, one vLLM engine beside the
@@ -39,9 +40,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16, logits in bf16", {"ds.param_dtype": "bf16", "vllm.logits_dtype": "model"}),
     "logits": ("bf16, logits in fp32", {"ds.param_dtype": "bf16", "vllm.logits_dtype": "fp32"}),
     "fp16": ("fp16, logits in fp32", {"ds.param_dtype": "fp16", "vllm.logits_dtype": "fp32"}),
+    "exact": ("bf16, exact", {"ds.param_dtype": "bf16", "rollout.exact": "true"}),
     "fp32": ("fp32", {"ds.param_dtype": "fp32"}),
 }
-USUAL = ("bf16", "logits", "fp16")
+USUAL = ("bf16", "logits", "fp16", "exact")
 UNMEASURED = 2
 """Steps at the beginning whose time does not count."""
 REWARD_FILE = """

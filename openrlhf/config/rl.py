@@ -185,6 +185,14 @@ class RolloutSection:
         tuple[str, ...] | None,
         Flag("texts that end a response, which keeps them; several words: several texts"),
     ] = None
+    exact: Annotated[
+        bool,
+        Flag(
+            "engines and trainer compute log-probs with the same kernels, bit by bit: their gap is exactly 0, at a "
+            "price in speed (docs/precision.md)",
+            only_with="vllm.num_engines!=0",
+        ),
+    ] = False
     agent_hosts: Annotated[
         int | None,
         Flag(

@@ -424,6 +424,29 @@ def rounded_weights_are_of_16_bits(config: RLConfig) -> Iterator[str]:
 
 
 @contradiction
+def exact_runs_have_one_forward(config: RLConfig) -> Iterator[str]:
+    """What would change the forward of one side, or the distribution that is sampled from."""
+    if not config.rollout.exact:
+        return
+    others = {
+        "--vllm.tensor_parallel_size": config.vllm.tensor_parallel_size > 1,
+        "--vllm.pipeline_parallel_size": config.vllm.pipeline_parallel_size > 1,
+        "--vllm.quantization": config.vllm.quantization is not None,
+        "--vllm.speculation": config.vllm.speculation is not None,
+        "--ds.tensor_parallel_size": config.ds.tensor_parallel_size > 1,
+        "--ds.ring_attn_size": config.ds.ring_attn_size > 1,
+        "--ds.zero_stage 3": config.ds.zero_stage == 3,
+        "--ds.deepcompile": config.ds.deepcompile,
+        "--ds.lora.rank": bool(config.ds.lora.rank),
+        "--rollout.top_p": config.rollout.top_p < 1,
+        "--rollout.top_k": config.rollout.top_k > 0,
+        "--data.max_images_per_prompt": config.data.max_images_per_prompt > 0,
+    }
+    if given := [flag for flag, is_given in others.items() if is_given]:
+        yield f"--rollout.exact: engines and trainer would compute different things with {', '.join(given)}: drop one"
+
+
+@contradiction
 def drafts_fit_the_run(config: RLConfig) -> Iterator[str]:
     kind = config.vllm.speculation
     if kind is None:

@@ -31,6 +31,7 @@ from openrlhf.config.models import ActorSection, TrainedModelSection, TrustSecti
 from openrlhf.models.adapters import AdapterError, add_adapter
 from openrlhf.models.body import decoder_body, decoder_layers, fuse_norms
 from openrlhf.models.compilation import NoLayersError, compile_layers
+from openrlhf.models.exact import ExactForward, InexactModelError
 from openrlhf.models.heads import read_tensor, scalar_heads, stored_dtype
 from openrlhf.models.image_processor import ImageProcessor, ImageProcessorError, has_vision
 from openrlhf.models.policy import Policy
@@ -91,6 +92,8 @@ class LoadSettings:
     """The flag that error messages name."""
     images: bool = False
     """The model will be given images."""
+    exact: bool = False
+    """Values are those of the exact forward (`models.exact`)."""
     device_ready: Callable[[], None] = lambda: None
     """Returns when the device's memory may be used. Weights are read into the host's memory before that."""
 
@@ -156,6 +159,11 @@ def load_policy(path: str | os.PathLike[str], settings: LoadSettings) -> Policy:
         blank=image,
         routers=routers if settings.trains else None,
     )
+    if settings.exact:
+        try:
+            policy.exact = ExactForward(model, decoder_body(model), transform=support.transform)
+        except InexactModelError as error:
+            raise ModelLoadError(f"{what}: --rollout.exact is not for this model: {error}") from error
     return policy.train()
 
 

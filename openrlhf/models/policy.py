@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from openrlhf.models.body import RouterLog, decoder_body, hidden_states, with_any_image
 from openrlhf.models.context import Context
+from openrlhf.models.exact import ExactForward
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
+from openrlhf.models.packed import PackedAttention
 from openrlhf.models.routes import RouteLog, Routers
 from openrlhf.models.vision import reads_images, tower_parameters
 from openrlhf.types import ImageInput, PackedTokens
@@ -57,6 +59,8 @@ class Policy(nn.Module):
         self.blank = blank
         self.routers = routers
         self.replays = routers is not None and not routers.problem
+        self.exact: ExactForward | None = None
+        """Where values are those of the exact forward; None: those of the usual kernels."""
         self.context: Context | None = None
         """The ranks that share a stream with this one; None: it computes its streams alone."""
 
@@ -83,6 +87,7 @@ class Policy(nn.Module):
             with_any_image(tokens, self.blank),
             positions=tokens.action_positions - 1,  # the state before a token predicts it
             packed=self.packed,
+            plan=None if self.exact is None else PackedAttention(tokens.cu_seqlens, tokens.max_seqlen),
             router_log=router_log,
             route_log=route_log,
             context=self.context,
@@ -97,6 +102,9 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
             transform=self.transform,
         )
+        if self.exact is not None:
+            targets = tokens.token_ids[tokens.action_positions]
+            logprobs_a = self.exact.logprobs(logprobs_a, hidden_aD, head, targets, temperature=temperature)
         return PolicyOutput(share.whole(logprobs_a), None if entropy_a is None else share.whole(entropy_a))
 
 

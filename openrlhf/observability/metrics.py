@@ -150,7 +150,7 @@ _LEAST = 1e-9
 @dataclass(frozen=True, slots=True)
 class Quantile:
     """What a share of some numbers ≥ 0 does not exceed, to 2 %: they are counted between powers of 1.04, and counts can
-    be merged. Numbers below 1e-9 count as that; with one that is not finite the value is NaN."""
+    be merged. Numbers below 1e-9 count as 0; with one that is not finite the value is NaN."""
 
     share: float
     counts: dict[int, int]
@@ -178,7 +178,7 @@ class Quantile:
         for power in sorted(self.counts):
             left -= self.counts[power]
             if left <= 0:
-                return math.exp((power - 0.5) * _STEP)
+                return math.exp((power - 0.5) * _STEP) if power * _STEP > math.log(_LEAST) + _STEP else 0.0
         return None
 
 

@@ -94,6 +94,7 @@ def vllm_settings(
         quantization=config.vllm.quantization,
         speculation=config.vllm.speculation,
         speculation_tokens=config.vllm.speculation_tokens,
+        exact=config.rollout.exact,
     )
 
 

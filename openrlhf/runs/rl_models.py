@@ -122,6 +122,7 @@ def load_settings(config: RLConfig, device: torch.device, *, flag: str, trains: 
         seed=config.train.seed,
         flag=flag,
         images=config.data.max_images_per_prompt > 0,
+        exact=config.rollout.exact and flag == "--actor.model_name_or_path",
     )
 
 

@@ -50,6 +50,7 @@ ADDED = {
     ("data.tokenizer_chat_template", "str", None): ("train_ppo_ray",),
     ("data.chat_template_kwargs", "str", None): TRAINERS,
     ("rollout.stop", "str x*", None): ("train_ppo_ray",),
+    ("rollout.exact", "switch", False): ("train_ppo_ray",),
     ("data.long_prompts", "str cut/skip/error", "cut"): ("train_ppo_ray",),
     ("data.allow_image_urls", "switch", False): TRAINERS,
     ("data.image_key", "str", "images"): ("train_sft", "train_rm", "train_dpo"),

@@ -86,6 +86,8 @@ CASES = [
     ("shared_devices_agree", "train_ppo_ray", "--colocate_all_models --actor_num_gpus_per_node 2 --ref_num_gpus_per_node 4", ["--train.colocate_all", "--ref.num_gpus_per_node is 4"], "--colocate_all_models --actor_num_gpus_per_node 4 --ref_num_gpus_per_node 2"),
     ("rounded_weights_are_of_16_bits", "train_ppo_ray", "--vllm.quantization fp8 --ds.param_dtype fp32", ["--vllm.quantization fp8", "--ds.param_dtype fp32"], "--vllm.quantization fp8 --ds.param_dtype bf16"),
     ("rounded_weights_are_of_16_bits", "train_ppo_ray", "--vllm.quantization fp8 --vllm.lora_sync adapter --ds.lora.rank 4", ["--vllm.quantization fp8", "--vllm.lora_sync merged"], "--vllm.quantization fp8 --vllm.lora_sync merged --ds.lora.rank 4"),
+    ("exact_runs_have_one_forward", "train_ppo_ray", "--rollout.exact --ds.zero_stage 3 --rollout.top_p 0.9", ["--rollout.exact", "--ds.zero_stage 3", "--rollout.top_p"], "--rollout.exact --ds.zero_stage 2"),
+    ("exact_runs_have_one_forward", "train_ppo_ray", "--rollout.exact --vllm.quantization fp8 --ds.lora.rank 4", ["--vllm.quantization", "--ds.lora.rank"], "--rollout.exact --vllm.num_engines 1"),
     ("drafts_fit_the_run", "train_ppo_ray", "--vllm.speculation ngram --vllm.pipeline_parallel_size 2", ["--vllm.speculation ngram", "--vllm.pipeline_parallel_size"], "--vllm.speculation ngram"),
     ("drafts_fit_the_run", "train_ppo_ray", "--vllm.speculation history --train.full_determinism_enable", ["--vllm.speculation history", "--train.full_determinism_enable"], "--vllm.speculation history"),
     ("drafts_fit_the_run", "train_ppo_ray", "--vllm.speculation ngram --algo.router_replay", ["--vllm.speculation ngram", "--algo.router_replay"], "--vllm.speculation ngram --algo.router_replay false"),

@@ -114,7 +114,8 @@ def test_a_quantile_is_that_of_all_numbers_however_they_were_cut():
     for part in parts[1:]:
         whole = whole.merge(part)
     assert whole.value == pytest.approx(990, rel=0.02)
-    assert Quantile.of([0.0, 0.0, 0.0, 5.0], share=0.75).value == pytest.approx(1e-9, rel=0.02)
+    assert Quantile.of([0.0, 0.0, 0.0, 5.0], share=0.75).value == 0.0
+    assert Quantile.of([2e-9], share=0.75).value == pytest.approx(2e-9, rel=0.02)
     assert Quantile.of([0.0, 0.0, 0.0, 5.0], share=0.76).value == pytest.approx(5, rel=0.02)
     for bad in (math.nan, math.inf):
         assert math.isnan(whole.merge(Quantile.of([bad], share=0.99)).value)

@@ -604,6 +604,8 @@ async def _prepare(
     """What its workers are told before the first request; how the routes of a mixture get here."""
     if not gpu and settings.pipeline_parallel_size > 1:
         await llm.collective_rpc("run_once")
+    if settings.exact:
+        await llm.collective_rpc("compute_exactly")
     if unsampled:
         await llm.collective_rpc("never_sample", args=(list(unsampled),))
     if settings.adapter_rank is not None:

@@ -18,6 +18,8 @@ OWNER = "OPENRLHF_ENGINE_OWNER"
 """In the environment of an engine's processes: the process that they belong to."""
 SOCKETS = "OPENRLHF_ENGINE_SOCKETS"
 """There too: the folder of their sockets."""
+EXACT = "OPENRLHF_ENGINE_IS_EXACT"
+"""Set in an engine's processes where they compute the exact forward."""
 THREADS = "OPENRLHF_ENGINE_THREADS"
 """There too, on a CPU: how many compute a step."""
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -79,6 +81,8 @@ class VllmSettings:
     """Where drafts of the next tokens come from, one of `SPECULATIONS`; None: there are none."""
     speculation_tokens: int = 4
     """Of a draft, at most."""
+    exact: bool = False
+    """Whether it computes the exact forward (`models.exact`)."""
 
     @property
     def parts(self) -> int:
@@ -114,7 +118,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
-        "enforce_eager": settings.enforce_eager or not gpu,
+        "enforce_eager": settings.enforce_eager or settings.exact or not gpu,
         "limit_mm_per_prompt": {"image": settings.max_images, "video": 0, "audio": 0},
         # Images come processed, so there is nothing to keep. vLLM's two copies of this cache, in two processes, are
         # emptied one after the other by a push, and a request in between would find its image in one of them alone.
@@ -130,7 +134,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         if settings.parts == 1 and not settings.has_experts and settings.quantization is None:
             # vLLM would time kernels of FlashInfer that a dense model in 16 or 32 bits does not have.
             arguments["enable_flashinfer_autotune"] = False
-        if not settings.enforce_eager:
+        if not arguments["enforce_eager"]:
             largest = max(settings.max_num_seqs, 0 if settings.speculation is None else STEP_TOKENS)
             arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(largest)}
             if settings.adapter_rank is not None:
@@ -246,13 +250,15 @@ def worker_environment(settings: VllmSettings, *, gpu: bool, cores: Sequence[int
     """What vLLM reads from the environment; what the user has set there wins. `cores`: those this process may use."""
     # A fork of a process with torch's threads may hang; and workers must find our extension by themselves.
     variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **import_variables(gpu=gpu)}
+    if settings.exact:
+        variables |= {EXACT: "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if gpu:
         # Its kernels are compiled at every start: 210 s instead of 57.
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     else:
         if settings.parts > 1 and cores:
             variables[CORES] = "|".join(core_shares(cores, settings.parts))
-        variables[THREADS] = str(max(1, (len(cores) - 1) // settings.engines))
+        variables[THREADS] = "1" if settings.exact else str(max(1, (len(cores) - 1) // settings.engines))
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # Threads that look for drafts and those that compute a step would wait for each other: 170 ms a step, not 5.
         variables["NUMBA_NUM_THREADS"] = "1"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.rollout.vllm.routes import Message
-from openrlhf.rollout.vllm.settings import OWNER, SOCKETS
+from openrlhf.rollout.vllm.settings import EXACT, OWNER, SOCKETS
 from openrlhf.utils.parent_death import exit_with_parent
 from openrlhf.weight_sync.blocks import AdapterSpec
 from openrlhf.weight_sync.transports import BlockReceiver, block_from
@@ -41,6 +41,10 @@ class WorkerExtension:
         use_pillow()
         adapt_by_every_name()
         mend_verification()
+        if EXACT in os.environ:
+            from openrlhf.rollout.vllm.exact import keep_plain_weights
+
+            keep_plain_weights()
         worker = super().__new__(cls)
         worker._start_seconds = time_start(worker)
         return worker
@@ -68,6 +72,12 @@ class WorkerExtension:
         from openrlhf.rollout.vllm.compat import never_sample
 
         never_sample(self, token_ids)
+
+    def compute_exactly(self) -> None:
+        """From the first request on."""
+        from openrlhf.rollout.vllm.exact import ExactModel
+
+        ExactModel(self)
 
     def begin_drafts(self, history: bool) -> None:
         """Before the first request. `history`: earlier responses to a prompt are drafts too."""
