@@ -593,6 +593,8 @@ class TrainingBatch:
     returns_A: Tensor | None = None
     """The targets of the critic."""
     advantages_A: Tensor | None = None
+    seen_A: dict[str, Tensor] = field(default_factory=dict)
+    """What the policy's update saw of each action token, where it was to be kept (`learners.policy.SeenColumns`)."""
 
     def __post_init__(self) -> None:
         self.action_offsets = [0]

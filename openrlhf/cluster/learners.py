@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from openrlhf.cluster.placement import Role
 from openrlhf.cluster.transport import packed_parts
@@ -14,6 +16,7 @@ from openrlhf.learners.steps import StepSettings, assign_to_ranks
 from openrlhf.learners.workers import Placed
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, SampleKey
+from openrlhf.utils import waits
 
 DEADLINE = 3600.0
 """Of one stage of a round, in seconds."""
@@ -99,15 +102,30 @@ class RayWorkers:
             self._send("returns_A", self._policy, self._critic, batch)
         return metrics
 
-    def update(self, batch: HeldBatch) -> Metrics:
-        learning = [group for group in (self._critic, self._policy) if group is not None]
-        return Metrics.merged([self._ask(group, "update", batch) for group in learning])
+    def update(self, batch: HeldBatch, *, keep: bool = False) -> Metrics:
+        critic = [] if self._critic is None else [self._ask(self._critic, "update", batch)]
+        return Metrics.merged([*critic, self._ask(self._policy, "update", batch, keep=keep)])
 
-    def _ask(self, group: WorkerGroup, stage: str, batch: HeldBatch) -> Any:
+    def columns(self, batch: HeldBatch, keys: Collection[SampleKey]) -> dict[SampleKey, dict[str, np.ndarray]]:
+        """Of each share one rank answers, with those of its samples that are asked for."""
+        import ray
+
+        self._require_held(batch, "columns")
+        references = self._policy.call_remote_ref("columns", list(keys), deadline=DEADLINE)
+        found: dict[SampleKey, dict[str, np.ndarray]] = {}
+        with waits.waiting("for the columns of logged samples", deadline=DEADLINE):
+            for share in ray.get(references, timeout=DEADLINE):
+                found |= share.by_key()
+        return found
+
+    def _ask(self, group: WorkerGroup, stage: str, batch: HeldBatch, **options: Any) -> Any:
         """What the first rank says: it has gathered what is to be known of all."""
+        self._require_held(batch, stage)
+        return group.call(stage, deadline=DEADLINE, **options)[0]
+
+    def _require_held(self, batch: HeldBatch, stage: str) -> None:
         if batch.round_index != self._rounds:
             raise ValueError(f"{stage}: the samples of round {batch.round_index} have made room for others")
-        return group.call(stage, deadline=DEADLINE)[0]
 
     def _send(self, name: str, source: WorkerGroup, target: WorkerGroup, batch: HeldBatch) -> None:
         """A column from those who have it to those who need it; a rank fetches from those who have its samples."""

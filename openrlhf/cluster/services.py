@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,12 +12,12 @@ import torch
 from openrlhf.checkpoint.manager import CheckpointedModel
 from openrlhf.checkpoint.training_state import random_state, restore_random_state
 from openrlhf.cluster.engines import EngineHandles
-from openrlhf.cluster.transport import Column, PackedSamples, unpacked
+from openrlhf.cluster.transport import Column, PackedSamples, SampleColumns, unpacked
 from openrlhf.learners.rank import CriticLearners, RankLearners
 from openrlhf.learners.scorer import Scorer
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rewards.batching import Forward, Item
-from openrlhf.types import PlacedImage, TrainingBatch
+from openrlhf.types import PlacedImage, SampleKey, TrainingBatch
 from openrlhf.weight_sync.base import Pushed
 from openrlhf.weight_sync.probe import Probe
 
@@ -145,8 +145,11 @@ class PolicyService(RankService):
     def assign_advantages(self) -> Metrics:
         return self._learners.assign_advantages(self._batch)
 
-    def update(self) -> Metrics:
-        return self._learners.update(self._batch)
+    def update(self, *, keep: bool = False) -> Metrics:
+        return self._learners.update(self._batch, keep=keep)
+
+    def columns(self, keys: Collection[SampleKey]) -> SampleColumns:
+        return SampleColumns.of(self._learners.columns(self._batch, keys))
 
     def send_weights(self, engines: EngineHandles, needs_base: bool, probe: Probe | None = None) -> Sent:
         pushed = self._weights.send(engines, needs_base=needs_base)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,3 +136,27 @@ class Column(NamedTuple):
         """The column of a batch, [A], put together from parts that hold all of its samples."""
         known = {key: values for part in parts for key, values in zip(part.keys, part.values, strict=True)}
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(known[s.key] for s in batch.samples)]))
+
+
+class SampleColumns(NamedTuple):
+    """Several columns of some samples of a rank, on their way to the driver: one long array for each column."""
+
+    keys: list[SampleKey]
+    sizes: list[int]
+    """The action tokens of each sample."""
+    columns: dict[str, np.ndarray]
+
+    @staticmethod
+    def of(found: Mapping[SampleKey, Mapping[str, np.ndarray]]) -> SampleColumns:
+        """Of samples that all have the same columns."""
+        names = next(iter(found.values()), {})
+        return SampleColumns(
+            keys=list(found),
+            sizes=[len(next(iter(own.values()))) for own in found.values()],
+            columns={name: np.concatenate([own[name] for own in found.values()]) for name in names},
+        )
+
+    def by_key(self) -> dict[SampleKey, dict[str, np.ndarray]]:
+        ends = np.cumsum(self.sizes)[:-1]
+        cut = {name: np.split(column, ends) for name, column in self.columns.items()}
+        return {key: {name: parts[i] for name, parts in cut.items()} for i, key in enumerate(self.keys)}

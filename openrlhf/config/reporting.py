@@ -171,10 +171,20 @@ class LoggerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RLLoggerSection(LoggerSection):
-    rollouts: Annotated[
+    rollouts_per_step: Annotated[
         int,
-        Flag("groups of each step kept in rollouts.jsonl: the best, the worst and typical ones; 0 = none", at_least=0),
+        Flag(
+            "groups of each step kept in rollouts.jsonl and, token by token, in tokens/: the best, the worst and "
+            "typical ones; 0 = none, -1 = all of them in tokens/, which openrlhf replay needs",
+            flat="logger.rollouts",
+            at_least=-1,
+        ),
     ] = 4
+
+    @property
+    def rollouts(self) -> int:
+        """Groups of each step in rollouts.jsonl, which is for people: of all of them, as many as without the flag."""
+        return self.rollouts_per_step if self.rollouts_per_step >= 0 else 4
 
 
 S = TypeVar("S", bound=LoggerSection)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
 from openrlhf.algorithms.kl import KLEstimator
-from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss, load_balancing_loss
+from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss, TokenLoss, load_balancing_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.learners.accumulation import MAX_SKIPPED, SkippedSteps, accumulate
@@ -59,6 +59,34 @@ class PolicySettings:
     """None: experts, if there are any, are left to themselves."""
 
 
+class SeenColumns:
+    """What an update sees of its action tokens, on the device until all of it is launched.
+
+    Nothing is read before `columns`: a GPU would be waited for. A sample that an update passes several times has the
+    numbers of the last pass.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._parts: list[dict[str, Tensor]] = []
+
+    def add(self, rows: Tensor, **columns: Tensor | None) -> None:
+        """`rows`: of the batch's `_A` columns (`PackedBatch.rows`)."""
+        self._rows.append(rows)
+        self._parts.append({name: column.detach() for name, column in columns.items() if column is not None})
+
+    def columns(self, num_actions: int) -> dict[str, Tensor]:
+        """float32 [A] each, on CPU; NaN for tokens that were in no micro-batch."""
+        sizes = [len(rows) for rows in self._rows]
+        result = {}
+        for name in self._parts[0] if self._parts else ():
+            seen = torch.cat([part[name] for part in self._parts]).float().cpu()
+            result[name] = torch.full((num_actions,), math.nan)
+            for rows, own in zip(self._rows, seen.split(sizes), strict=True):
+                result[name][rows] = own
+        return result
+
+
 class PolicyLearner:
     """Updates the policy through its backend.
 
@@ -89,8 +117,11 @@ class PolicyLearner:
         self._routers = routers
         self._replays = replays
 
-    def update(self, steps: Sequence[Step], *, kl_coef: float = 0.0) -> Metrics:
-        """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss. Metrics of this rank."""
+    def update(self, steps: Sequence[Step], *, kl_coef: float = 0.0, seen: SeenColumns | None = None) -> Metrics:
+        """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss. Metrics of this rank.
+
+        `seen` gets what micro-batches compute of their tokens; None: nothing of it is kept.
+        """
         metrics = Metrics()
         watched = [] if self._routers is None else [RouteLog(self._routers.shape, self._device) for _ in steps]
         if self._replays and steps:
@@ -100,13 +131,13 @@ class PolicyLearner:
             if self._settings.correction is not None and step.lacks("rollout_logprobs_A"):
                 raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")
             routes = watched[index] if watched else None
-            run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes)
-            loss, seen, odd = accumulate(step, run, self._backend, ranks=self._ranks)
+            run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes, seen=seen)
+            loss, own, odd = accumulate(step, run, self._backend, ranks=self._ranks)
             rate, norm = self._backend.learning_rate, self._backend.step()
             metrics.last("actor_lr", rate)
             if self._skipped.after(self._backend.left_out, metrics, functools.partial(step.suspects, odd)):
                 continue
-            metrics.merge(seen)
+            metrics.merge(own)
             metrics.mean("policy_loss", loss, 1 / self._ranks.count)  # the sum of all ranks' is the step's
             if self._backend.left_out is None:
                 metrics.mean("actor_grad_norm", norm, 1)
@@ -141,7 +172,9 @@ class PolicyLearner:
         metrics.mean("experts/logprobs_diff", gaps[0], int(known_A.sum()))
         metrics.mean("experts/logprobs_diff_own", gaps[1], int(known_A.sum()))
 
-    def _accumulate(self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float, routes: RouteLog | None) -> Tensor:
+    def _accumulate(
+        self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float, routes: RouteLog | None, seen: SeenColumns | None
+    ) -> Tensor:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
         settings, metrics = self._settings, Metrics() if micro.is_filler else metrics
         packed = micro.packed.to(self._device)
@@ -155,7 +188,8 @@ class PolicyLearner:
         )
         current_A = output.logprobs_A
         old_A = current_A.detach() if packed.old_logprobs_A is None else packed.old_logprobs_A
-        policy_A = self._policy_loss(packed, current_A, old_A, metrics)
+        result, correction_A = self._policy_loss(packed, current_A, old_A, metrics)
+        policy_A = result.loss_A if correction_A is None else correction_A * result.loss_A
         policy_loss = (micro.policy_weights_A.to(self._device) * policy_A).sum()
         loss = policy_loss
         weights_A = micro.regulariser_weights_A.to(self._device)
@@ -174,6 +208,15 @@ class PolicyLearner:
             loss = loss + settings.balance.coef * micro.token_share * balance
             metrics.mean("aux_loss", balance.detach().double() * tokens, tokens)
         self._backend.backward(loss)
+        if seen is not None and not micro.is_filler:
+            seen.add(
+                micro.packed.rows,
+                new_logprobs=current_A,
+                entropy=output.entropy_A,
+                is_weights=correction_A,
+                clipped=result.clipped_A,
+                losses=policy_A,
+            )
         if self._replays:
             metrics.mean("experts/missing", *without_route(micro.packed.tokens))
         metrics.mean("ppo_kl", (old_A - current_A.detach()).sum(), count)
@@ -185,7 +228,10 @@ class PolicyLearner:
             metrics.max("logprobs_diff_max", gap_A.abs().max())
         return policy_loss
 
-    def _policy_loss(self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, metrics: Metrics) -> Tensor:
+    def _policy_loss(
+        self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, metrics: Metrics
+    ) -> tuple[TokenLoss, Tensor | None]:
+        """The loss of each token, and its factor where an off-policy correction has one."""
         settings, sequences_A = self._settings, packed.tokens.action_sequences()
         count = packed.tokens.num_actions
         correction = settings.correction
@@ -197,14 +243,14 @@ class PolicyLearner:
         )
         metrics.mean("ppo_clip_ratio", result.clipped_A.sum(), count)
         if correction is None or settings.loss.corrects_itself:
-            return result.loss_A
+            return result, None
         rollout_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
         corrected = get_correction(correction.name)(
             CorrectionInputs(old_A, rollout_A, sequences_A), low=correction.low, high=correction.high
         )
         metrics.mean("is_weight", corrected.weights_A.sum(), count)
         metrics.mean("is_corrected", corrected.touched_A.sum(), count)
-        return corrected.weights_A * result.loss_A
+        return result, corrected.weights_A
 
 
 _COMPARED_TOKENS = 2048

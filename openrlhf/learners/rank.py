@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from openrlhf.algorithms.kl import KLController, KLEstimator
@@ -20,12 +21,12 @@ from openrlhf.learners.advantages import (
     may_get_advantages,
 )
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.policy import PolicyLearner
+from openrlhf.learners.policy import PolicyLearner, SeenColumns
 from openrlhf.learners.scorer import Scorer
 from openrlhf.learners.steps import Step, StepSettings, optimizer_steps
-from openrlhf.learners.workers import Placed
+from openrlhf.learners.workers import Placed, sample_columns
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import Group, TrainingBatch
+from openrlhf.types import Group, SampleKey, TrainingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +123,28 @@ class RankLearners:
         self._sampled_kl = metrics.values().get("kl")
         return metrics
 
-    def update(self, batch: TrainingBatch) -> Metrics:
+    def update(self, batch: TrainingBatch, *, keep: bool = False) -> Metrics:
         """Critic, then policy, on micro-batches that are cut and packed once."""
         frozen = self._is_frozen
+        seen = SeenColumns() if keep else None
         self._rounds += 1
         own = Metrics()
         steps = self._cut(batch)
         if self._critic is not None:
             own.merge(self._critic.learner.update(steps))
         if not frozen:
-            own.merge(self._policy.update(steps, kl_coef=self._kl.controller.coef if self._kl else 0.0))
+            kl_coef = self._kl.controller.coef if self._kl else 0.0
+            own.merge(self._policy.update(steps, kl_coef=kl_coef, seen=seen))
+        batch.seen_A = {} if seen is None else seen.columns(batch.num_actions)
         if self._fitting.shrunk and self._fitting.batching.tokens is not None:
             own.last("perf/max_tokens_per_gpu", self._fitting.batching.tokens)
         metrics = Metrics.merged(self._ranks.gather(own))
         self._adapt_kl(batch, metrics)
         return metrics
+
+    def columns(self, batch: TrainingBatch, keys: Collection[SampleKey]) -> dict[SampleKey, dict[str, np.ndarray]]:
+        """Of the samples that this rank has."""
+        return sample_columns(batch, keys)
 
     @property
     def _is_frozen(self) -> bool:

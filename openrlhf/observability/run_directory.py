@@ -26,6 +26,7 @@ class RunDirectory:
     metrics.jsonl   one line per training step and per evaluation
     rollouts.jsonl  the best, the worst and typical groups of every step, turn by turn
     rollout_images/ thumbnails of the images in them
+    tokens/         the same groups token by token, one file per step (`token_log`)
     trained.jsonl   which samples every step was trained on (RL)
     warnings.jsonl  what was said about steps that went wrong; usually empty
     notes.jsonl     what else was said in words, and how the run ended

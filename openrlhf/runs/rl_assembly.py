@@ -32,6 +32,7 @@ from openrlhf.observability.loggers import require_loggers
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.run_directory import RunDirectory
 from openrlhf.observability.startup import StartUp, process_began
+from openrlhf.observability.token_log import TokenLog
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.async_collector import AsyncCollector
 from openrlhf.rollout.collector import SyncCollector
@@ -190,6 +191,7 @@ def _train(
         with (
             observed(config, run_dir, watching, steps=schedule.rounds, title=title) as seen,
             contextlib.closing(RolloutLog(run_dir.rollouts, tokenizer, groups=config.logger.rollouts)) as rollout_log,
+            contextlib.closing(TokenLog(run_dir.path, tokenizer, groups=config.logger.rollouts_per_step)) as token_log,
             contextlib.closing(TrainedLedger(run_dir.trained)) as ledger,
             stoppable(config.ckpt, checkpoints) as stop,
         ):
@@ -200,6 +202,7 @@ def _train(
                 schedule=schedule,
                 logger=seen.logger,
                 rollout_log=rollout_log,
+                token_log=token_log,
                 ledger=ledger,
                 progress=seen.progress,
                 warnings=seen.warnings,

@@ -15,6 +15,7 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.signs import NoWarnings, Warnings
 from openrlhf.observability.startup import StartUp
+from openrlhf.observability.token_log import NoTokenLog
 from openrlhf.rollout.collector import PromptsExhausted, rollout_metrics
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.trainers.evaluation import BestMetric
@@ -62,6 +63,7 @@ class RLTrainer:
         rollout_log: RolloutLog,
         ledger: TrainedLedger,
         progress: Progress,
+        token_log: NoTokenLog | None = None,
         checkpointer: Checkpointer | None = None,
         stop: StopRequest | None = None,
         warnings: Warnings | None = None,
@@ -75,6 +77,7 @@ class RLTrainer:
         self.schedule = schedule
         self.logger = logger
         self.rollout_log = rollout_log
+        self.token_log = token_log or NoTokenLog()
         self.ledger = ledger
         self.progress = progress
         self.checkpointer = checkpointer or NoCheckpoints()
@@ -98,6 +101,7 @@ class RLTrainer:
         state = self.checkpointer.load(self.load_state_dict)
         if state is not None:
             self.start.mark("checkpoint")
+        self.token_log.begin(after=self.version)
         self.pipeline.start(self.version)
         self.start.mark("push")
         # A checkpoint has the very weights whose evaluation it interrupted.
@@ -151,11 +155,12 @@ class RLTrainer:
             self.workers.score(batch)
             metrics.merge(self.workers.assign_advantages(batch))
         with self.clock.phase("ppo_train"):
-            metrics.merge(self.workers.update(batch))
+            metrics.merge(self.workers.update(batch, keep=self.token_log.wants(self.version + 1)))
         with self.clock.phase("broadcast"):
             self.version += 1
             metrics.merge(self.pipeline.finish_training(self.version))
         self.rollout_log.write(self.version, groups)
+        self.token_log.write(self.version, groups, lambda keys: self.workers.columns(batch, keys))
         self.ledger.write(self.version, groups, rejected_prompts=rejected_prompts)
         metrics.merge(self.measure(groups))
         return metrics
@@ -218,6 +223,7 @@ class RLTrainer:
 
     def save(self, *, best: bool) -> None:
         with waits.during(f"checkpoint of step {self.rounds_done}"), self.clock.phase("checkpoint"):
+            self.token_log.flush()  # a step that is never taken again must be in it
             self.checkpointer.save(self.rounds_done, self.state_dict(), best=best)
         self.saved_after = self.rounds_done
         self.clock.take()  # checkpoints are no part of the next round's time

@@ -1,5 +1,6 @@
 """The update's gradient depends on the samples alone, not on how they are cut, ordered or packed."""
 
+import copy
 import dataclasses
 import math
 
@@ -19,7 +20,7 @@ from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.backends.state import NotFiniteError
 from openrlhf.backends.torch import TorchBackend
 from openrlhf.learners.accumulation import MicroBatching
-from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings
+from openrlhf.learners.policy import CorrectionSettings, PolicyLearner, PolicySettings, SeenColumns
 from openrlhf.learners.scorer import Scorer, logprobs
 from openrlhf.learners.steps import StepSettings, optimizer_steps
 from openrlhf.models.attention import ATTENTION
@@ -185,9 +186,36 @@ def test_nothing_is_read_from_a_device_before_all_micro_batches_are_launched(pol
     learner = PolicyLearner(backend, EVERYTHING[name], device=CPU)
     assert len(list(steps[0])) == 4  # they are packed here; what packing reads is in this process's memory
     with reads:
-        learner.update(steps, kl_coef=0.3)
+        learner.update(steps, kl_coef=0.3, seen=SeenColumns())
     first = reads.events.index("backward")
     assert reads.events[first : first + 4] == ["backward"] * 4
+
+
+def test_seen_columns_are_those_of_the_last_pass(policy):
+    """Two passes in micro-batches of one sample; between them the weights move. A sample in no micro-batch has NaN."""
+    batch, seen = make_batch([(3, 5), (2, 7), (4, 4)]), SeenColumns()
+    batch.advantages_A[batch.actions_of(1)] = 0.0
+    mine = copy.deepcopy(policy)
+    backend, outputs = RecordingBackend(mine), []
+
+    def move() -> float:
+        outputs.append(Scorer(mine, logprobs(0.7), batching=WHOLE, device=CPU).score(batch))
+        with torch.no_grad():
+            for parameter in mine.parameters():
+                parameter.mul_(0.9)
+        mine.zero_grad()
+        return 0.0
+
+    backend.step = move
+    steps = make_steps(batch, MicroBatching(samples=1), epochs=2, skip_idle=True)
+    PolicyLearner(backend, POLICY, device=CPU).update(steps, seen=seen)
+    columns = seen.columns(batch.num_actions)
+    idle_A = torch.zeros(batch.num_actions, dtype=torch.bool)
+    idle_A[batch.actions_of(1)] = True
+    assert not torch.allclose(*outputs)
+    assert torch.equal(columns["new_logprobs"].isnan(), idle_A)
+    assert torch.allclose(columns["new_logprobs"][~idle_A], outputs[1][~idle_A], atol=1e-6)
+    assert columns.keys() == {"new_logprobs", "entropy", "clipped", "losses"}
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

@@ -4,7 +4,10 @@ import pytest
 from small_rl import make_models, play, play_share, training
 from thread_ranks import ThreadDistribution, together
 
-from openrlhf.runs.rl_models import RLModels
+from openrlhf.cluster.transport import SampleColumns
+from openrlhf.learners.steps import assign_to_ranks
+from openrlhf.runs.rl_models import RLModels, step_settings
+from openrlhf.types import SampleKey, TrainingBatch
 
 RUNS = {
     "whitened": {"advantage_estimator": "reinforce"},
@@ -41,6 +44,45 @@ def test_the_number_of_ranks_changes_nothing(models, groups, flags, ranks):
                     assert own[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
         assert state["rounds"] == 2
         assert state["kl"] == pytest.approx(alone.learners.state_dict()["kl"])
+
+
+@pytest.mark.parametrize("name", ["ppo", "two steps", "corrected"])
+def test_columns_come_from_the_rank_that_has_the_sample(models, groups, name):
+    """The columns of two ranks together are those of one, through the form in which Ray carries them; a key of no
+    sample is passed over."""
+    flags = RUNS[name]
+    keys = [SampleKey(prompt, sample) for prompt in (0, 1) for sample in (0, 2, 3)]
+    alone, _ = training(models, **flags)
+    whole, _ = alone.learners.place(groups)
+    alone.learners.score(whole)
+    alone.learners.assign_advantages(whole)
+    alone.learners.update(whole, keep=True)
+    expected = alone.learners.columns(whole, keys)
+    assert list(expected) == [key for key in keys if key.sample != 3]
+
+    def run(own):
+        rank, _ = training(models, distribution=ThreadDistribution(own), **flags)
+        placed, _ = rank.learners.place(groups)
+        shares = assign_to_ranks(placed.samples, step_settings(rank._config), round_index=1, ranks=own.count)
+        batch = TrainingBatch(samples=shares[own.index])
+        rank.learners.score(batch)
+        rank.learners.assign_advantages(batch)
+        rank.learners.update(batch, keep=True)
+        return SampleColumns.of(rank.learners.columns(batch, keys))
+
+    found = {key: columns for share in together(2, run) for key, columns in share.by_key().items()}
+    assert found.keys() == expected.keys()
+    for key, columns in expected.items():
+        assert found[key].keys() == columns.keys()
+        for column, values in columns.items():
+            assert found[key][column].tolist() == pytest.approx(values.tolist(), rel=1e-5, abs=1e-6), column
+    seen = {"new_logprobs", "losses", "clipped", "advantages", "shaped_rewards"}
+    more = {
+        "ppo": {"entropy", "ref_logprobs", "values", "returns", "old_logprobs"},
+        "two steps": {"values", "returns", "old_logprobs"},
+        "corrected": {"is_weights"},
+    }
+    assert columns.keys() == seen | more[name]
 
 
 def test_gradients_of_policy_and_critic_are_summed_as_the_flag_says():

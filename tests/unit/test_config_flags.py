@@ -73,7 +73,7 @@ ADDED = {
     ("algo.loss_agg", "str token/sequence/constant", None): ("train_ppo_ray",),
     ("algo.router_replay", "switch", None): ("train_ppo_ray",),
     ("eval.at_start", "switch", False): ("train_ppo_ray",),
-    ("logger.rollouts", "int", 4): ("train_ppo_ray",),
+    ("logger.rollouts_per_step", "int", 4): ("train_ppo_ray",),
     ("data.trust_remote_code", "switch", False): TRAINERS,
     ("actor.trust_remote_code", "switch", False): ("train_ppo_ray",),
     ("model.trust_remote_code", "switch", False): ("train_sft", "train_rm", "train_dpo", "serve_rm", "lora_combiner"),

@@ -99,7 +99,7 @@ class TableWorkers:
     def assign_advantages(self, batch):
         return Metrics()
 
-    def update(self, batch):
+    def update(self, batch, *, keep=False):
         self.rounds += 1
         self.run.events.append(f"train {self.rounds}")
         engine = self.run.engine

@@ -217,7 +217,7 @@ class EventLog:
         self.events.append("advantages")
         return Metrics()
 
-    def update(self, batch):
+    def update(self, batch, *, keep=False):
         self.events.append("update")
         metrics = Metrics()
         metrics.last("policy_loss", 0.5)
@@ -322,7 +322,7 @@ def test_tokens_per_second_are_those_of_judged_samples_over_the_time_of_the_roun
             now[0] += 2.0
             return super().next_batch()
 
-        def update(self, batch):
+        def update(self, batch, *, keep=False):
             now[0] += 1.0
             return super().update(batch)
 
@@ -528,7 +528,7 @@ class AskedDuring(EventLog):
         super().__init__(loop, evaluations)
         self.event, self.stop = event, StopRequest()
 
-    def update(self, batch):
+    def update(self, batch, *, keep=False):
         if self.event == "update":
             self.stop.asked = signal.SIGTERM
         return super().update(batch)
