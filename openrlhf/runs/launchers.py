@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,9 @@ from openrlhf.rollout.requests import RequestHandler
 from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils.event_loops import LoopRunner
 from openrlhf.weight_sync.base import WeightSync
+
+if TYPE_CHECKING:
+    from openrlhf.runs.rl_models import RLTraining
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ class RunParts(NamedTuple):
     """Passes agents' requests on to engines in other processes; None: the engine is in this process."""
     start: Mapping[str, float] = MappingProxyType({})
     """Seconds that they took to start, by part (`observability.startup`)."""
+    training: RLTraining | None = None
+    """The models and what trains them, where they are in this process; None: they are elsewhere."""
 
 
 class Launcher(Protocol):

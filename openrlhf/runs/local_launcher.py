@@ -59,7 +59,16 @@ class LocalLauncher:
             )
             with _usage(self.device) as usage:
                 kept = training.checkpointed(self.tokenizer)
-                yield RunParts(opened.engine, training.learners, opened.weights, kept, turns, usage, start=opened.start)
+                yield RunParts(
+                    opened.engine,
+                    training.learners,
+                    opened.weights,
+                    kept,
+                    turns,
+                    usage,
+                    start=opened.start,
+                    training=training,
+                )
 
     def _review(self, settled: Settled) -> None:
         if settled.division is not None:

@@ -136,26 +136,23 @@ def _train(
         best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
     start.mark("data")
 
-    with _loop(config) as loop, contextlib.ExitStack() as held:
-        launcher = held.enter_context(make_launcher(given, tokenizer))
-        start.mark("cluster")
-        source = launcher.reward()
-        reward = source and held.enter_context(_started(source, loop, "the reward"))
-        start.mark("reward")
-        rounds = math.ceil(len(prompts) / config.rollout.batch_size)
-        warn_of_few_steps(config.train, rounds, remedy="--train.num_episodes")
-        rounds = min(rounds, config.train.total_steps or rounds)
-        played = min(len(prompts), rounds * config.rollout.batch_size)
-        bound = held.enter_context(launcher.build(total_steps=config.optimizer_steps(played), loop=loop))
-        start.mark_all(bound.start)
-        episodes = held.enter_context(_started(_episodes(config, bound, tokenizer, images), loop, "episodes"))
-        runner = EpisodeRunner(
-            episodes=episodes,
-            reward=reward,
-            seed=config.train.seed,
+    rounds = math.ceil(len(prompts) / config.rollout.batch_size)
+    warn_of_few_steps(config.train, rounds, remedy="--train.num_episodes")
+    rounds = min(rounds, config.train.total_steps or rounds)
+    played = min(len(prompts), rounds * config.rollout.batch_size)
+    with (
+        event_loop(config) as loop,
+        open_parts(
+            given,
+            make_launcher,
+            tokenizer,
+            images,
+            loop,
+            total_steps=config.optimizer_steps(played),
             has_worked=bool(checkpoints.found or checkpoints.universal),
-            on_sample=lambda: start.end("first sample"),
-        )
+            start=start,
+        ) as (bound, runner),
+    ):
         schedule = RunPeriods(
             rounds=rounds,
             eval_every=config.eval.period,
@@ -171,7 +168,7 @@ def _train(
                 runner=runner,
                 loop=loop,
                 samples_per_prompt=config.eval.n_samples_per_prompt,
-                sampling_params=_sampling(config, temperature=config.eval.temperature, evaluation=True),
+                sampling_params=sampling_params(config, temperature=config.eval.temperature, evaluation=True),
             )
         pipeline = build_pipeline(config, bound, prompts=prompts, runner=runner, loop=loop, evaluation=evaluation)
         run_dir = create_run_directory(given, checkpoints.found)
@@ -221,6 +218,43 @@ def _train(
     return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=measured)
 
 
+@contextlib.contextmanager
+def open_parts(
+    given: RLConfig,
+    make_launcher: LauncherFactory,
+    tokenizer: Any,
+    images: DataImages | None,
+    loop: LoopRunner,
+    *,
+    total_steps: int,
+    has_worked: bool = False,
+    start: StartUp | None = None,
+) -> Iterator[tuple[RunParts, EpisodeRunner]]:
+    """Everything that samples, judges and trains, before anything is played: what a launcher binds, and who plays
+    prompts on it. `images`: of `policy_images`. `total_steps`: optimizer steps of the run. `has_worked`: as that of
+    `EpisodeRunner`."""
+    config, start = local_copies(given), start or StartUp()
+    with contextlib.ExitStack() as held:
+        launcher = held.enter_context(make_launcher(given, tokenizer))
+        start.mark("cluster")
+        source = launcher.reward()
+        reward = source and held.enter_context(_started(source, loop, "the reward"))
+        start.mark("reward")
+        bound = held.enter_context(launcher.build(total_steps=total_steps, loop=loop))
+        start.mark_all(bound.start)
+        episodes = held.enter_context(_started(_episodes(config, bound, tokenizer, images), loop, "episodes"))
+        yield (
+            bound,
+            EpisodeRunner(
+                episodes=episodes,
+                reward=reward,
+                seed=config.train.seed,
+                has_worked=has_worked,
+                on_sample=lambda: start.end("first sample"),
+            ),
+        )
+
+
 def build_pipeline(
     config: RLConfig,
     bound: RunParts,
@@ -238,7 +272,7 @@ def build_pipeline(
         "loop": loop,
         "batch_size": config.rollout.batch_size,
         "samples_per_prompt": config.samples_per_prompt,
-        "sampling_params": _sampling(config, temperature=config.rollout.temperature),
+        "sampling_params": sampling_params(config, temperature=config.rollout.temperature),
         "logprobs_every": config.logprobs_every,
         "score_filter": _score_filter(config),
     }
@@ -405,7 +439,7 @@ class _Service(Protocol):
 _S = TypeVar("_S", bound=_Service)
 
 
-def _loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
+def event_loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
     """The event loop of episodes: it runs between the other phases of a round, or all the time."""
     return BackgroundRunner() if config.plays_across_rounds else asyncio.Runner()
 
@@ -448,7 +482,8 @@ async def _close(service: _Service) -> None:
     await service.close()
 
 
-def _sampling(config: RLConfig, *, temperature: float, evaluation: bool = False) -> SamplingParams:
+def sampling_params(config: RLConfig, *, temperature: float, evaluation: bool = False) -> SamplingParams:
+    """How the run samples."""
     return SamplingParams(
         temperature=temperature,
         top_p=config.rollout.top_p,

@@ -141,7 +141,7 @@ class RLTraining:
         """Without a `distribution` it is this process with plain torch."""
         distribution = distribution or OneProcess(ALONE, config.ds)
         self._config = config
-        self._models = models
+        self.models = models
         self._distribution = distribution
         self._steps = step_settings(config)
         self.policy_backend = distribution.train(
@@ -161,7 +161,7 @@ class RLTraining:
 
     def checkpointed(self, tokenizer: Any) -> dict[str, LocalCheckpointedModel]:
         """The models that a checkpoint holds, by the names of its folders."""
-        policy, critic, ranks = self._models.policy, self._models.critic, self._distribution.ranks
+        policy, critic, ranks = self.models.policy, self.models.critic, self._distribution.ranks
         trained = {
             ACTOR: LocalCheckpointedModel(
                 self.policy_backend,
@@ -178,13 +178,13 @@ class RLTraining:
         config, ranks = self._config, self._distribution.ranks
         scoring = scoring_batches(config)
         policy_logprobs = logprobs(config.rollout.temperature)
-        routers = self._models.policy.routers
+        routers = self.models.policy.routers
         critic = kl = None
         if self._critic_backend is not None:
-            assert self._models.critic is not None
-            critic = critic_part(config, self._models.critic, self._critic_backend, self._distribution, device=device)
+            assert self.models.critic is not None
+            critic = critic_part(config, self.models.critic, self._critic_backend, self._distribution, device=device)
         if config.uses_reference:
-            reference = self._models.reference
+            reference = self.models.reference
             kl = KLTerm(
                 estimator=get_kl_estimator(config.algo.kl.estimator),
                 controller=kl_controller(config),
@@ -196,12 +196,12 @@ class RLTraining:
         return RankLearners(
             policy=PolicyLearner(
                 self.policy_backend,
-                policy_settings(config, balance=balance_settings(config, self._models.policy)),
+                policy_settings(config, balance=balance_settings(config, self.models.policy)),
                 device=device,
                 ranks=ranks,
                 max_skipped=config.train.max_skipped_steps,
                 routers=None if routers is None or routers.problem else routers,
-                replays=self._models.policy.replays,
+                replays=self.models.policy.replays,
             ),
             policy_scorer=Scorer(
                 self.policy_backend.module,

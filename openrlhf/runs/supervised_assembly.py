@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.preferences import PAIR_LOSSES, get_reward_loss
-from openrlhf.backends.base import Distribution, start_backend
+from openrlhf.backends.base import Backend, Distribution, start_backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.checkpoint.export import export_policy, export_value_model
 from openrlhf.checkpoint.manager import Checkpointer, CheckpointManager, LocalCheckpointedModel
@@ -98,7 +98,7 @@ def train(config: SupervisedConfig) -> RunResult:
         ) as checkpoints,
     ):
         try:
-            result = _train(config, checkpoints, _Place(device, distribution), watching, model_dir=model_dir)
+            result = _train(config, checkpoints, Place(device, distribution), watching, model_dir=model_dir)
         except Stopped as stop:
             if stop.saved:
                 # Launchers end all processes when one has ended: nobody leaves before the report is written.
@@ -109,34 +109,12 @@ def train(config: SupervisedConfig) -> RunResult:
 
 
 def _train(
-    given: SupervisedConfig, checkpoints: Checkpoints, place: _Place, watching: Watchdog, *, model_dir: Path
+    given: SupervisedConfig, checkpoints: Checkpoints, place: Place, watching: Watchdog, *, model_dir: Path
 ) -> RunResult:
-    config = local_copies(given)
-    distribution, ranks = place.distribution, place.distribution.ranks
-    tokenizer = tokenizer_of(config)
-    images = images_of(config, tokenizer)
-    kind = OBJECTIVES[_kind(config)]
-    samples = samples_of(config, tokenizer, images=images)
-    if config.eval.dataset:
-        held_out: Any = samples_of(config, tokenizer, evaluation=True, images=images)
-    else:
-        held_out = kind.stand_in(samples)
-    schedule = Schedule(
-        samples.lengths,
-        batch_size=config.train.batch_size,
-        epochs=config.train.max_epochs,
-        total_steps=config.train.total_steps,
-        seed=config.train.seed,
-        rank=ranks.index,
-        ranks=ranks.count,
-        token_budget=config.tokens_per_forward,
-    )
-    warn_of_few_steps(config.train, len(schedule), remedy="--train.max_epochs")
-    parts = kind.assemble(config, place)
-    backend = distribution.train(parts.module, config, total_steps=len(schedule))
+    config, ranks = local_copies(given), place.distribution.ranks
+    tokenizer, samples, held_out, schedule, parts, backend, objective = loop_parts(config, place)
     run_dir = create_run_directory(given, checkpoints.found) if ranks.is_main else None
     title = f"{Path(required(given.model.model_name_or_path)).name} · {_kind(config)}"
-    objective = _balanced(config, parts, parts.objective(samples))
     kept = LocalCheckpointedModel(
         backend,
         lambda folder, state, weights: parts.export(tokenizer, folder, state["last_evaluation"], weights),
@@ -186,6 +164,47 @@ def _train(
     return RunResult(run_dir=run_dir.path if run_dir else None, model_dir=model_dir, evaluation=evaluation)
 
 
+class LoopParts(NamedTuple):
+    """The parts of the supervised loop."""
+
+    tokenizer: Any
+    samples: TokenisedSet[Any]
+    held_out: Any
+    """Evaluation data; None: there is none."""
+    schedule: Schedule
+    model: ModelParts
+    backend: Backend
+    objective: Objective
+
+
+def loop_parts(config: SupervisedConfig, place: Place) -> LoopParts:
+    """Data, schedule, model, backend and objective, before the first step."""
+    ranks = place.distribution.ranks
+    tokenizer = tokenizer_of(config)
+    images = images_of(config, tokenizer)
+    kind = OBJECTIVES[_kind(config)]
+    samples = samples_of(config, tokenizer, images=images)
+    if config.eval.dataset:
+        held_out: Any = samples_of(config, tokenizer, evaluation=True, images=images)
+    else:
+        held_out = kind.stand_in(samples)
+    schedule = Schedule(
+        samples.lengths,
+        batch_size=config.train.batch_size,
+        epochs=config.train.max_epochs,
+        total_steps=config.train.total_steps,
+        seed=config.train.seed,
+        rank=ranks.index,
+        ranks=ranks.count,
+        token_budget=config.tokens_per_forward,
+    )
+    warn_of_few_steps(config.train, len(schedule), remedy="--train.max_epochs")
+    parts = kind.assemble(config, place)
+    backend = place.distribution.train(parts.module, config, total_steps=len(schedule))
+    objective = _balanced(config, parts, parts.objective(samples))
+    return LoopParts(tokenizer, samples, held_out, schedule, parts, backend, objective)
+
+
 def _checkpointer(
     config: SupervisedConfig,
     checkpoints: Checkpoints,
@@ -221,7 +240,7 @@ def _checkpointer(
 # ------------------------------------------------------------------------------------------ what is trained
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """The device and the ranks on which models live."""
 
     device: torch.device
@@ -229,7 +248,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class ModelParts:
     """A model to train, what it learns from some samples, and how it is written."""
 
     module: Policy | ValueModel
@@ -244,7 +263,7 @@ class _Kind:
 
     samples: type[TokenisedSet[Any]]
     format: Callable[[Any], ExampleFormat | PairFormat | JudgedFormat]
-    assemble: Callable[[Any, _Place], _Parts]
+    assemble: Callable[[Any, Place], ModelParts]
     stand_in: Callable[[TokenisedSet[Any]], _First | None] = lambda samples: None
     """The data to evaluate on where there is no evaluation data."""
 
@@ -258,22 +277,22 @@ def _kind(config: SupervisedConfig) -> str:
     return config.model.objective
 
 
-def _sft(config: SFTConfig, place: _Place) -> _Parts:
+def _sft(config: SFTConfig, place: Place) -> ModelParts:
     policy = _policy(config, place)
-    return _Parts(
+    return ModelParts(
         module=policy,
         objective=lambda examples: SFTObjective(examples, device=place.device),
         export=lambda tokenizer, folder, _, weights: export_policy(policy, tokenizer, folder, state_dict=weights),
     )
 
 
-def _reward_model(config: RMConfig, place: _Place) -> _Parts:
+def _reward_model(config: RMConfig, place: Place) -> ModelParts:
     path, settings = required(config.model.model_name_or_path), _load_settings(config, place)
     with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(settings.dtype):
         model = load_value_model(path, settings)
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     loss = get_reward_loss(config.model.loss_type)
-    return _Parts(
+    return ModelParts(
         module=model,
         objective=lambda pairs: RewardObjective(
             pairs, loss=loss, margins=config.model.margin_loss_enable, device=place.device
@@ -284,10 +303,10 @@ def _reward_model(config: RMConfig, place: _Place) -> _Parts:
     )
 
 
-def _dpo(config: DPOConfig, place: _Place) -> _Parts:
+def _dpo(config: DPOConfig, place: Place) -> ModelParts:
     policy = _policy(config, place)
     reference = _reference(config, policy, place)
-    return _Parts(
+    return ModelParts(
         module=policy,
         objective=lambda pairs: DPOObjective(
             pairs, config.model, reference=reference, device=place.device, ranks=place.distribution.ranks
@@ -296,10 +315,10 @@ def _dpo(config: DPOConfig, place: _Place) -> _Parts:
     )
 
 
-def _kto(config: DPOConfig, place: _Place) -> _Parts:
+def _kto(config: DPOConfig, place: Place) -> ModelParts:
     policy = _policy(config, place)
     reference = _reference(config, policy, place)
-    return _Parts(
+    return ModelParts(
         module=policy,
         objective=lambda answers: KTOObjective(
             answers,
@@ -315,7 +334,7 @@ def _kto(config: DPOConfig, place: _Place) -> _Parts:
     )
 
 
-def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> Objective:
+def _balanced(config: SupervisedConfig, parts: ModelParts, objective: Objective) -> Objective:
     """The objective to train on; evaluations measure the objective alone."""
     coef = config.model.aux_loss_coef
     if not coef:
@@ -324,7 +343,7 @@ def _balanced(config: SupervisedConfig, parts: _Parts, objective: Objective) -> 
     return BalancedObjective(objective, coef=coef, top_k=top_k)
 
 
-def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
+def _policy(config: SFTConfig | DPOConfig, place: Place) -> Policy:
     path, settings = required(config.model.model_name_or_path), _load_settings(config, place)
     with reading_model(path, flag=MODEL_FLAG), place.distribution.loading(settings.dtype):
         policy = load_policy(path, settings)
@@ -332,7 +351,7 @@ def _policy(config: SFTConfig | DPOConfig, place: _Place) -> Policy:
     return policy
 
 
-def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
+def _reference(config: DPOConfig, policy: Policy, place: Place) -> Reference:
     if config.reference_is_base:
         return Reference(WithoutAdapter(policy), device=place.device)
     flag = "--ref.model_name_or_path" if config.ref.model_name_or_path else MODEL_FLAG
@@ -345,7 +364,7 @@ def _reference(config: DPOConfig, policy: Policy, place: _Place) -> Reference:
 
 
 def _load_settings(
-    config: SupervisedConfig, place: _Place, *, flag: str = MODEL_FLAG, trains: bool = True
+    config: SupervisedConfig, place: Place, *, flag: str = MODEL_FLAG, trains: bool = True
 ) -> LoadSettings:
     return LoadSettings(
         device=place.device, ds=config.ds, model=config.model, trains=trains, seed=config.train.seed, flag=flag
