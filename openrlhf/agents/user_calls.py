@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,14 @@ from openrlhf.agents.host_worker import run_user
 
 MOST_CHARACTERS = 500
 """The most characters of an exception's text in a message: some hold a whole page that a server has answered."""
+
+
+_NOT_USERS = (
+    str(Path(__file__).resolve().parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<frozen",
+)
+"""What the names of files begin with that no user has written."""
 
 
 class UserFileError(Exception):
@@ -51,7 +60,10 @@ def load_module(path: str | os.PathLike[str]) -> ModuleType:
 
 
 def describe_error(error: BaseException, *, file: Path) -> str:
-    """`reward.py:12 (in grade): ZeroDivisionError: division by zero`, with the innermost line that is in `file`."""
+    """`reward.py:12 (in grade): ZeroDivisionError: division by zero`, with the innermost line that is in `file`.
+
+    Of a function that the file has from elsewhere, such as a notebook's cell, it is the innermost line there.
+    """
     try:
         text = " ".join(str(error).split())
     except Exception:  # an exception whose own __str__ fails
@@ -59,9 +71,13 @@ def describe_error(error: BaseException, *, file: Path) -> str:
     if len(text) > MOST_CHARACTERS:
         text = text[: MOST_CHARACTERS - 1] + "…"
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if frame.filename == str(file)]
     if not frames:
-        return f"{file}: {what}"
+        elsewhere = next((frame.filename for frame in trace if not frame.filename.startswith(_NOT_USERS)), None)
+        if elsewhere is None:
+            return f"{file}: {what}"
+        file, frames = Path(elsewhere), [frame for frame in trace if frame.filename == elsewhere]
     functions = [frame.name for frame in frames if not frame.name.startswith("<")]  # <module>, <listcomp>, <lambda>
     inside = f" (in {functions[-1]})" if functions else ""
     return f"{file}:{frames[-1].lineno}{inside}: {what}"

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.config.help import described, help_of, topics
 from openrlhf.config.legacy_flags import GONE, INERT
 from openrlhf.config.rules import check, notes_on, require_runnable
-from openrlhf.config.schema import build, flags_of, to_yaml
+from openrlhf.config.schema import build, flags_of, to_yaml, value_at
 from openrlhf.utils import interrupts
 
 
@@ -51,6 +51,26 @@ def parse(command: str, argv: Sequence[str] | None = None, *, name: str | None =
     if found.print_config:
         print(to_yaml(config, {path: given.where for path, given in (meant | from_words).items()}), end="")
         raise SystemExit(0)
+    return config
+
+
+def configure(
+    command: str, settings: Mapping[str, Any], *, base: Config | None = None, name: str | None = None
+) -> Config:
+    """Configuration of `command` from settings by name, nested or dotted, over those of `base` (default: the defaults).
+
+    A program's way to what `parse` makes of a command line, with the same conversions, checks and notes. `name`: what
+    messages call it. Raises `ConfigError`.
+    """
+    words, specs = vocabulary(command), flags_of(command)
+    below = {path: spec.default if base is None else value_at(base, path) for path, spec in specs.items()}
+    given = list(_flatten(dict(settings), prefix="", path="", words=words, name=name))
+    values = resolve(given, words=words, below=below, note=_note)
+    config = build(command, below | {path: item.value for path, item in values.items()})
+    check(config)
+    for line in notes_on(config, [words.sets(item) for item in given]):
+        _note(line)
+    require_runnable(config)
     return config
 
 
@@ -194,18 +214,21 @@ def _read_file(path: str, *, words: Vocabulary, name: str | None) -> Iterator[Gi
 
 
 def _flatten(tree: dict[Any, Any], *, prefix: str, path: str, words: Vocabulary, name: str | None) -> Iterator[Given]:
+    """`path`: the file that messages name; without one they name a setting as the command line does."""
     for key, value in tree.items():
         flag = f"{prefix}{key}"
+        shown = f"{path}: {flag}" if path else f"--{flag}"
         if flag in words.names() and not isinstance(value, dict):
-            yield Given(name=flag, raw=value, where=f"{path}: {flag}")
+            yield Given(name=flag, raw=value, where=shown)
         elif any(known.startswith(f"{flag}.") for known in words.names()) and (
             value is None or isinstance(value, dict)
         ):
             yield from _flatten(value or {}, prefix=f"{flag}.", path=path, words=words, name=name)
         elif flag in words.names():
-            raise ConfigError(f"{path}: {flag} takes a value, not a mapping")
+            raise ConfigError(f"{shown} takes a value, not a mapping")
         else:
-            raise ConfigError(_explain_name(f"{path}: key {flag}", flag=flag, words=words, name=name))
+            shown = f"{path}: key {flag}" if path else shown
+            raise ConfigError(_explain_name(shown, flag=flag, words=words, name=name))
 
 
 USAGE_ERROR = 2

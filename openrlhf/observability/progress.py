@@ -1,10 +1,11 @@
-"""A run as it goes: a live display on a terminal, one aligned line per step elsewhere.
+"""A run as it goes: a live display on a terminal and in a notebook, one aligned line per step elsewhere.
 
-Everything goes to stderr, so that stdout stays free for what machines read.
+Everything goes to stderr, so that stdout stays free for what machines read; in a notebook below the cell.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import math
 import os
@@ -52,14 +53,19 @@ class Progress:
         now: Callable[[], float] = time.monotonic,
         notes: NoteLog | None = None,
     ) -> None:
-        """`live` None: live when `stream` (stderr) is a terminal that can move its cursor. `notes` keeps what is said
-        in words, for the report."""
+        """`live` None: live when `stream` (stderr) is a terminal that can move its cursor, and without a `stream` in a
+        notebook. `notes` keeps what is said in words, for the report."""
+        shows_cells = stream is None and live is None and in_notebook()
         stream = sys.stderr if stream is None else stream
         if live is None:
             live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._run = RunSoFar(total_steps=total_steps, title=title, now=now)
         self._notes = notes
-        self._screen: _Screen = _LiveScreen(self._run, stream) if live else _PlainScreen(self._run, stream)
+        self._screen: _Screen
+        if shows_cells:
+            self._screen = _NotebookScreen(self._run)
+        else:
+            self._screen = _LiveScreen(self._run, stream) if live else _PlainScreen(self._run, stream)
 
     def __enter__(self) -> Self:
         self._screen.open()
@@ -266,6 +272,64 @@ class _LiveScreen:
         return text
 
 
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+class _NotebookScreen:
+    """A panel below the cell that is drawn again after every step, and the lines that stay. What a saved notebook keeps
+    is the last of it."""
+
+    SECONDS = 0.25
+    """The least time between two drawings, but for the last: a browser may be far away."""
+
+    def __init__(self, run: RunSoFar) -> None:
+        self._run = run
+        self._lines: list[str] = []
+        self._handle: Any = None
+        self._drawn = -math.inf
+
+    def open(self) -> None:
+        show = sys.modules["IPython.display"].display
+        self._handle = show(self._bundle(), raw=True, display_id=True)
+
+    def step(self) -> None:
+        self._draw()
+
+    def line(self, text: str) -> None:
+        self._lines.append(text)
+        self._draw()
+
+    def close(self) -> None:
+        self._draw(last=True)
+
+    def _draw(self, *, last: bool = False) -> None:
+        now = time.monotonic()
+        if self._handle is not None and (last or now - self._drawn >= self.SECONDS):
+            self._drawn = now
+            self._handle.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        """The same as text and as HTML, of which a notebook shows the best that it can."""
+        run = self._run
+        now = plain_line(run) if run.step else ""
+        numbers = "".join(f"<span>{name} <b>{value.strip()}</b></span>" for name, value in fields(run) if run.step)
+        if run.rewards:
+            numbers += f"<span>{sparkline(run.rewards, width=24)}</span>"
+        left = f" · {clock_text(run.seconds_left)} left" if run.step else ""
+        clocks = f"{run.step}/{run.total_steps} · {clock_text(run.elapsed)} elapsed{left}"
+        lines = "\n".join(html.escape(line) for line in self._lines)
+        page = (
+            f'<div style="font-family:system-ui,sans-serif;line-height:1.6"><b>{html.escape(run.title)}</b><br>'
+            f'<progress value="{run.step}" max="{max(run.total_steps, 1)}" style="width:24em"></progress> {clocks}'
+            f'<div style="display:flex;gap:1.2em;flex-wrap:wrap">{numbers}</div>'
+            f'<pre style="margin:0;white-space:pre-wrap;opacity:.75">{lines}</pre></div>'
+        )
+        return {"text/plain": "\n".join(line for line in (run.title, now, *self._lines) if line), "text/html": page}
+
+
 def plain_line(run: RunSoFar) -> str:
     """The latest step in one line, of the same layout every time."""
     width = len(str(run.total_steps))
@@ -331,4 +395,4 @@ def _evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
 
 
 if TYPE_CHECKING:
-    _: list[type[_Screen]] = [_PlainScreen, _LiveScreen]
+    _: list[type[_Screen]] = [_PlainScreen, _LiveScreen, _NotebookScreen]

@@ -77,6 +77,8 @@ class RunResult:
     model_dir: Path
     evaluation: dict[str, float]
     """The last one; empty if there was none."""
+    ended_early: str | None = None
+    """Why a callback ended it; None: it went to its end."""
 
 
 @dataclass(slots=True)

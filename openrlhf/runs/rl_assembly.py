@@ -66,6 +66,7 @@ from openrlhf.runs.resume import (
     with_restarts,
 )
 from openrlhf.runs.rl_models import ACTOR, CRITIC
+from openrlhf.trainers.callbacks import Callbacks
 from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation, evaluation_names
 from openrlhf.trainers.hybrid import DeviceUsage
 from openrlhf.trainers.pipelines import Async, AsyncPartial, CarryOver, EngineParts, Pipeline, Sync
@@ -84,10 +85,16 @@ def run_rl(config: RLConfig) -> int:
     return ending.status
 
 
-def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher, began: float | None = None) -> RunResult:
+def train(
+    config: RLConfig,
+    *,
+    make_launcher: LauncherFactory = make_launcher,
+    began: float | None = None,
+    callbacks: Callbacks | None = None,
+) -> RunResult:
     """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable.
 
-    `began`: when its start began, by `time.time`; None: with this process.
+    `began`: when its start began, by `time.time`; None: with this process. `callbacks`: told of steps and evaluations.
     """
     start = StartUp(process_began() if began is None else began)
     start.mark("imports")
@@ -106,7 +113,15 @@ def train(config: RLConfig, *, make_launcher: LauncherFactory = make_launcher, b
         ) as checkpoints,
     ):
         return with_restarts(
-            lambda now: _train(config, make_launcher, now, watching, model_dir=model_dir, start=start.again()),
+            lambda now: _train(
+                config,
+                make_launcher,
+                now,
+                watching,
+                model_dir=model_dir,
+                start=start.again(),
+                callbacks=callbacks or Callbacks(),
+            ),
             checkpoints,
             config.ckpt,
             most=config.train.max_restarts,
@@ -121,6 +136,7 @@ def _train(
     *,
     model_dir: Path,
     start: StartUp,
+    callbacks: Callbacks,
 ) -> RunResult:
     config = local_copies(given)
     tokenizer = policy_tokenizer(config)
@@ -206,6 +222,7 @@ def _train(
                 checkpointer=checkpointer,
                 stop=stop,
                 start=start,
+                callbacks=callbacks,
             )
             if origin := checkpoints.found or checkpoints.universal:
                 seen.progress.note(f"continues from {origin.path}")
@@ -215,7 +232,7 @@ def _train(
             written = _export(config, bound.kept, model_dir)
             link_model(run_dir, model_dir)
             seen.progress.note(f"model in {', critic in '.join(map(str, written))}")
-    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=measured)
+    return RunResult(run_dir=run_dir.path, model_dir=model_dir, evaluation=measured, ended_early=callbacks.ended)
 
 
 @contextlib.contextmanager

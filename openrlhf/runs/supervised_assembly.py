@@ -56,6 +56,7 @@ from openrlhf.runs.process import (
     watchdog,
 )
 from openrlhf.runs.resume import Checkpoints, opened_checkpoints, recorded_settings, stoppable, weights_digest
+from openrlhf.trainers.callbacks import Callbacks
 from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.moe_aux import BalancedObjective
@@ -79,8 +80,11 @@ def run_supervised(config: SupervisedConfig) -> int:
     return ending.status
 
 
-def train(config: SupervisedConfig) -> RunResult:
-    """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable."""
+def train(config: SupervisedConfig, *, callbacks: Callbacks | None = None) -> RunResult:
+    """Assemble, fit, export, and report. Whatever ends the run, its directory stays readable.
+
+    `callbacks`: told of steps and evaluations, on the main rank.
+    """
     local_copies(config)  # a download may take longer than ranks would wait for each other
     distribution = start_backend(config.train.backend, config.ds)
     ranks = distribution.ranks
@@ -98,7 +102,14 @@ def train(config: SupervisedConfig) -> RunResult:
         ) as checkpoints,
     ):
         try:
-            result = _train(config, checkpoints, Place(device, distribution), watching, model_dir=model_dir)
+            result = _train(
+                config,
+                checkpoints,
+                Place(device, distribution),
+                watching,
+                model_dir=model_dir,
+                callbacks=callbacks if callbacks is not None and ranks.is_main else Callbacks(),
+            )
         except Stopped as stop:
             if stop.saved:
                 # Launchers end all processes when one has ended: nobody leaves before the report is written.
@@ -109,7 +120,13 @@ def train(config: SupervisedConfig) -> RunResult:
 
 
 def _train(
-    given: SupervisedConfig, checkpoints: Checkpoints, place: Place, watching: Watchdog, *, model_dir: Path
+    given: SupervisedConfig,
+    checkpoints: Checkpoints,
+    place: Place,
+    watching: Watchdog,
+    *,
+    model_dir: Path,
+    callbacks: Callbacks,
 ) -> RunResult:
     config, ranks = local_copies(given), place.distribution.ranks
     tokenizer, samples, held_out, schedule, parts, backend, objective = loop_parts(config, place)
@@ -149,6 +166,7 @@ def _train(
             ranks=ranks,
             checkpointer=checkpointer,
             stop=stop,
+            callbacks=callbacks,
         )
         if origin := checkpoints.found or checkpoints.universal:
             seen.progress.note(f"continues from {origin.path}")
@@ -161,7 +179,12 @@ def _train(
                 link_model(run_dir, model_dir)
         seen.progress.note(f"model in {model_dir}")
     ranks.barrier("the export of the model")
-    return RunResult(run_dir=run_dir.path if run_dir else None, model_dir=model_dir, evaluation=evaluation)
+    return RunResult(
+        run_dir=run_dir.path if run_dir else None,
+        model_dir=model_dir,
+        evaluation=evaluation,
+        ended_early=callbacks.ended,
+    )
 
 
 class LoopParts(NamedTuple):

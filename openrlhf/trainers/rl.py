@@ -18,6 +18,7 @@ from openrlhf.observability.startup import StartUp
 from openrlhf.observability.token_log import NoTokenLog
 from openrlhf.rollout.collector import PromptsExhausted, rollout_metrics
 from openrlhf.rollout.runner import RolloutError
+from openrlhf.trainers.callbacks import Callbacks, EndedEarly
 from openrlhf.trainers.evaluation import BestMetric
 from openrlhf.trainers.pipelines import Pipeline
 from openrlhf.types import Group
@@ -68,9 +69,10 @@ class RLTrainer:
         stop: StopRequest | None = None,
         warnings: Warnings | None = None,
         start: StartUp | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """`stop`: the request to end the run after a checkpoint; None: the run cannot be asked. `start`: the clock of
-        what has been done so far; the first step tells of it."""
+        what has been done so far; the first step tells of it. `callbacks`: of the program that called the run."""
         self.pipeline = pipeline
         self.workers = workers
         self.best = best
@@ -84,6 +86,7 @@ class RLTrainer:
         self.stop = stop or StopRequest()
         self.warnings = warnings or NoWarnings()
         self.start = start or StartUp()
+        self.callbacks = callbacks or Callbacks()
         self.clock = PhaseClock(on_phase=progress.phase)
         self.rounds_done = 0
         self.version = 0
@@ -96,7 +99,8 @@ class RLTrainer:
     def fit(self) -> dict[str, float]:
         """Train to the end, from the latest checkpoint if there is one; returns the last evaluation, empty if none.
 
-        Raises Stopped when it was asked to stop and has saved, and RolloutError when there was nothing to train on.
+        Raises Stopped when it was asked to stop and has saved, and RolloutError when there was nothing to train on. A
+        run that a callback ends has saved too, and ends like any other.
         """
         state = self.checkpointer.load(self.load_state_dict)
         if state is not None:
@@ -104,13 +108,14 @@ class RLTrainer:
         self.token_log.begin(after=self.version)
         self.pipeline.start(self.version)
         self.start.mark("push")
-        # A checkpoint has the very weights whose evaluation it interrupted.
-        if self.schedule.eval_at_ends if state is None else state.get("evaluating"):
-            self.evaluate()
-        elif state is not None and self._evaluation_is_due():
-            self.conclude()  # the run that was stopped has saved and left its evaluation to this one
-        self.clock.take()  # loading and the first push are no part of the first round's time
         try:
+            # A checkpoint has the very weights whose evaluation it interrupted.
+            if self.schedule.eval_at_ends if state is None else state.get("evaluating"):
+                self.evaluate()
+                self.callbacks.check()
+            elif state is not None and self._evaluation_is_due():
+                self.conclude()  # the run that was stopped has saved and left its evaluation to this one
+            self.clock.take()  # loading and the first push are no part of the first round's time
             while self.rounds_done < self.schedule.rounds:
                 with waits.during(f"round {self.rounds_done + 1}"):
                     metrics = self.step()
@@ -123,8 +128,10 @@ class RLTrainer:
             if not self.rounds_done:
                 raise RolloutError(f"not one group was trained on: {end}") from end
             self.progress.end_early(str(end))
+        except EndedEarly as end:
+            self.progress.end_early(str(end))
         self.take_evaluation(wait=True)
-        if self.schedule.eval_at_ends and self.evaluated_after != self.rounds_done:
+        if self.schedule.eval_at_ends and self.callbacks.ended is None and self.evaluated_after != self.rounds_done:
             self.evaluate()
             self.take_evaluation(wait=True)
         if self.best.value is not None:
@@ -134,11 +141,14 @@ class RLTrainer:
     def conclude(self) -> None:
         """After a round: evaluate, save and stop, as far as each is due. A run that is to stop saves at once."""
         self.take_evaluation()
-        best = self.stop.asked is None and self._evaluation_is_due() and self.evaluate()
-        if self.stop.accept() is not None or self.schedule.saves_after(self.rounds_done, best=best or self.may_be_best):
+        stops = self.stop.asked is not None or self.callbacks.ended is not None
+        best = not stops and self._evaluation_is_due() and self.evaluate()
+        stops = self.stop.accept() is not None or self.callbacks.ended is not None
+        if stops or self.schedule.saves_after(self.rounds_done, best=best or self.may_be_best):
             self.save(best=best)
             if (by := self.stop.accept()) is not None:
                 raise Stopped(by)
+        self.callbacks.check()
 
     def _evaluation_is_due(self) -> bool:
         due = self.pipeline.evaluation is not None and self.schedule.evaluates_after(self.rounds_done)
@@ -188,6 +198,7 @@ class RLTrainer:
         self.warnings.after(self.rounds_done, values, metrics.notes)
         if self.rounds_done % self.schedule.log_every == 0:
             self.logger.log(self.rounds_done, {**values, "global_step": self.rounds_done}, kind="train")
+        self.callbacks.step(self.rounds_done, values)
 
     def evaluate(self) -> bool:
         """Measure the present weights. Returns whether they are known to be the best: not while it still goes on."""
@@ -212,6 +223,7 @@ class RLTrainer:
         is_best = self.best.update(step, values)
         best = {} if self.best.value is None else {"eval_best": self.best.value}
         self.logger.log(step, {**values, **best, "global_step": step}, kind="eval")
+        self.callbacks.evaluation(step, values)
         if is_best and self.saved_after == step:
             self.checkpointer.keep_best(step)
         return is_best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -26,6 +27,7 @@ from openrlhf.observability.loggers import Logger
 from openrlhf.observability.metrics import Metrics, PhaseClock
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.signs import NoWarnings, Warnings
+from openrlhf.trainers.callbacks import Callbacks
 from openrlhf.utils import waits
 from openrlhf.utils.interrupts import Stopped, StopRequest
 
@@ -177,10 +179,12 @@ class SupervisedTrainer:
         stop: StopRequest | None = None,
         warnings: Warnings | None = None,
         max_skipped: int = MAX_SKIPPED,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """`evaluation`: the same objective on the evaluation set. `tokens_per_forward`: the token budget of its
         forwards. `stop`: a request to end the run after a checkpoint. `max_skipped`: the number of optimizer steps in
-        a row that may be left out before the run fails.
+        a row that may be left out before the run fails. `callbacks`: of the program that called the run; those of any
+        rank may end it.
 
         Every rank runs this loop, and computes its part of every step.
         """
@@ -196,6 +200,7 @@ class SupervisedTrainer:
         self.ranks = ranks
         self.stop = stop or StopRequest()
         self.warnings = warnings or NoWarnings()
+        self.callbacks = callbacks or Callbacks()
         self._skipped = SkippedSteps("", most=max_skipped, ranks=ranks)
         self.clock = PhaseClock(on_phase=progress.phase)
         self.steps_done = 0
@@ -207,7 +212,8 @@ class SupervisedTrainer:
     def fit(self) -> dict[str, float]:
         """Train to the end, from the latest checkpoint if there is one. Returns the last evaluation, empty if none.
 
-        When any rank was asked to stop, all ranks save a checkpoint and raise Stopped.
+        When any rank was asked to stop, all ranks save a checkpoint and raise Stopped. A run that a callback ends has
+        saved too, and ends like any other.
         """
         if self.checkpointer.load(self.load_state_dict) is not None and self._evaluation_is_due():
             self.evaluate()  # the run that was stopped has saved and left its evaluation to this one
@@ -217,15 +223,20 @@ class SupervisedTrainer:
             self.steps_done += 1
             self.report(metrics)
             # A signal reaches some of the ranks, at different times. They must agree, or some would wait for others.
-            stopped_by = self.ranks.agree(self.stop.accept())
+            asked: signal.Signals | str | None = self.stop.accept() or self.callbacks.ended
+            stopped_by = self.ranks.agree(asked)
             if stopped_by is None and self._evaluation_is_due():
                 self.evaluate()
+                stopped_by = self.ranks.agree(self.callbacks.ended)
             if stopped_by is not None or self._checkpoint_is_due():
                 with self.clock.phase("checkpoint"):
                     self.checkpointer.save(self.steps_done, self.state_dict())
                 self.clock.take()  # checkpoints are no part of the next step's time
-            if stopped_by is not None:
+            if isinstance(stopped_by, signal.Signals):
                 raise Stopped(stopped_by)
+            if stopped_by is not None:
+                self.progress.end_early(stopped_by)
+                break
         return self.last_evaluation
 
     def step(self, batch: Batch) -> Metrics:
@@ -269,6 +280,7 @@ class SupervisedTrainer:
         self.warnings.after(self.steps_done, values, metrics.notes)
         if self.steps_done % self.periods.log_every == 0:
             self.logger.log(self.steps_done, {**values, "global_step": self.steps_done}, kind="train")
+        self.callbacks.step(self.steps_done, values)
 
     def _evaluation_is_due(self) -> bool:
         every = self.periods.eval_every
@@ -290,6 +302,7 @@ class SupervisedTrainer:
         self.clock.take()  # evaluation is no part of the next step's time
         self.progress.evaluation(self.steps_done, self.last_evaluation)
         self.logger.log(self.steps_done, {**self.last_evaluation, "global_step": self.steps_done}, kind="eval")
+        self.callbacks.evaluation(self.steps_done, self.last_evaluation)
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's own state. The checkpointer asks the backend for its tensors separately, one by one."""

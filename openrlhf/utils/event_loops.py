@@ -2,6 +2,7 @@
 
 LoopThread          runs coroutines for any thread; each wait has a name and a deadline
 BackgroundRunner    an `asyncio.Runner` whose loop also runs between two calls of `run`
+own_loops           lets this thread run event loops of its own although it is inside one, as a notebook's cells are
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -117,6 +118,31 @@ class BackgroundRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.close()
+
+
+@contextlib.contextmanager
+def own_loops() -> Iterator[None]:
+    """Inside, `asyncio.run` and `asyncio.Runner` work also where this thread runs a loop already, which stands still
+    meanwhile. Afterwards that one goes on.
+
+    A cell of a notebook is a callback of the kernel's loop, on the main thread. To run elsewhere, a training would
+    leave the thread on which signals arrive.
+    """
+    outer = asyncio._get_running_loop()
+    if outer is None:
+        yield
+        return
+    task = asyncio.current_task(outer)
+    if task is not None:
+        asyncio.tasks._leave_task(outer, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(outer)  # a runner that is closed leaves none
+        asyncio._set_running_loop(outer)
+        if task is not None:
+            asyncio.tasks._enter_task(outer, task)
 
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import warnings
+from typing import TextIO
 
 LIBRARIES = (
     "accelerate",
@@ -101,13 +102,14 @@ class ForeignLines(logging.Filter):
         return True
 
 
-def start_logging(*, is_main: bool = True) -> None:
-    """Write log lines to stderr: ours from INFO on, those of other libraries through `ForeignLines`.
+def start_logging(*, is_main: bool = True, stream: TextIO | None = None) -> None:
+    """Write log lines to `stream` (stderr): ours from INFO on, those of other libraries through `ForeignLines`. Where
+    logging is set up already, it stays as it is.
 
     A process that is not the main one logs its own warnings and the errors of libraries. Their warnings are the same in
     all processes, so only the main one shows them.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.addFilter(ForeignLines(level=logging.WARNING if is_main else logging.ERROR))
     level = logging.INFO if is_main else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", handlers=[handler])

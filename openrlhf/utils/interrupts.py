@@ -22,20 +22,23 @@ SAVE_AND_STOP = (signal.SIGTERM, signal.SIGUSR1)
 SHOW_CURSOR = b"\x1b[?25h"
 
 _latest = signal.SIGINT
+_owns_process = True
 _before_the_end: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
-def handled() -> Iterator[None]:
+def handled(*, owns_process: bool = True) -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, and SIGUSR1 is ignored. The former handlers
     are restored afterwards.
 
-    Signals that are ignored (`nohup`), or that have another handler already, are left alone.
+    Signals that are ignored (`nohup`), or that have another handler already, are left alone. `owns_process` False: the
+    process belongs to a program that goes on after the run, and no signal ends it (`end_at_once_on_the_next`).
     """
-    global _latest
+    global _latest, _owns_process
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers, and only there do signals arrive
         return
+    owned, _owns_process = _owns_process, owns_process
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *LIKE_CTRL_C, signal.SIGUSR1)}
     _latest = signal.SIGINT
     deaf = before[signal.SIGINT] is signal.SIG_IGN
@@ -60,6 +63,7 @@ def handled() -> Iterator[None]:
                 signal.signal(number, handler)
         if deaf:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        _owns_process = owned
 
 
 class Stopped(KeyboardInterrupt):
@@ -141,9 +145,12 @@ def exit_status() -> int:
 
 
 def end_at_once_on_the_next(*, last: Callable[[], None]) -> None:
-    """The run is shutting down: one more signal calls `last` and ends the process without waiting for anything."""
+    """The run is shutting down: one more signal calls `last` and ends the process without waiting for anything.
+
+    Where the process is not the run's own (`handled`), one more signal is one more KeyboardInterrupt.
+    """
     global _before_the_end
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not _owns_process:
         return
     _before_the_end = last
     for number in (signal.SIGINT, *LIKE_CTRL_C):
