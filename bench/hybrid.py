@@ -12,7 +12,8 @@ Random weights, GRPO without KL, a rule reward, one update of all samples; end-o
 has the same length. It is the real command otherwise: `train` on the flags of `train_ppo_ray`, in a process of its own.
 The first step warms up; the table has medians over the others. `vLLM alone` is its offline class with the same engine
 arguments and sampling parameters on the same prompts, with and without the log-probs of sampled tokens. Arithmetic is
-counted as in `bench.sft`, each prompt once for all its samples.
+counted as in `bench.sft`, each prompt once for all its samples. The limit of one after the other is vLLM alone, without
+log-probs, and then the update at half of the device's peak; `× limit` is a step's time over it.
 """
 
 from __future__ import annotations
@@ -271,6 +272,9 @@ def table(results: dict[tuple[str, str], dict[str, Any]], alone: dict[str, float
         case, launcher = run
         return f"{CASES[case][0]}, {'one process' if launcher == 'local' else 'Ray'}"
 
+    update = work.flops() / PEAK[name] / 0.5 if name in PEAK else None
+    limit = None if update is None else alone["without"] + update
+
     def median(run: tuple[str, str], column: str) -> float:
         return statistics.median(results[run][column][1:])
 
@@ -279,7 +283,8 @@ def table(results: dict[tuple[str, str], dict[str, Any]], alone: dict[str, float
         rate = f"{work.tokens / median(run, 'total'):,.0f}"
         share = f"{work.flops() / median(run, 'train') / PEAK[name]:.1%}" if name in PEAK else ""
         memory = [f"{statistics.median(results[run][f'{phase}_gb'][1:]):.0f}" for phase in ("generation", "training")]
-        return f"| {described(run)} | {' | '.join(columns)} | {rate} | {share} | {' / '.join(memory)} |"
+        ratio = "" if limit is None else f"{median(run, 'total') / limit:.2f}"
+        return f"| {described(run)} | {' | '.join(columns)} | {ratio} | {rate} | {share} | {' / '.join(memory)} |"
 
     def growth(run: tuple[str, str]) -> str:
         found = {phase: results[run][f"{phase}_gb"] for phase in ("generation", "training")}
@@ -293,14 +298,22 @@ def table(results: dict[tuple[str, str], dict[str, Any]], alone: dict[str, float
             f"vLLM {vllm_version(version)}. Medians but for the first step; memory is the device's, whoever has it. "
             "Repeat: `python -m bench.hybrid --write`.",
             "",
-            "| | generate | score | train | sync | total, s | tokens/s | share of peak | GiB sampling / training |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| | generate | score | train | sync | total, s | × limit | tokens/s | share of peak | "
+            "GiB sampling / training |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *map(row, results),
-            f"| vLLM alone, no log-probs | {alone['without']:.2f} | | | | | | | |",
-            f"| vLLM alone, log-probs | {alone['with']:.2f} | | | | | | | |",
+            f"| vLLM alone, no log-probs | {alone['without']:.2f} | | | | | | | | |",
+            f"| vLLM alone, log-probs | {alone['with']:.2f} | | | | | | | | |",
+            *([] if limit is None else [_limit_row(alone["without"], update or 0.0)]),
             "",
             *(growth(run) for run in results if results[run]["training_gb"][-1]),
         ]
+    )
+
+
+def _limit_row(sampling: float, update: float) -> str:
+    return (
+        f"| limit of one after the other | {sampling:.2f} | | {update:.2f} | | {sampling + update:.2f} | 1 | | 50% | |"
     )
 
 
