@@ -2,7 +2,8 @@
 
     python -m bench.async_rl                     # slow environments, on this machine's CPU
     python -m bench.async_rl --case gpu          # long-tailed responses, engine and trainer sharing one GPU:
-                                                 # Qwen2.5-0.5B's shape; without a GPU a tiny one
+                                                 # Qwen2.5-1.5B's shape; without a GPU a tiny one
+    python -m bench.async_rl --case gpu --shape 0.5B
     python -m bench.async_rl --write             # also rewrite this bench's section of bench/RESULTS.md
     python -m bench.async_rl --pipeline sync --pipeline partial --steps 8
     python -m bench.async_rl --case gpu --launcher ray    # engine, trainer and driver are processes of their own
@@ -10,6 +11,9 @@
 environments   an agent whose every step takes a while, most of them little and a few long: log-normal, σ = 1
 gpu            every prompt has a number of tokens that its responses get, log-normal with σ = 0.8; end-of-sequence is
                ignored
+
+mps is the pipeline partial below NVIDIA's MPS, which lets kernels of two processes run on a GPU at the same time:
+without it they take turns. It needs nvidia-cuda-mps-control and the right to start it.
 
 Random weights, REINFORCE++-baseline without KL, one update a round, one vLLM engine beside the trainer
 (`--train.launcher local`, unless told otherwise), awake in every pipeline. It is the real command: `train` on the flags
@@ -21,6 +25,7 @@ pipeline allows ends the bench.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -30,7 +35,8 @@ import sys
 import tempfile
 import time
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -47,6 +53,7 @@ PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "stragglers": ("sync, stragglers left behind", {"rollout.abort_stragglers": "true"}),
     "async": ("async", {"train.async_enable": "true"}),
     "partial": ("async, partial rollout", PARTIAL),
+    "mps": ("async, partial rollout, MPS", PARTIAL),
 }
 
 AT_REST = (
@@ -95,7 +102,7 @@ ENVIRONMENTS = Case(
     title="slow environments",
     work=Work(prompts=8, samples=4, prompt_tokens=32, new_tokens=96, budget=4096, **SMALL),
     in_play=16,
-    pipelines=tuple(PIPELINES),
+    pipelines=("sync", "stragglers", "async", "partial"),
     steps=10,
     waits=(0.5, 6.0, 3),
     flags={"rollout.max_new_tokens": 24},
@@ -122,8 +129,17 @@ LONG_TAILED_TINY = Case(
 )
 
 
-def case_of(name: str, *, gpu: bool) -> Case:
-    return ENVIRONMENTS if name == "environments" else LONG_TAILED if gpu else LONG_TAILED_TINY
+SHAPES = {
+    "0.5B": {},
+    "1.5B": {"hidden": 1536, "intermediate": 8960, "layers": 28, "heads": 12, "kv_heads": 2},
+}
+"""Qwen2.5's, over those of the case."""
+
+
+def case_of(name: str, *, gpu: bool, shape: str) -> Case:
+    if name == "environments":
+        return ENVIRONMENTS
+    return replace(LONG_TAILED, work=replace(LONG_TAILED.work, **SHAPES[shape])) if gpu else LONG_TAILED_TINY
 
 
 def response_tokens(case: Case, prompt: str) -> int:
@@ -231,8 +247,9 @@ def row(name: str, found: dict[str, Any], case: Case, *, than: float | None) -> 
         f"{mean('timing/generation'):.2f}",
         f"{training:.2f}",
         f"{mean('timing/broadcast'):.2f}",
-        f"{mean('perf/overlap'):.0%}" if name in ("async", "partial") else "",
+        f"{mean('perf/overlap'):.0%}" if name in ("async", "partial", "mps") else "",
         f"{tokens:,.0f}",
+        f"{mean('logprobs_diff'):.3f}",
         f"{found['oldest']:.0f} ≤ {found['bound']}",
     ]
     return f"| {' | '.join(columns)} |", 3600 / seconds
@@ -265,8 +282,9 @@ def table(results: dict[str, dict[str, Any]], case: Case, *, launcher: str) -> s
             f"torch {torch.__version__}, vLLM {vllm_version(version)}. Repeat: `python -m bench.async_rl --case {flag} "
             f"--launcher {launcher} --write`.",
             "",
-            "| | steps/h | | s/step | waits for groups | scores, trains | pushes | overlap | tokens/s | versions old |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "| | steps/h | | s/step | waits for groups | scores, trains | pushes | overlap | tokens/s | gap | "
+            "versions old |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
             *rows,
             *(["", AT_REST] if "async" in results else []),
         ]
@@ -277,6 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the section of bench/RESULTS.md")
     parser.add_argument("--case", choices=("environments", "gpu"), default="environments")
+    parser.add_argument("--shape", choices=SHAPES, default="1.5B", help="of the case gpu, on one")
     parser.add_argument("--pipeline", choices=PIPELINES, action="append", help="one of them; the case's, unless given")
     parser.add_argument("--steps", type=int, help="rounds of each run; at least 6")
     parser.add_argument("--launcher", choices=("local", "ray"), default="local")
@@ -285,7 +304,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps is not None and options.steps <= 2 * UNMEASURED + 1:
         parser.error(f"--steps {options.steps}: give {2 * UNMEASURED + 2} or more")
-    case = case_of(options.case, gpu=_gpu())
+    case = case_of(options.case, gpu=_gpu(), shape=options.shape)
     if options.side:
         found = run(options.folder, case, pipeline=options.side, launcher=options.launcher)
         _result_of(options.side, options.folder).write_text(json.dumps(found))
@@ -301,6 +320,22 @@ def main() -> None:
         write_section(Path(__file__).with_name("RESULTS.md"), title=title, body=body)
 
 
+@contextlib.contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """NVIDIA's MPS, for processes that have these variables."""
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for path in variables.values():
+            Path(path).mkdir()
+        control = ["nvidia-cuda-mps-control"]
+        environment = os.environ | variables
+        subprocess.run([*control, "-d"], check=True, env=environment, timeout=60)
+        try:
+            yield variables
+        finally:
+            subprocess.run(control, input="quit\n", text=True, env=environment, timeout=60)
+
+
 def _result_of(side: str, folder: Path) -> Path:
     """A file: vLLM's processes write to standard output as they like."""
     return folder / f"result-{side}.json"
@@ -308,9 +343,10 @@ def _result_of(side: str, folder: Path) -> Path:
 
 def _in_a_process(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.async_rl", "--side", side, "--folder", str(folder), "--case", options.case]
-    command += ["--launcher", options.launcher]
+    command += ["--launcher", options.launcher, "--shape", options.shape]
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    with multi_process_service() if side == "mps" else contextlib.nullcontext({}) as variables:
+        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | variables)
     print(f"{side}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     return json.loads(_result_of(side, folder).read_text())
 
