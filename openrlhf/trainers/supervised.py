@@ -235,7 +235,7 @@ class SupervisedTrainer:
             if isinstance(stopped_by, signal.Signals):
                 raise Stopped(stopped_by)
             if stopped_by is not None:
-                self.progress.end_early(stopped_by)
+                self.progress.end_early(str(stopped_by))
                 break
         return self.last_evaluation
 
