@@ -217,6 +217,18 @@ class TorchBackend(ModuleWeights):
             state[AVERAGE] = {name: self._average.of(name) for name in self._masters}
         return state
 
+    def gradients(self) -> list[Tensor | None]:
+        """The sum of gradients since the last optimizer step, in fp32, of each trained parameter; None: it has none.
+
+        To be read at once: what follows adds to these very tensors.
+        """
+        found = []
+        for name, parameter in self._trained.items():
+            own = parameter.grad if self._masters[name].grad is None else self._masters[name].grad
+            own = None if own is None else own.float()
+            found.append(own / self._scale.value if own is not None and self._scale else own)
+        return found
+
     def drop_gradients(self) -> None:
         self._module.zero_grad()
         self._optimizers.zero_grad()

@@ -202,7 +202,12 @@ def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> Resume
     path = next((path for path in ranks.gather(mine) if path is not None), None)
     if path is None:
         return None
-    state = run_on_all_ranks(ranks, lambda: _read_state(path))
+    return run_on_all_ranks(ranks, lambda: read_checkpoint(path))
+
+
+def read_checkpoint(path: Path) -> ResumePoint:
+    """A checkpoint that is known to be whole. Raises CheckpointError where it cannot be continued from."""
+    state = _read_state(path)
     if not state["resumable"]:
         raise CheckpointError(
             f"{path} has no training state (--ckpt.disable_ds): start a new run from its model folder, with another "

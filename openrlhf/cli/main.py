@@ -12,6 +12,7 @@ COMMANDS = {
     "demo": ("openrlhf.cli.demo", "train a small model with RL on this machine, from nothing"),
     "check": ("openrlhf.cli.check", "try a reward or agent file, or look at data, before a run does"),
     "report": ("openrlhf.cli.report", "make a run's report again, or compare several runs on one page"),
+    "replay": ("openrlhf.cli.replay", "take a logged step of an RL run again, and see what each sample did to it"),
     "rl": ("openrlhf.cli.train_ppo_ray", "reinforcement learning"),
     "sft": ("openrlhf.cli.train_sft", "supervised fine-tuning"),
     "rm": ("openrlhf.cli.train_rm", "train a reward model"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +87,11 @@ class SeenColumns:
         return result
 
 
+Inspector = Callable[[Step, Callable[[MicroBatch, Metrics], Tensor]], None]
+"""Looks at an optimizer step before it is taken: it may add gradients of micro-batches with the function it is given,
+which returns the micro-batch's share of the policy loss, and must drop them again."""
+
+
 class PolicyLearner:
     """Updates the policy through its backend.
 
@@ -117,10 +122,18 @@ class PolicyLearner:
         self._routers = routers
         self._replays = replays
 
-    def update(self, steps: Sequence[Step], *, kl_coef: float = 0.0, seen: SeenColumns | None = None) -> Metrics:
+    def update(
+        self,
+        steps: Sequence[Step],
+        *,
+        kl_coef: float = 0.0,
+        seen: SeenColumns | None = None,
+        inspect: Inspector | None = None,
+    ) -> Metrics:
         """One optimizer step per `Step`. `kl_coef` is the price of KL where it is a loss. Metrics of this rank.
 
-        `seen` gets what micro-batches compute of their tokens; None: nothing of it is kept.
+        `seen` gets what micro-batches compute of their tokens; None: nothing of it is kept. `inspect` is called before
+        each optimizer step.
         """
         metrics = Metrics()
         watched = [] if self._routers is None else [RouteLog(self._routers.shape, self._device) for _ in steps]
@@ -130,6 +143,8 @@ class PolicyLearner:
         for index, step in enumerate(steps):
             if self._settings.correction is not None and step.lacks("rollout_logprobs_A"):
                 raise ValueError("this update needs rollout log-probs, and some samples of the batch have none")
+            if inspect is not None:
+                inspect(step, functools.partial(self._accumulate, kl_coef=kl_coef))
             routes = watched[index] if watched else None
             run = functools.partial(self._accumulate, kl_coef=kl_coef, routes=routes, seen=seen)
             loss, own, odd = accumulate(step, run, self._backend, ranks=self._ranks)
@@ -173,7 +188,13 @@ class PolicyLearner:
         metrics.mean("experts/logprobs_diff_own", gaps[1], int(known_A.sum()))
 
     def _accumulate(
-        self, micro: MicroBatch, metrics: Metrics, *, kl_coef: float, routes: RouteLog | None, seen: SeenColumns | None
+        self,
+        micro: MicroBatch,
+        metrics: Metrics,
+        *,
+        kl_coef: float,
+        routes: RouteLog | None = None,
+        seen: SeenColumns | None = None,
     ) -> Tensor:
         """Add one micro-batch's gradient; returns its share of the step's policy loss."""
         settings, metrics = self._settings, Metrics() if micro.is_filler else metrics

@@ -21,7 +21,7 @@ from openrlhf.learners.advantages import (
     may_get_advantages,
 )
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.policy import PolicyLearner, SeenColumns
+from openrlhf.learners.policy import Inspector, PolicyLearner, SeenColumns
 from openrlhf.learners.scorer import Scorer
 from openrlhf.learners.steps import Step, StepSettings, optimizer_steps
 from openrlhf.learners.workers import Placed, sample_columns
@@ -123,8 +123,8 @@ class RankLearners:
         self._sampled_kl = metrics.values().get("kl")
         return metrics
 
-    def update(self, batch: TrainingBatch, *, keep: bool = False) -> Metrics:
-        """Critic, then policy, on micro-batches that are cut and packed once."""
+    def update(self, batch: TrainingBatch, *, keep: bool = False, inspect: Inspector | None = None) -> Metrics:
+        """Critic, then policy, on micro-batches that are cut and packed once. `inspect`: of the policy's steps."""
         frozen = self._is_frozen
         seen = SeenColumns() if keep else None
         self._rounds += 1
@@ -134,7 +134,7 @@ class RankLearners:
             own.merge(self._critic.learner.update(steps))
         if not frozen:
             kl_coef = self._kl.controller.coef if self._kl else 0.0
-            own.merge(self._policy.update(steps, kl_coef=kl_coef, seen=seen))
+            own.merge(self._policy.update(steps, kl_coef=kl_coef, seen=seen, inspect=inspect))
         batch.seen_A = {} if seen is None else seen.columns(batch.num_actions)
         if self._fitting.shrunk and self._fitting.batching.tokens is not None:
             own.last("perf/max_tokens_per_gpu", self._fitting.batching.tokens)

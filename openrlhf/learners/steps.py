@@ -175,6 +175,10 @@ class Step:
             self.fill_up(max(self._ranks.gather(len(self))))
         return self._micro_batches
 
+    def single_samples(self) -> Iterator[MicroBatch]:
+        """Each sample that is run as a micro-batch of its own. It weighs what it weighs in the step."""
+        return (self._pack([index]) for index in self._kept)
+
     def fill_up(self, count: int) -> None:
         """Add fillers, which count for nothing, until there are `count` micro-batches, and at least one."""
         self._micro_batches.fill_up(max(1, count))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from openrlhf.agents.episode_worker import EpisodeSettings
 from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts_for
@@ -141,21 +141,16 @@ def _train(
     config = local_copies(given)
     tokenizer = policy_tokenizer(config)
     images = policy_images(config, tokenizer)
-    prompts = PromptStream(
-        prompts_of(config, tokenizer, evaluation=False, images=images),
-        seed=config.train.seed,
-        num_episodes=config.train.num_episodes,
-    )
+    prompts = prompt_stream(config, tokenizer, images)
     held_out = prompts_of(config, tokenizer, evaluation=True, images=images) if config.eval.dataset else None
     best = BestMetric(config.ckpt.best_metric_key)
     if held_out and best.is_named:
         best.require(evaluation_names(held_out.datasources, k=config.eval.n_samples_per_prompt))
     start.mark("data")
 
-    rounds = math.ceil(len(prompts) / config.rollout.batch_size)
-    warn_of_few_steps(config.train, rounds, remedy="--train.num_episodes")
-    rounds = min(rounds, config.train.total_steps or rounds)
-    played = min(len(prompts), rounds * config.rollout.batch_size)
+    available = math.ceil(len(prompts) / config.rollout.batch_size)
+    warn_of_few_steps(config.train, available, remedy="--train.num_episodes")
+    rounds, total_steps = planned_length(config, prompts)
     with (
         event_loop(config) as loop,
         open_parts(
@@ -164,7 +159,7 @@ def _train(
             tokenizer,
             images,
             loop,
-            total_steps=config.optimizer_steps(played),
+            total_steps=total_steps,
             has_worked=bool(checkpoints.found or checkpoints.universal),
             start=start,
         ) as (bound, runner),
@@ -189,8 +184,8 @@ def _train(
         pipeline = build_pipeline(config, bound, prompts=prompts, runner=runner, loop=loop, evaluation=evaluation)
         run_dir = create_run_directory(given, checkpoints.found)
         title = f"{Path(required(given.actor.model_name_or_path)).name} · {config.algo.advantage.estimator}"
-        checkpointer: Checkpointer | None = _checkpointer(
-            config, checkpoints, bound.kept, run_dir, recorded_settings(given)
+        checkpointer: Checkpointer | None = rl_checkpointer(
+            config, checkpoints, bound.kept, run_dir, recorded_settings(given), total_steps=total_steps
         )
         if checkpoints.universal and checkpoints.folder and checkpointer:
             parts = _universal_parts(config)
@@ -326,13 +321,31 @@ def _export(config: RLConfig, kept: Mapping[str, CheckpointedModel], model_dir: 
     return list(written.values())
 
 
-def _checkpointer(
+class PlannedLength(NamedTuple):
+    """How long a run is to be."""
+
+    rounds: int
+    optimizer_steps: int
+    """The length of the schedule of learning rates."""
+
+
+def planned_length(config: RLConfig, prompts: PromptStream) -> PlannedLength:
+    rounds = math.ceil(len(prompts) / config.rollout.batch_size)
+    rounds = min(rounds, config.train.total_steps or rounds)
+    played = min(len(prompts), rounds * config.rollout.batch_size)
+    return PlannedLength(rounds, config.optimizer_steps(played))
+
+
+def rl_checkpointer(
     config: RLConfig,
     checkpoints: Checkpoints,
     kept: Mapping[str, CheckpointedModel],
     run_dir: RunDirectory,
     settings: Mapping[str, Any],
+    *,
+    total_steps: int,
 ) -> CheckpointManager | None:
+    """Writes and reads the checkpoints of a run of so many optimizer steps; None for a run that has none."""
     if checkpoints.folder is None:
         return None
     identity = {
@@ -348,7 +361,7 @@ def _checkpointer(
         kept,
         found=checkpoints.found,
         identity=identity,
-        notes={"run_directory": str(run_dir.path.resolve())},
+        notes={"run_directory": str(run_dir.path.resolve()), "optimizer_steps": total_steps},
         settings=settings,
         resumable=not config.ckpt.disable_ds,
     )
@@ -377,6 +390,15 @@ def _state_after(
     taken = universal.rounds * config.rollout.batch_size if universal.prompts is None else universal.prompts
     taken = min(taken, len(prompts))
     return state_after(universal.rounds, taken, pipeline=pipeline, workers=workers, best=best)
+
+
+def prompt_stream(config: RLConfig, tokenizer: Any, images: DataImages | None) -> PromptStream:
+    """The prompts of a run, in their order."""
+    return PromptStream(
+        prompts_of(config, tokenizer, evaluation=False, images=images),
+        seed=config.train.seed,
+        num_episodes=config.train.num_episodes,
+    )
 
 
 def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: DataImages | None = None) -> PromptSet:

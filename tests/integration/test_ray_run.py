@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from demo_runs import Demo, column, run, scores
@@ -13,6 +14,7 @@ from universal_checkpoints import rewritten
 from openrlhf.checkpoint.training_state import read_training_state
 from openrlhf.cli import train_rm
 from openrlhf.observability.loggers import read_metrics
+from openrlhf.observability.token_log import read_step, steps
 
 pytestmark = pytest.mark.slow
 
@@ -214,6 +216,11 @@ def test_two_ranks_share_every_layer_and_one_process_goes_on(demo, cluster, tmp_
     assert column(run_dir, "kl")[0] == pytest.approx(0, abs=1e-5)
     assert column(run_dir, "kl")[1] != 0
     assert min(column(run_dir, "critic_loss")) > 0
+    for path in steps(run_dir).values():  # of each sample its ranks have sent the driver every column
+        logged = [s for g in read_step(path).groups for sample in g.samples for s in sample.segments]
+        assert logged
+        for name in ("new_logprobs", "old_logprobs", "ref_logprobs", "values", "returns", "advantages"):
+            assert not any(np.isnan(segment.columns[name]).any() for segment in logged), name
     on = run(demo, tmp_path / "on", *words, "--ckpt.load_enable", "--train.total_steps", "3", steps=2, without=others)
     assert column(on, "global_step") == [3]
     assert max(column(on, "logprobs_diff")) < 1e-4

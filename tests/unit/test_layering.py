@@ -57,8 +57,10 @@ def test_a_heavy_library_is_imported_in_one_place(library):
         "openrlhf.cli.main",
         "openrlhf.cli.demo",
         "openrlhf.cli.check",
+        "openrlhf.cli.replay",
         "openrlhf.cli.train_ppo_ray",
         "openrlhf.observability.progress",
+        "openrlhf.observability.token_log",
     ],
 )
 def test_light_modules_import_no_torch(module):
