@@ -32,9 +32,9 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.config.parser import configure
 from openrlhf.config.reporting import DEFAULT_OUTPUT
 from openrlhf.config.schema import build, command_of, flags_of, value_at
-from openrlhf.observability.charts import picture
+from openrlhf.observability.charts import picture, telling_metrics, training_panel
 from openrlhf.observability.jsonl import read_json_lines
-from openrlhf.observability.loggers import read_metrics, score_names
+from openrlhf.observability.loggers import read_metrics
 from openrlhf.observability.progress import in_notebook
 from openrlhf.observability.run_directory import RunDirectory, free_directory
 from openrlhf.runs.given import FOLDER, write_code, write_records
@@ -95,8 +95,9 @@ class TrainResult:
     def chart(self, *metrics: str) -> Chart:
         """Curves of these metrics, of steps and evaluations, one panel each, at most three. Notebooks show them."""
         records = read_metrics(RunDirectory(self.run_dir).metrics)
-        wanted = metrics or _telling(records)
-        return Chart(picture({"title": self.run_dir.name, "panels": [_panel(name, records) for name in wanted[:3]]}))
+        wanted = metrics or telling_metrics(records)
+        panels = [training_panel(name, records) for name in wanted[:3]]
+        return Chart(picture({"title": self.run_dir.name, "panels": panels}))
 
     def _repr_html_(self) -> str:
         rows = {"model": self.model_dir, "run": self.run_dir, "steps": self.steps}
@@ -439,27 +440,3 @@ def _best(config: TrainerConfig, evaluations: Sequence[Mapping[str, Any]]) -> Be
         if name.startswith("eval") and name.endswith("loss") and isinstance(value, float)
     ]
     return min(losses, key=lambda loss: loss.value, default=None)
-
-
-def _telling(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The metrics that say most about a run: reward or loss, scores of evaluations, length of responses."""
-    names = {name for record in records for name in record}
-    train = next((name for name in ("reward", "gpt_loss", "loss") if name in names), None)
-    measured = score_names(dict.fromkeys(name for r in records if r["kind"] == "eval" for name in r))[:1]
-    found = [name for name in (train, *measured, "response_length") if name in names]
-    return tuple(dict.fromkeys(name for name in found if name is not None))
-
-
-def _panel(name: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    points = [[r["step"], r[name]] for r in records if isinstance(r.get(name), int | float)]
-    if not points:
-        known = sorted({n for r in records for n in r if isinstance(r[n], float)})
-        raise KeyError(f"the run has no metric {name!r}; it has {', '.join(known)}")
-    return {
-        "title": name,
-        "x": "step",
-        "percent": False,
-        "zero": False,
-        "mark": None,
-        "curves": [{"name": name, "points": points}],
-    }

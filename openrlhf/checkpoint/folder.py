@@ -191,14 +191,14 @@ class CheckpointFolder:
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, ascending. DeepSpeed's own checkpoints are not among them."""
-        return sorted(step for step, path in _tags(self.path) if not written_by_deepspeed(path))
+        return sorted(step for step, path in tagged(self.path) if not written_by_deepspeed(path))
 
     @property
     def has_deepspeeds(self) -> bool:
         """Checkpoints that DeepSpeed wrote are here, under the same names as ours would have; of RL, in the folder of
         each model."""
         folders = (self.path, *(self.path / part for part in DEEPSPEED_PARTS))
-        return any(written_by_deepspeed(path) for folder in folders for _, path in _tags(folder))
+        return any(written_by_deepspeed(path) for folder in folders for _, path in tagged(folder))
 
     def newest_complete(self) -> Path | None:
         """The latest checkpoint; if it is damaged the newest that is not, with a warning; None if there is none.
@@ -329,7 +329,7 @@ class CheckpointFolder:
         return self.path / f".global_step{step}.{what}"
 
 
-def _tags(folder: Path) -> list[tuple[int, Path]]:
+def tagged(folder: Path) -> list[tuple[int, Path]]:
     """The checkpoints in it, with their steps, whoever wrote them."""
     if not folder.is_dir():
         return []

@@ -196,6 +196,11 @@ def _read_state(checkpoint: Path) -> State:
     return state
 
 
+def read_notes_of(checkpoint: Path) -> State:
+    """What the run that wrote a checkpoint noted in it: its folder. Raises CheckpointError."""
+    return _read_state(checkpoint)["notes"]
+
+
 def find_checkpoint(folder: CheckpointFolder, *, ranks: Ranks = ALONE) -> ResumePoint | None:
     """The one to continue from: the newest that is whole; None if there is none. Raises CheckpointError."""
     mine = run_on_all_ranks(ranks, lambda: folder.newest_complete() if ranks.is_main else None)

@@ -18,6 +18,7 @@ from openrlhf.checkpoint.export import VALUE_HEAD_FILE, export_policy, export_va
 from openrlhf.config.backend import ServeBackendSection
 from openrlhf.config.commands import LoraCombinerConfig
 from openrlhf.config.fields import ConfigError
+from openrlhf.config.models import TrustSection
 from openrlhf.models.loading import (
     LoadSettings,
     ModelLoadError,
@@ -48,6 +49,27 @@ def merge_adapter(config: LoraCombinerConfig) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
+
+
+def merge_folders(base: str, adapter: str, output: str, *, trust_remote_code: bool = False) -> None:
+    """Write the merged model of an adapter's folder, a reward model's too. Raises ModelLoadError."""
+    is_rm = _read_adapter(adapter).head is not None
+    trust = TrustSection(trust_remote_code=trust_remote_code)
+    _merge(LoraCombinerConfig(model_path=base, lora_path=adapter, output_path=output, is_rm=is_rm, model=trust))
+
+
+def adapter_base(folder: Path) -> str:
+    """The model that an adapter is for, as its folder names it. Raises ModelLoadError."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError):
+        base = None
+    if not base:
+        raise ModelLoadError(
+            f"{folder}: its adapter_config.json names no base_model_name_or_path: merge it with openrlhf lora-combine, "
+            "and name the result"
+        )
+    return str(base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from openrlhf.config.commands import SHORT_NAMES
 COMMANDS = {
     "demo": ("openrlhf.cli.demo", "train a small model with RL on this machine, from nothing"),
     "check": ("openrlhf.cli.check", "try a reward or agent file, or look at data, before a run does"),
+    "eval": ("openrlhf.cli.eval", "pass@k and mean score of a model on prompts, judged by a reward or an agent"),
+    "chat": ("openrlhf.cli.chat", "talk to a model in the terminal"),
+    "export": ("openrlhf.cli.export", "a run's model as a folder for the Hub, with a model card"),
     "report": ("openrlhf.cli.report", "make a run's report again, or compare several runs on one page"),
     "replay": ("openrlhf.cli.replay", "take a logged step of an RL run again, and see what each sample did to it"),
     "rl": ("openrlhf.cli.train_ppo_ray", "reinforcement learning"),
@@ -32,10 +35,9 @@ ELSEWHERE = {
     "train_kto": "openrlhf dpo --model.loss_type kto (--input_key is --data.prompt_key there, and --output_key "
     "--data.response_key)",
     "kto": "openrlhf dpo --model.loss_type kto",
-    "batch_inference": "vLLM's own `vllm run-batch` for answers, openrlhf serve-rm for rewards, and openrlhf rl with "
-    "--eval.dataset and --eval.at_start for answers with rewards",
-    "interactive_chat": "vLLM's own `vllm serve` and `vllm chat` with the folder of --ckpt.output_dir",
-    "chat": "vLLM's own `vllm serve` and `vllm chat` with the folder of --ckpt.output_dir",
+    "batch_inference": "openrlhf eval MODEL for answers with rewards, vLLM's own `vllm run-batch` for answers alone, "
+    "and openrlhf serve-rm for rewards",
+    "interactive_chat": "openrlhf chat MODEL, or vLLM's own `vllm serve` and `vllm chat`",
     "train_kd": "nothing here: there is no distillation",
     "train_prm": "nothing here: there are no process reward models; an agent or a reward function may judge each turn",
 }

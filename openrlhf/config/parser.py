@@ -55,12 +55,17 @@ def parse(command: str, argv: Sequence[str] | None = None, *, name: str | None =
 
 
 def configure(
-    command: str, settings: Mapping[str, Any], *, base: Config | None = None, name: str | None = None
+    command: str,
+    settings: Mapping[str, Any],
+    *,
+    base: Config | None = None,
+    name: str | None = None,
+    notes: bool = True,
 ) -> Config:
     """Configuration of `command` from settings by name, nested or dotted, over those of `base` (default: the defaults).
 
     A program's way to what `parse` makes of a command line, with the same conversions, checks and notes. `name`: what
-    messages call it. Raises `ConfigError`.
+    messages call it. `notes` False: what has no effect in a run is not said. Raises `ConfigError`.
     """
     words, specs = vocabulary(command), flags_of(command)
     below = {path: spec.default if base is None else value_at(base, path) for path, spec in specs.items()}
@@ -68,10 +73,20 @@ def configure(
     values = resolve(given, words=words, below=below, note=_note)
     config = build(command, below | {path: item.value for path, item in values.items()})
     check(config)
-    for line in notes_on(config, [words.sets(item) for item in given]):
+    for line in notes_on(config, [words.sets(item) for item in given]) if notes else ():
         _note(line)
     require_runnable(config)
     return config
+
+
+def settings_in(command: str, argv: Sequence[str], *, name: str) -> dict[str, Any]:
+    """The settings that a command line gives, by the names it has for them, for a tool that takes some of the flags of
+    `command`. Raises `ConfigError`."""
+    blank = argparse.Namespace(given=[], config=None, print_config=False)
+    found, unknown = build_parser(command).parse_known_args(list(argv), namespace=blank)
+    if unknown:
+        raise ConfigError(_explain_unknown(unknown, words=vocabulary(command), name=name))
+    return {item.name: item.raw for item in found.given}
 
 
 def _answer_help(command: str, words: Sequence[str], *, name: str) -> None:

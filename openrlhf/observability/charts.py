@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
+from openrlhf.observability.loggers import score_names
+
 
 class Point(NamedTuple):
     """A tuple, because a page of a long run is made of half a million of them."""
@@ -477,6 +479,25 @@ def picture(data: Mapping[str, Any]) -> str:
         + "\n".join(parts)
         + "\n</svg>\n"
     )
+
+
+def telling_metrics(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The metrics that say most about a run: reward or loss, the score of evaluations, the length of responses."""
+    names = {name for record in records for name in record}
+    train = next((name for name in ("reward", "gpt_loss", "loss") if name in names), None)
+    measured = score_names(dict.fromkeys(name for r in records if r["kind"] == "eval" for name in r))[:1]
+    found = [name for name in (train, *measured, "response_length") if name in names]
+    return tuple(dict.fromkeys(name for name in found if name is not None))
+
+
+def training_panel(name: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A panel of `picture` with one metric over the steps of a run. Raises KeyError for one that it has not."""
+    points = [[record["step"], record[name]] for record in records if isinstance(record.get(name), int | float)]
+    if not points:
+        known = sorted({n for r in records for n in r if isinstance(r[n], float)})
+        raise KeyError(f"the run has no metric {name!r}; it has {', '.join(known)}")
+    curve = {"name": name, "points": points}
+    return {"title": name, "x": "step", "percent": False, "zero": False, "mark": None, "curves": [curve]}
 
 
 def _panel(panel: Mapping[str, Any], *, left: float, right: float, colours: Mapping[str, int]) -> list[str]:

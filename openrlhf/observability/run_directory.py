@@ -227,15 +227,22 @@ class RunData:
         """The first of these settings that has a value."""
         return next((str(self.config[name]) for name in names if self.config.get(name)), "")
 
-    def settings_set(self) -> dict[str, Any]:
-        """Settings with another value than the default of the command that they are of; empty when it is unknown."""
+    @property
+    def command(self) -> str | None:
+        """The command whose settings these are; None when it is unknown."""
         from openrlhf.config.commands import ROOTS
         from openrlhf.config.schema import flags_of
 
         command = max(ROOTS, key=lambda name: len(flags_of(name).keys() & self.config.keys()) / len(flags_of(name)))
-        flags = flags_of(command)
-        if not flags.keys() & self.config.keys():
+        return command if flags_of(command).keys() & self.config.keys() else None
+
+    def settings_set(self) -> dict[str, Any]:
+        """Settings with another value than the default of the command that they are of; empty when it is unknown."""
+        from openrlhf.config.schema import flags_of
+
+        if self.command is None:
             return {}
+        flags = flags_of(self.command)
         return {
             name: value
             for name, value in self.config.items()

@@ -35,8 +35,10 @@ from openrlhf.observability.startup import StartUp, process_began
 from openrlhf.observability.token_log import TokenLog
 from openrlhf.observability.watchdog import Watchdog
 from openrlhf.rollout.async_collector import AsyncCollector
+from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.collector import SyncCollector
 from openrlhf.rollout.filtering import ScoreFilter
+from openrlhf.rollout.requests import RequestHandler
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.runs.launchers import LauncherFactory, RunParts, make_launcher, resolve_launcher
 from openrlhf.runs.local_copies import local_copies
@@ -250,11 +252,13 @@ def open_parts(
         launcher = held.enter_context(make_launcher(given, tokenizer))
         start.mark("cluster")
         source = launcher.reward()
-        reward = source and held.enter_context(_started(source, loop, "the reward"))
+        reward = source and held.enter_context(started(source, loop, "the reward"))
         start.mark("reward")
         bound = held.enter_context(launcher.build(total_steps=total_steps, loop=loop))
         start.mark_all(bound.start)
-        episodes = held.enter_context(_started(_episodes(config, bound, tokenizer, images), loop, "episodes"))
+        episodes = held.enter_context(
+            started(build_episodes(config, bound.engine, tokenizer, images, requests=bound.requests), loop, "episodes")
+        )
         yield (
             bound,
             EpisodeRunner(
@@ -437,14 +441,21 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: Da
     )
 
 
-def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any, images: DataImages | None) -> Episodes:
+def build_episodes(
+    config: RLConfig,
+    engine: ControlledEngine,
+    tokenizer: Any,
+    images: DataImages | None,
+    *,
+    requests: RequestHandler | None = None,
+) -> Episodes:
     """The player of episodes: a user's agent in its hosts, or our own single turn in this process. `images`: of
-    `policy_images`."""
+    `policy_images`. `requests`: of `RunParts`."""
     if not config.train.agent_func_path:
         if images is not None:
             tokenizer = with_images(tokenizer, images.processor, allow_urls=images.places.allow_urls)
         return OwnEpisodes(
-            SingleTurnAgentExecutor(), engine=bound.engine, tokenizer=tokenizer, max_length=config.data.max_len
+            SingleTurnAgentExecutor(), engine=engine, tokenizer=tokenizer, max_length=config.data.max_len
         )
     settings = EpisodeSettings(
         agent_file=config.train.agent_func_path,
@@ -453,7 +464,7 @@ def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any, images: DataIma
         trust_remote_code=config.actor.trust_remote_code,
         max_length=config.data.max_len,
         max_steps=config.max_steps,
-        max_model_len=bound.engine.max_model_len,
+        max_model_len=engine.max_model_len,
         chat_template=config.data.tokenizer_chat_template,
         template_arguments=tuple(config.data.template_arguments.items()),
         images=images is not None,
@@ -462,8 +473,8 @@ def _episodes(config: RLConfig, bound: RunParts, tokenizer: Any, images: DataIma
     at_once = config.generate_batch_size * config.samples_per_prompt
     return AgentEpisodes(
         settings,
-        engine=bound.engine,
-        requests=bound.requests,
+        engine=engine,
+        requests=requests,
         hosts=hosts_for(at_once, wanted=config.rollout.agent_hosts),
         step_timeout=config.rollout.step_timeout,
     )
@@ -484,7 +495,8 @@ def event_loop(config: RLConfig) -> AbstractContextManager[LoopRunner]:
 
 
 @contextlib.contextmanager
-def _started(service: _S, loop: LoopRunner, name: str) -> Iterator[_S]:
+def started(service: _S, loop: LoopRunner, name: str) -> Iterator[_S]:
+    """A reward source or a player of episodes, from its start to its end."""
     loop.run(_begin_ticking())  # until everything is closed
     try:
         loop.run(_start(service, name))

@@ -1,0 +1,158 @@
+"""`openrlhf eval MODEL`: pass@k and mean scores of a model on prompts, judged by a reward or played by an agent."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.config.aliases import Given, vocabulary
+from openrlhf.config.fields import ConfigError
+from openrlhf.config.parser import USAGE_ERROR, configure, settings_in
+from openrlhf.utils import interrupts
+
+COMMAND = "train_ppo_ray"
+"""The command whose flags about prompts, rewards, sampling and engines hold here too."""
+TAKEN = ("data.", "reward.", "rollout.", "vllm.", "eval.temperature", "max_steps", "train.seed", "use_ms")
+TAKEN_ALONE = ("actor.trust_remote_code", "ds.param_dtype", "ds.attn_implementation", "ds.load_in_4bit")
+OWN = {
+    "data.prompt_dataset": "--data",
+    "data.max_samples": "--limit",
+    "reward.remote_url": "--reward",
+    "rollout.n_samples_per_prompt": "--n",
+    "eval.temperature": "--temperature",
+    "rollout.temperature": "--temperature",
+    "vllm.num_engines": "--engine",
+}
+"""Flags that have a word of their own here."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: measured; 1: something is wrong with the model, the data or the reward, or no sample was judged; 2: usage."""
+    parser = _parser()
+    given, rest = parser.parse_known_args(argv)
+    with interrupts.handled():
+        try:
+            config = configure(COMMAND, _settings(given, rest), name="openrlhf eval", notes=False)
+            from openrlhf.runs.measuring import EvalOptions, evaluate  # seconds of imports
+
+            options = EvalOptions(
+                model=given.model,
+                n=given.n,
+                ks=_ks(given.k, given.n),
+                threshold=given.threshold,
+                engine=given.engine,
+                output=given.output,
+            )
+            return evaluate(config, options)  # type: ignore[arg-type]
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                print(f"openrlhf eval: error: {line}", file=sys.stderr)
+            return USAGE_ERROR
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return interrupts.exit_status()
+
+
+def _settings(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
+    """The configuration of a run that would play these prompts so. Raises ConfigError for a flag of training."""
+    if not given.reward and not given.agent:
+        raise ConfigError("what judges the samples? Give --reward (a .py file, a URL or a reward model) or --agent")
+    more = settings_in(COMMAND, rest, name="openrlhf eval")
+    words = vocabulary(COMMAND)
+    for name, raw in more.items():
+        for path in words.sets(Given(name=name, raw=raw, where=f"--{name}")) or (name,):
+            if path in OWN:
+                raise ConfigError(f"--{name}: give {OWN[path]} here")
+            if path.startswith("vllm.sync") or not (path.startswith(TAKEN) or path in TAKEN_ALONE):
+                raise ConfigError(f"--{name} is about training, and changes nothing in an evaluation: leave it out")
+    reward = given.reward or ""
+    is_model = reward and not reward.endswith(".py") and "://" not in reward
+    at_once = max(1, 512 // given.n)
+    settings: dict[str, Any] = {
+        "actor.model_name_or_path": given.model,
+        "data.prompt_dataset": given.data,
+        "rollout.n_samples_per_prompt": given.n,
+        "rollout.batch_size": at_once,
+        "train.batch_size": at_once * given.n,
+        "eval.temperature": given.temperature,
+        # What follows belongs to training, and is chosen so that nothing of it stands in the way.
+        "algo.advantage.estimator": "reinforce",
+        "algo.kl.init_coef": 0,
+    }
+    if given.limit is not None:
+        settings["data.max_samples"] = given.limit
+    if reward:
+        settings["reward.model_name_or_path" if is_model else "reward.remote_url"] = reward
+    if given.agent:
+        settings["train.agent_func_path"] = given.agent
+    return settings | more
+
+
+def _ks(asked: Sequence[int] | None, n: int) -> tuple[int, ...]:
+    """As asked for; else 1, 2, 4, … and n."""
+    if asked:
+        if max(asked) > n:
+            raise ConfigError(f"--k {max(asked)}: pass@k needs k samples of each prompt or more, and --n is {n}")
+        return tuple(sorted(set(asked)))
+    return tuple(sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n}))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openrlhf eval",
+        usage="openrlhf eval MODEL --data DATA (--reward REWARD | --agent FILE.py) [OPTIONS]",
+        description="Sample answers of a model, judge them as in training, and print pass@k and the mean score with "
+        "95% confidence intervals. A sample is right where its score is 1. pass@k is the unbiased estimate of Chen et "
+        "al. 2021; prompts are the independent draws of the intervals (Wilson's for pass@k, mean ± 1.96 standard "
+        "errors for scores). A sample whose reward or agent failed is counted, shown, and in no other number.",
+        epilog="Flags of openrlhf rl about data, rewards, sampling and engines hold here too, under all their names: "
+        "--input_key, --label_key, --apply_chat_template, --max_len, --max_new_tokens, --top_p, --top_k, --seed, "
+        "--reward.timeout, --vllm.tensor_parallel_size, … (openrlhf rl --help all).",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hub name of a model, folder of an adapter, or folder of a run")
+    add("--data", required=True, metavar="DATA", help="prompts: file, folder or Hub name, as --data.prompt_dataset")
+    add("--reward", metavar="REWARD", help="a .py file with reward_func, a reward server's URL, or a reward model")
+    add("--agent", metavar="FILE.py", help="an agent file, which plays the episodes")
+    add("--n", type=_count, default=4, metavar="N", help="samples of each prompt (4)")
+    add("--k", type=_count, nargs="+", metavar="K", help="the k of pass@k (1, 2, 4, … up to N)")
+    add(
+        "--temperature",
+        type=_not_negative,
+        default=0.6,
+        metavar="T",
+        help="0 is greedy (0.6, as in a run's evaluations)",
+    )
+    add("--limit", type=_count, metavar="PROMPTS", help="only so many of the first prompts")
+    add("--threshold", type=float, default=1.0, metavar="SCORE", help="from which score on a sample is right (1)")
+    add(
+        "--engine",
+        choices=("auto", "embedded", "vllm"),
+        default="auto",
+        help="what samples; auto: vLLM where it is installed and there is a GPU, else this process",
+    )
+    add("-o", "--output", metavar="FILE", help="write results and every sample there, as JSON; - is stdout")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
