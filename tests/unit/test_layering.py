@@ -58,6 +58,8 @@ def test_a_heavy_library_is_imported_in_one_place(library):
         "openrlhf.cli.demo",
         "openrlhf.cli.check",
         "openrlhf.cli.replay",
+        "openrlhf.cli.view",
+        "openrlhf.viewer.server",
         "openrlhf.cli.train_ppo_ray",
         "openrlhf.observability.progress",
         "openrlhf.observability.token_log",
