@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _replay(given: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from openrlhf.observability.jsonl import finite
     from openrlhf.observability.token_log import TokenLogError
     from openrlhf.runs.process import user_errors_end_the_run
     from openrlhf.runs.replay import ReplayError, replay, summary, table
@@ -40,7 +41,7 @@ def _replay(given: argparse.Namespace, overrides: Sequence[str]) -> int:
             print("\n" + "\n".join(table(found, most=None if given.all else 10)))
         if given.json is not None:
             try:
-                given.json.write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
+                given.json.write_text(json.dumps(finite(found.as_json()), indent=1) + "\n", encoding="utf-8")
             except OSError as error:
                 print(f"error: --json {given.json}: {error.strerror}", file=sys.stderr)
                 return 1

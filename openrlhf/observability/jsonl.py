@@ -24,7 +24,7 @@ class JsonLinesWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         if self._file is None:
             raise ValueError("this file is closed; nothing more can be written")
-        line = json.dumps(_finite(record), ensure_ascii=False, default=str) + "\n"
+        line = json.dumps(finite(record), ensure_ascii=False, default=str) + "\n"
         self._file.write(line.encode("utf-8", errors="replace"))
 
     def close(self) -> None:
@@ -132,11 +132,12 @@ def _mend_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for every number that is not finite, however deep: JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -120,7 +120,8 @@ class SampleEffect:
     advantage: float
     """Mean over its action tokens."""
     logprob_gap: float | None
-    """The largest distance of the trainer's log-prob from the engine's; None where the engine told none."""
+    """The largest distance of the trainer's log-prob before the update from the engine's; None where the engine told
+    none."""
     tokens: int
     actions: int
     where: str
@@ -167,6 +168,9 @@ def replay(run: Path, step: int, overrides: Sequence[str] = (), *, told: Callabl
     found, first = _origin(given, run, step)
     logged = _logged_steps(run, first, step, found)
     config, notes = _one_process(given)
+    writer = found.notes.get("run_directory") if found else None
+    if found and isinstance(writer, str) and Path(writer) != run.resolve():
+        notes.append(f"{found.path} was written by the run in {writer}")
     device = prepare_process(config.train)
     config = local_copies(config)
     tokenizer = policy_tokenizer(config)
@@ -273,12 +277,18 @@ def _origin(config: RLConfig, run: Path, step: int) -> tuple[ResumePoint | None,
     last = max((r["step"] for r in read_metrics(RunDirectory(run).metrics) if r["kind"] == "train"), default=0)
     if step < 1 or step > max(last, *steps(run), 0):
         raise ReplayError(f"{run} has no step {step}: its steps are 1 to {max(last, *steps(run), 0)}")
-    for before in _checkpoint_steps(_checkpoint_folder(config)):
+    folder = _checkpoint_folder(config)
+    if config.ckpt.period is not None and not folder.is_dir():
+        raise ReplayError(
+            f"the run's checkpoints are not in {folder}: call this where the run was started, or say where they are "
+            "(--ckpt.path)"
+        )
+    for before in _checkpoint_steps(folder):
         if before < step and (path := _checkpoint_of(config, before)) is not None:
             return read_checkpoint(path), before + 1
     if config.ds.use_universal_ckpt:
         raise ReplayError(
-            f"step {step} needs a checkpoint before it, and {_checkpoint_folder(config)} has none: the run began with "
+            f"step {step} needs a checkpoint before it, and {folder} has none: the run began with "
             "--ds.use_universal_ckpt, which is not taken again"
         )
     return None, 1
@@ -408,18 +418,22 @@ class Inspection:
         return sorted(found, key=_size, reverse=True)
 
 
-def _size(effect: SampleEffect) -> tuple[float, float]:
-    """How much of the gradient is the sample's. One whose own gradient is not finite is the largest."""
-    if not math.isfinite(effect.gradient_norm):
-        return math.inf, math.inf
-    return abs(effect.along) if math.isfinite(effect.along) else 0.0, effect.gradient_norm
+def _size(effect: SampleEffect) -> tuple[bool, bool, float, float]:
+    """How much of the gradient is the sample's. One whose own gradient is not finite is the largest, and of several of
+    them (a comparison passes NaN on) one that earned or was told such a number."""
+    broken = not math.isfinite(effect.gradient_norm)
+    source = not all(map(math.isfinite, (effect.reward or 0.0, effect.logprob_gap or 0.0)))
+    along, norm = (number if math.isfinite(number) else 0.0 for number in (effect.along, effect.gradient_norm))
+    return broken, source, abs(along), norm
 
 
 def _gap(batch: TrainingBatch, actions: slice) -> float | None:
-    told_A, new_A = batch.rollout_logprobs_A, batch.seen_A.get("new_logprobs")
-    if told_A is None or new_A is None:
+    """Before the update, where the trainer has computed it then: with one optimizer step it is the same."""
+    told_A, own_A = batch.rollout_logprobs_A, batch.old_logprobs_A
+    own_A = batch.seen_A.get("new_logprobs") if own_A is None else own_A
+    if told_A is None or own_A is None:
         return None
-    gaps = (new_A[actions] - told_A[actions]).abs().numpy()
+    gaps = (own_A[actions] - told_A[actions]).abs().numpy()
     return None if np.isnan(gaps).all() else float(np.nanmax(gaps))
 
 

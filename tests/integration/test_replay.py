@@ -270,6 +270,9 @@ def test_what_is_missing_is_named_with_the_flag_that_would_have_kept_it(runs, tm
     assert "from global_step4 on" in said
     assert "--logger.rollouts_per_step -1" in said
     said = refused(capsys, str(gap), "--step", "6", "--ckpt.path", str(tmp_path / "none"))
+    assert "checkpoints are not in" in said
+    (tmp_path / "none").mkdir()
+    said = refused(capsys, str(gap), "--step", "6", "--ckpt.path", str(tmp_path / "none"))
     assert "from the beginning on, for no checkpoint is before it" in said
     assert "--ckpt.save_steps" in said
 
