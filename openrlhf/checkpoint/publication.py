@@ -168,7 +168,7 @@ def _check_loads(folder: Path, *, base: str | None) -> None:
             PeftModel.from_pretrained(model, str(folder))
             return
         config = AutoConfig.from_pretrained(folder)
-        loader = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+        loader: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
         _, found = loader.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         raise ModelLoadError(f"from_pretrained does not load what was written: {error}") from error
@@ -262,7 +262,7 @@ class Card:
             f" from {f'[{origin}](https://huggingface.co/{origin})' if self.base else f'`{origin}`'}" if origin else ""
         )
         what = "A LoRA adapter" if self.keeps_adapter else "A model"
-        text = f"{what}, trained with openrlhf{begun} {how}".rstrip() + ".".replace("  ", " ")
+        text = f"{what}, trained with openrlhf{begun} {how}".rstrip() + "."
         if run is not None:
             done = step if step is not None else max((record["step"] for record in run.train), default=0)
             seed = run.config.get("train.seed")

@@ -22,6 +22,7 @@ from openrlhf.runs.inference import opened_engine, whole_model, with_engine
 from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.process import prepare_process, process_device, user_errors_end_the_run
 from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.utils.foreign_lines import start_logging
 from openrlhf.utils.randomness import derive_seed
 
 MOST_LEN = 8192
@@ -60,6 +61,7 @@ class ChatOptions:
 
 def chat(options: ChatOptions) -> int:
     """Talk until /quit or the end of the input; the exit status."""
+    start_logging()
     with (
         user_errors_end_the_run() as ending,
         whole_model(options.model, trust_remote_code=options.trust_remote_code) as folder,

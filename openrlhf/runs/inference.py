@@ -16,7 +16,7 @@ from openrlhf.checkpoint.merge import adapter_base, merge_folders
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
-from openrlhf.models.loading import LoadSettings, load_config, load_policy
+from openrlhf.models.loading import LoadSettings, check_model_path, load_config, load_policy
 from openrlhf.rollout.base import ControlledEngine
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.vllm import start_engine
@@ -37,6 +37,7 @@ def whole_model(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:
     if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
         folder = folder / "model"
     if not (folder / "adapter_config.json").is_file():
+        check_model_path(path if not folder.is_dir() else folder, flag="MODEL")
         yield str(folder) if folder.is_dir() else path
         return
     base = adapter_base(folder)

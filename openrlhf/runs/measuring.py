@@ -366,7 +366,7 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
         "truncated": summary.truncated,
         "tokens": summary.tokens,
         "pass": {
-            str(k): interval(found) | {"prompts": summary.pass_prompts[k]} for k, found in summary.pass_at.items()
+            str(k): {**found._asdict(), "prompts": summary.pass_prompts[k]} for k, found in summary.pass_at.items()
         },
         "score": interval(summary.score),
         "reward": interval(summary.reward),

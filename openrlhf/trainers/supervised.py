@@ -224,7 +224,7 @@ class SupervisedTrainer:
             self.report(metrics)
             # A signal reaches some of the ranks, at different times. They must agree, or some would wait for others.
             asked: signal.Signals | str | None = self.stop.accept() or self.callbacks.ended
-            stopped_by = self.ranks.agree(asked)
+            stopped_by: signal.Signals | str | None = self.ranks.agree(asked)
             if stopped_by is None and self._evaluation_is_due():
                 self.evaluate()
                 stopped_by = self.ranks.agree(self.callbacks.ended)
