@@ -14,11 +14,12 @@ import tempfile
 import threading
 import time
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -126,6 +127,52 @@ class Page:
     rows: list[dict[str, Any]]
 
 
+class Found(NamedTuple):
+    """A record of rollouts.jsonl, or one made of the token log, and its bytes in the file."""
+
+    record: dict[str, Any]
+    start: int = 0
+    size: int = 0
+
+
+class Source(Protocol):
+    """Where records come from."""
+
+    @property
+    def restarts(self) -> int:
+        """Grows when everything is read from the beginning again."""
+        ...
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What was read, and what there is."""
+        ...
+
+    def read(self) -> Iterator[Found | None]:
+        """What is new; None where there was something that is no record. A caller may stop, and go on later."""
+        ...
+
+
+class RolloutLines:
+    """The lines of rollouts.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LinesTail(path)
+
+    @property
+    def restarts(self) -> int:
+        return self._tail.restarts
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._tail.place, max(self._tail.size, self._tail.place)
+
+    def read(self) -> Iterator[Found | None]:
+        for line in self._tail.read():
+            record = parse_json_line(line.content)
+            yield None if record is None else Found(record, line.start, len(line.content))
+
+
 class _Columns:
     """A row per sample, in the order of the file; steps never fall."""
 
@@ -145,9 +192,10 @@ class _Columns:
 class RolloutIndex:
     """The rollouts of one run. Its methods may be called from several threads."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, source: Source | None = None) -> None:
+        """`path` is rollouts.jsonl, which `read` reads. `source`: other records than its lines."""
         self._path = path
-        self._tail = LinesTail(path)
+        self._source = source or RolloutLines(path)
         self._lock = threading.RLock()
         self._restarts = 0
         self._texts = tempfile.TemporaryFile(prefix="openrlhf-view-")  # noqa: SIM115 (it lives as long as the index)
@@ -180,27 +228,27 @@ class RolloutIndex:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes of the file that are indexed, and bytes that there are."""
-        return self._tail.place, max(self._tail.size, self._tail.place)
+        """How much is indexed, and how much there is: bytes of rollouts.jsonl, or files of the token log."""
+        return self._source.progress
 
     def update(self, *, seconds: float = math.inf) -> bool:
         """Index what was appended, for at most so many seconds; whether nothing is left."""
         until = time.monotonic() + seconds
         with self._lock:
-            for line in self._tail.read():
-                if self._tail.restarts != self._restarts:
-                    self._restarts = self._tail.restarts
-                    self._cut(0)
-                record = parse_json_line(line.content)
-                if record is not None:
-                    self._add(record, line.start, len(line.content))
+            for found in self._source.read():
+                self._notice_restart()
+                if found is not None:
+                    self._add(*found)
                 if time.monotonic() > until:
                     return False
-            if self._tail.restarts != self._restarts:
-                self._restarts = self._tail.restarts
-                self._cut(0)
+            self._notice_restart()
             self._texts.flush()
         return True
+
+    def _notice_restart(self) -> None:
+        if self._source.restarts != self._restarts:
+            self._restarts = self._source.restarts
+            self._cut(0)
 
     def _add(self, record: Mapping[str, Any], start: int, size: int) -> None:
         step, prompt, sample = (record.get(name) for name in ("step", "prompt_ordinal", "sample"))
@@ -351,18 +399,18 @@ class RolloutIndex:
         known = self._hits.pop(term, np.zeros(0, dtype=bool))
         total = self.samples
         if len(known) < total and self._columns.text_end[-1]:
-            ends = np.array(self._columns.text_end)
+            ends = self._columns.text_end
             hits = np.zeros(total, dtype=bool)
             hits[: len(known)] = known
             self._texts.flush()
-            with mmap.mmap(self._texts.fileno(), int(ends[-1]), access=mmap.ACCESS_READ) as texts:
-                place = int(ends[len(known) - 1]) if len(known) else 0
+            with mmap.mmap(self._texts.fileno(), ends[-1], access=mmap.ACCESS_READ) as texts:
+                place = ends[len(known) - 1] if len(known) else 0
                 needle = term.encode("utf-8", errors="replace")
                 while (place := texts.find(needle, place)) >= 0:
-                    row = int(np.searchsorted(ends, place, side="right"))
+                    row = bisect_right(ends, place)
                     if place + len(needle) <= ends[row]:
                         hits[row] = True
-                        place = int(ends[row])
+                        place = ends[row]
                     else:
                         place += 1
             known = hits
@@ -411,3 +459,7 @@ def _code(names: Sequence[str], name: Any) -> int:
 
 def _name(names: Sequence[str], code: int) -> str:
     return names[code] if code >= 0 else ""
+
+
+if TYPE_CHECKING:
+    _: type[Source] = RolloutLines

@@ -16,8 +16,9 @@ from openrlhf.observability.loggers import MetricsHistory
 from openrlhf.observability.report import setting_text
 from openrlhf.observability.run_directory import RunData, RunDirectory, read_config, read_notes
 from openrlhf.observability.signs import read_warnings
+from openrlhf.observability.token_log import ALL, steps
 from openrlhf.viewer.index import RolloutIndex
-from openrlhf.viewer.tokens import TokenFiles
+from openrlhf.viewer.tokens import LoggedGroups, TokenFiles
 
 DEEPEST = 3
 """How many folders below one that is named a run may be."""
@@ -91,12 +92,24 @@ class Run:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.directory = RunDirectory(path)
-        self.rollouts = RolloutIndex(self.directory.rollouts)
         self.tokens = TokenFiles(path)
         self._lock = threading.RLock()
         self._tail = LinesTail(self.directory.metrics)
         self._history = MetricsHistory()
         self._kept: dict[str, tuple[Any, Any]] = {}
+        self.lines = RolloutIndex(self.directory.rollouts)
+        """The groups of rollouts.jsonl."""
+        self._all: RolloutIndex | None = None
+
+    @property
+    def rollouts(self) -> RolloutIndex:
+        """The groups that are listed: those of rollouts.jsonl, or all where the token log has all."""
+        with self._lock:
+            if self._data().config.get("logger.rollouts_per_step") != ALL or not steps(self.directory.path):
+                return self.lines
+            if self._all is None:
+                self._all = RolloutIndex(self.directory.rollouts, LoggedGroups(self.directory.path))
+            return self._all
 
     def summary(self) -> dict[str, Any]:
         """What a list of runs says of it."""
@@ -301,14 +314,14 @@ def run_events(
         if isinstance(every, int) and every > 0 and step % every == 0:
             add(step, "checkpoint", f"a checkpoint is due (--ckpt.save_steps {every})")
         if replaced := record.get("rollout/engines_replaced"):
-            add(step, "engine", f"{replaced:g} engines were lost and started again")
+            add(step, "engine", f"engines that were lost and started again: {replaced:g}")
         limit = record.get("perf/max_tokens_per_gpu")
         if isinstance(limit, int | float) and limit != tokens:
             add(step, "memory", f"memory ran out: micro-batches have at most {limit:,.0f} tokens per device")
             tokens = limit
         for name, value in record.items():
             if name.endswith("skipped_steps") and value:
-                add(step, "numbers", f"{value:g} optimizer steps were left out ({name})")
+                add(step, "numbers", f"optimizer steps that were left out: {value:g} ({name})")
         broken = [name for name, value in record.items() if value is None]
         if broken:
             add(step, "numbers", f"not finite: {', '.join(broken[:8])}{' …' if len(broken) > 8 else ''}")

@@ -35,7 +35,7 @@ from aiohttp import web
 from openrlhf.observability.catalog import CATALOG
 from openrlhf.observability.report import PHASES
 from openrlhf.observability.thumbnails import FOLDER, read_thumbnail
-from openrlhf.viewer.index import ORDERS, GroupKey, QueryError, parse_query
+from openrlhf.viewer.index import ORDERS, GroupKey, QueryError, RolloutIndex, parse_query
 from openrlhf.viewer.runs import Run, RunShelf
 from openrlhf.viewer.tokens import group_view, sample_view
 
@@ -58,8 +58,11 @@ HEADERS = {
 """No script but the page's own files runs, nothing is loaded from elsewhere, and no address is told to others."""
 THREADS = 4
 MOST_ROWS = 500
-WAIT_SECONDS = 0.2
-"""How long a request waits for rollouts to be indexed; what is left is indexed while the page is read."""
+FIRST_SECONDS, WAIT_SECONDS = 0.15, 0.05
+"""How long a request waits for rollouts to be indexed where none are yet, and where some are; what is left is indexed
+while the page is read."""
+GROUP_SECONDS = 20.0
+"""How long a request for a group waits until the index has come to it."""
 SLICE_SECONDS = 0.05
 """Between two slices of indexing others get their turn."""
 COMPRESSED_BYTES = 1 << 15
@@ -83,7 +86,7 @@ class ViewServer:
         self._shelf = RunShelf(places)
         self._work = ThreadPoolExecutor(THREADS, thread_name_prefix="view")
         self._static = static_files()
-        self._indexing: dict[str, asyncio.Task[None]] = {}
+        self._indexing: dict[RolloutIndex, asyncio.Task[None]] = {}
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -181,34 +184,39 @@ class ViewServer:
         order = next((order for order in ORDERS if order == given.get("order")), ORDERS[0])
         first, count = _integer(request, "first", 0), min(MOST_ROWS, _integer(request, "count", 100))
         at = _key(request) if "step" in given and "prompt" in given else None
-        await self._index(run)
+        rollouts = await self._in_thread(lambda: run.rollouts)
+        await self._index(rollouts)
 
         def read() -> dict[str, Any]:
-            place = run.rollouts.position(query, at, order=order) if at is not None else None
+            place = rollouts.position(query, at, order=order) if at is not None else None
             start = max(0, place - count // 2) if place is not None else first
-            page = run.rollouts.find(query, order=order, first=start, count=count)
-            done, size = run.rollouts.progress
+            page = rollouts.find(query, order=order, first=start, count=count)
+            done, size = rollouts.progress
             return {
                 "groups": page.groups,
                 "samples": page.samples,
-                "of_samples": run.rollouts.samples,
+                "of_samples": rollouts.samples,
                 "first": page.first,
                 "rows": page.rows,
                 "place": place,
                 "done": done,
                 "size": size,
-                "changes": run.rollouts.changes,
-                "range": run.rollouts.reward_range,
+                "changes": rollouts.changes,
+                "range": rollouts.reward_range,
             }
 
         return await self._in_thread(read)
 
     async def _group(self, request: web.Request) -> Any:
         run, key = await self._run(request), _key(request)
-        await self._index(run)
+        for _ in range(round(GROUP_SECONDS / WAIT_SECONDS)):
+            whole = await self._index(run.lines)
+            records = await self._in_thread(lambda: run.lines.read(key))
+            if records or whole:
+                break
 
         def read() -> dict[str, Any]:
-            records, found = run.rollouts.read(key), run.tokens.group(key)
+            found = run.tokens.group(key)
             if not records and found is None:
                 raise Refusal(404, f"{run.name} has no rollouts of prompt {key.prompt} at step {key.step}")
             return group_view(records, found[1] if found else None)
@@ -245,17 +253,19 @@ class ViewServer:
             raise Refusal(404, f"there is no run {name!r}")
         return run
 
-    async def _index(self, run: Run) -> None:
-        """Wait a moment for the run's rollouts to be indexed. Where it takes longer it goes on without the request."""
-        task = self._indexing.get(run.name)
+    async def _index(self, rollouts: RolloutIndex) -> bool:
+        """Wait a moment for rollouts to be indexed; whether all are. Where it takes longer it goes on without the
+        request."""
+        task = self._indexing.get(rollouts)
         if task is None or task.done():
-            task = self._indexing[run.name] = asyncio.create_task(self._index_all(run))
-        await asyncio.wait([task], timeout=WAIT_SECONDS)
+            task = self._indexing[rollouts] = asyncio.create_task(self._index_all(rollouts))
+        await asyncio.wait([task], timeout=WAIT_SECONDS if rollouts.samples else FIRST_SECONDS)
         if task.done():
             task.result()
+        return task.done()
 
-    async def _index_all(self, run: Run) -> None:
-        while not await self._in_thread(lambda: run.rollouts.update(seconds=SLICE_SECONDS)):
+    async def _index_all(self, rollouts: RolloutIndex) -> None:
+        while not await self._in_thread(lambda: rollouts.update(seconds=SLICE_SECONDS)):
             await asyncio.sleep(0.002)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openrlhf.observability.token_log import StepTokens, TokenGroup, TokenLogError, TokenSegment, read_step, steps
-from openrlhf.viewer.index import GroupKey
+from openrlhf.observability.token_log import (
+    StepTokens,
+    TokenGroup,
+    TokenLogError,
+    TokenSegment,
+    read_index,
+    read_step,
+    steps,
+)
+from openrlhf.viewer.index import Found, GroupKey, Source
 
 MOST_STEPS = 4
 """Files that are held: one is read while its samples are looked at one after the other."""
@@ -20,6 +29,72 @@ PLAIN = (
     *("new_logprobs", "ref_logprobs", "entropy", "is_weights", "clipped", "losses"),
 )
 """Columns that are shown as the file has them."""
+
+
+class LoggedGroups:
+    """The samples of a token log that has all groups, as records for the index; a `Source`."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._seen: dict[int, int] = {}
+        """Step → when its file was written."""
+        self._waiting: deque[Found | None] = deque()
+        self._there = 0
+        self.restarts = 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        done = len(self._seen)
+        return (done - 1 if self._waiting else done), max(done, self._there)
+
+    def read(self) -> Iterator[Found | None]:
+        files = steps(self._run)
+        self._there = len(files)
+        written = {step: path.stat().st_mtime_ns for step, path in files.items() if path.exists()}
+        if any(written.get(step) != time for step, time in self._seen.items()):
+            # A resumed run has removed the steps that it takes again.
+            self._seen, self._waiting = {}, deque()
+            self.restarts += 1
+        while self._waiting:
+            yield self._waiting.popleft()
+        for step, time in written.items():
+            if step in self._seen:
+                continue
+            self._seen[step] = time
+            try:
+                self._waiting.extend(map(Found, _records(read_index(files[step]))))
+            except (OSError, TokenLogError):
+                self._waiting.append(None)
+            while self._waiting:
+                yield self._waiting.popleft()
+
+
+def _records(step: StepTokens) -> Iterator[dict[str, Any]]:
+    for group in step.groups:
+        reward = _mean_reward(group)
+        for sample in group.samples:
+            yield {
+                "step": step.step,
+                "prompt_ordinal": group.ordinal,
+                "sample": sample.sample,
+                "prompt": group.prompt,
+                "response": sample.text.removeprefix(group.prompt),
+                "label": group.label,
+                "reward": sample.reward,
+                "score": sample.score,
+                "response_length": sample.num_actions,
+                "outcome": sample.outcome,
+                "error": sample.error,
+                "choice": group.choice,
+                "group_reward": reward,
+                "group_samples": len(group.samples),
+            }
+
+
+def _mean_reward(group: TokenGroup) -> float | None:
+    """Of the samples that were judged; None when none was."""
+    rewards = [s.reward for s in group.samples if s.reward is not None and s.outcome != "failed"]
+    return fmean(rewards) if rewards else None
 
 
 class TokenFiles:
@@ -111,7 +186,7 @@ def group_view(records: Sequence[Mapping[str, Any]], tokens: TokenGroup | None) 
         "text": first.get("prompt", tokens.prompt if tokens else ""),
         "label": first.get("label", tokens.label if tokens else None),
         "choice": first.get("choice", tokens.choice if tokens else ""),
-        "reward": first.get("group_reward"),
+        "reward": first.get("group_reward", _mean_reward(tokens) if tokens else None),
         "size": first.get("group_samples", len(samples)),
         "source": tokens.datasource if tokens else "",
         "samples": samples,
@@ -164,3 +239,7 @@ def _plain(values: np.ndarray) -> list[Any]:
     if values.dtype.kind in "iu":
         return values.tolist()
     return [value if value == value else None for value in np.round(values.astype(np.float64), 5).tolist()]
+
+
+if TYPE_CHECKING:
+    _: type[Source] = LoggedGroups

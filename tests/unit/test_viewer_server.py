@@ -185,6 +185,43 @@ def test_tokens_have_texts_and_every_column(tmp_path):
     assert segment["columns"]["versions"] == [-1, -1, 0, 0, 0]
 
 
+def test_where_all_groups_are_logged_all_are_listed_and_a_resumed_run_loses_its_later_steps(tmp_path):
+    run = make_run(tmp_path / "a", steps=0, groups=0, logger={"rollouts_per_step": -1})
+    for step in (1, 2):
+        write_tokens(run, step, ["two ", "words", "a", "b"], ordinal=5)
+    run.rollouts.unlink()
+    last = run.path / "tokens" / "step_000002.npz"
+    (_, _, both), (_, _, found), (_, _, group), (_, _, one) = asked(
+        [tmp_path],
+        "api/groups?run=a",
+        "api/groups?run=a&q=wordsab%20reward:1",
+        "api/group?run=a&step=1&prompt=5",
+        last.unlink,
+        "api/groups?run=a",
+    )
+    assert [(row["step"], row["rewards"]) for row in both["rows"]] == [(2, [0.0, 1.0]), (1, [0.0, 1.0])]
+    assert both["rows"][0]["reward"] == 0.5
+    assert (both["done"], both["size"]) == (2, 2)
+    assert found["groups"] == 0  # the response does not repeat the prompt
+    assert [sample["length"] for sample in group["samples"]] == [2, 2]
+    assert [row["step"] for row in one["rows"]] == [1]
+
+
+def test_a_thumbnail_is_sent_and_no_other_file_of_the_folder(tmp_path):
+    run = make_run(tmp_path / "a")
+    folder = run.path / "rollout_images"
+    folder.mkdir()
+    png = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (8).to_bytes(4, "big") * 2 + b"rest"
+    (folder / "00ff00ff.png").write_bytes(png)
+    (folder / "00ff00ee.png").write_bytes(b"<script>no picture</script>")
+    (folder / "notes.txt").write_text("secret")
+    image, broken, other = asked(
+        [tmp_path], *(f"api/image?run=a&name={name}" for name in ("00ff00ff.png", "00ff00ee.png", "notes.txt"))
+    )
+    assert (image[0], image[1]["Content-Type"], image[2]) == (200, "image/png", png)
+    assert (broken[0], other[0]) == (404, 404)
+
+
 def test_the_settings_of_a_run(tmp_path):
     make_run(tmp_path / "a", ckpt={"save_steps": 7})
     settings = asked([tmp_path], "api/settings?run=a")[0][2]

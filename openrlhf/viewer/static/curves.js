@@ -8,7 +8,7 @@ const QUIET = ["evaluation", "checkpoint", "note", "start", "end"]; // a tick at
 const SECTIONS_FIRST = ["Rewards", "Evaluation in RL", "Supervised training", "Responses"];
 const OWN = "Your own metrics";
 const MACHINES = "Time and machines";
-const HEIGHT = 190;
+const HEIGHT = 206;
 
 /** Mean of the past that forgets with every step; the beginning is not pulled towards 0. */
 export function smooth(values, weight) {
@@ -192,12 +192,14 @@ export class CurvesView {
     this.known ??= new Map();
     if (!this.known.has(name)) {
       let rank = 0;
-      let found = { section: OWN, rank: 1e6 };
+      let found = { section: OWN, rank: 1e6, said: -1 };
       for (const section of this.page.catalog.sections) {
         for (const metric of section.metrics) {
           rank += 1;
           metric.expression ??= new RegExp(`^(?:${metric.pattern})$`);
-          if (found.rank === 1e6 && metric.expression.test(name)) found = { section: section.title, rank, unit: metric.unit, meaning: metric.meaning };
+          // The name that says most: eval_<source>_response_length_mean before eval_<source>_mean.
+          const said = metric.pattern.replaceAll(".*", "").length;
+          if (said > found.said && metric.expression.test(name)) found = { section: section.title, rank, said, unit: metric.unit, meaning: metric.meaning };
         }
       }
       this.known.set(name, found);
@@ -378,7 +380,7 @@ class Chart {
       width: this.holder.clientWidth || 340,
       height: this.height,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 14, 0, 0],
       cursor: {
         drag: { x: true, y: false, setScale: false },
         points: { size: 6 },

@@ -115,8 +115,7 @@ function drawRuns() {
     return el("li", { class: chosen ? "chosen" : "" },
       el("label", { title: run.path },
         box,
-        el("i", { class: `swatch ${chosen && !single ? `c${page.colour(run.name)}` : ""}` }),
-        el("span", { class: "run-name" }, run.name),
+        el("span", { class: "run-name" }, single ? null : el("i", { class: `swatch ${chosen ? `c${page.colour(run.name)}` : ""}` }), run.name),
         statusChip(run.status),
         el("small", {}, facts.join(" · ")),
         el("small", { class: "faint" }, [run.model, run.estimator].filter(Boolean).join(" · "))));

@@ -27,7 +27,7 @@ export class EventsView {
       .filter((event) => (this.kind ? event.kind === this.kind : true))
       .sort((a, b) => b.step - a.step || (b.clock ?? 0) - (a.clock ?? 0))
       .slice(0, 2000)
-      .map((event) => el("li", { class: `event ${event.kind}` },
+      .map((event) => el("li", { class: `event of-${event.kind}` },
         el("span", { class: "when" }, `step ${event.step.toLocaleString("en")}`, event.clock ? el("time", {}, new Date(event.clock * 1000).toLocaleString()) : null),
         el("span", { class: "kind" }, KINDS[event.kind] ?? event.kind),
         el("span", { class: "what" }, page.selected.length > 1 ? el("b", {}, `${event.run}: `) : null, event.text)));

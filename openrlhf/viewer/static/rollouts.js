@@ -55,11 +55,11 @@ export class RolloutsView {
   }
 
   open(row, { push = false, sample = null } = {}) {
-    go({ run: this.run, step: row.step, prompt: row.prompt, sample, token: null }, { push });
+    go({ run: this.run, step: row.step, prompt: row.prompt, sample, side: null, token: null }, { push });
   }
 
   back() {
-    go({ step: null, prompt: null, sample: null, token: null });
+    go({ step: null, prompt: null, sample: null, side: null, token: null });
     this.table.element.focus();
   }
 
@@ -69,6 +69,8 @@ export class RolloutsView {
     if (this.page.run && this.page.run !== this.run) {
       this.run = this.page.run;
       this.table.mark(-1);
+      this.opened = false;
+      this.changes = -1;
       this.refresh();
     }
     const open = number("step") !== null && number("prompt") !== null;
@@ -113,9 +115,12 @@ export class RolloutsView {
     if (answer.place !== null) this.table.mark(answer.place);
     else if (!keepPlace) this.table.mark(-1);
     if (share < 1) setTimeout(() => this.refresh({ keepPlace: true }), 300);
-    this.main.dataset.painted = String(answer.groups);
-    // On a wide screen the first group is open at once.
-    if (first && !NARROW.matches && at.step === null && answer.rows.length) this.table.choose(answer.first);
+    this.main.dataset.shown = place().q ?? "";
+    // On a wide screen the first group opens by itself, once it is known which one is the first.
+    if (!this.opened && share === 1) {
+      this.opened = true;
+      if (!NARROW.matches && number("step") === null && answer.rows.length) this.table.choose(answer.first);
+    }
   }
 
   row(row) {
@@ -149,7 +154,7 @@ export class RolloutsView {
     else if (event.key === "k") this.table.step(-1);
     else if (event.key === "J" || event.key === "K") this.nextStep(event.key === "J");
     else if (event.key === "Escape" && (NARROW.matches || number("token") !== null)) {
-      if (number("token") !== null) go({ token: null });
+      if (number("token") !== null) go({ token: null, ...(place().side ? { sample: null, side: null } : {}) });
       else this.back();
     } else return this.group.key(event);
     return true;
@@ -186,7 +191,7 @@ class GroupPane {
     this.body.addEventListener("pointerleave", () => this.say(this.body.querySelector(".t.at")));
     this.body.addEventListener("click", (event) => {
       const token = event.target.closest(".t");
-      if (token) go({ sample: token.closest(".sample").dataset.sample, token: token.dataset.token });
+      if (token) this.goToken(token.closest(".sample").dataset.sample, token.dataset.token);
     });
   }
 
@@ -240,8 +245,8 @@ class GroupPane {
       el("h1", {}, `Step ${step}, prompt ${prompt}`,
         group.choice ? el("span", { class: `choice ${group.choice}` }, group.choice) : null,
         group.reward !== null && group.reward !== undefined ? el("span", { class: "mean" }, `mean reward ${short(group.reward)} of ${plural(group.size, "sample")}`) : null),
-      el("details", { class: "prompt", open: group.text.length < 600 }, el("summary", {}, "Prompt"), el("div", { class: "said" }, group.text)),
-      label ? el("p", { class: "label" }, el("b", {}, "Label "), label.length > 400 ? `${label.slice(0, 400)} …` : label) : null);
+      el("details", { class: "prompt", open: group.text.length < 600 }, el("summary", {}, "Prompt"), el("div", { class: "said" }, group.text),
+        label ? el("p", { class: "label" }, el("b", {}, "Label "), label.length > 400 ? `${label.slice(0, 400)} …` : label) : null));
   }
 
   async draw(run, step, prompt, key) {
@@ -317,7 +322,10 @@ class GroupPane {
     if (before !== token) before?.classList.remove("at");
     if (token && before !== token) {
       token.classList.add("at");
-      token.scrollIntoView({ block: "nearest", inline: "nearest" });
+      // Once the browser knows how tall the turns before it are, which it finds out when they are drawn.
+      const show = () => token.isConnected && token.scrollIntoView({ block: "nearest", inline: "nearest" });
+      show();
+      requestAnimationFrame(() => requestAnimationFrame(show));
     }
     this.say(token);
   }
@@ -341,8 +349,8 @@ class GroupPane {
       const sample = numbers[Number(event.key) - 1];
       if (sample !== undefined) go({ sample, side: null, token: null });
     } else if (event.key === "0") go({ sample: null, token: null, side: null });
-    else if (event.key === "]") go({ sample: numbers[Math.min(numbers.length - 1, at + 1)], token: null });
-    else if (event.key === "[") go({ sample: numbers[Math.max(0, at - 1)], token: null });
+    else if (event.key === "]") go({ sample: numbers[Math.min(numbers.length - 1, at + 1)], side: null, token: null });
+    else if (event.key === "[") go({ sample: numbers[Math.max(0, at - 1)], side: null, token: null });
     else if (event.key === "t") this.switchMode();
     else if (event.key === "c" || event.key === "C") {
       const all = this.columns;
@@ -359,6 +367,11 @@ class GroupPane {
     const at = all.findIndex((token) => Number(token.dataset.token) === number("token"));
     // From nowhere the first token that was sampled.
     const next = at < 0 ? all.findIndex((token) => !token.classList.contains("read")) : Math.max(0, Math.min(all.length - 1, at + by));
-    go({ sample, token: all[Math.max(0, next)].dataset.token });
+    this.goToken(sample, all[Math.max(0, next)].dataset.token);
+  }
+
+  /** To a token, with as many samples in sight as before. */
+  goToken(sample, token) {
+    go({ sample, token, side: this.single || this.group.samples.length === 1 ? null : 1 });
   }
 }

@@ -94,7 +94,8 @@ export function turnsOf(sample, turns) {
       if (i < segment.ids.length && segment.action[i] === segment.action[start] && !ends.has(i - 1)) continue;
       const action = Boolean(segment.action[start]);
       const rewards = (segment.columns.rewards ?? []).slice(start, i).filter((value) => value !== null);
-      found.push({ role: action ? "assistant" : start ? "environment" : "prompt", action, segment: s, start, end: i, tokens: i - start, reward: action ? rewards.reduce((a, b) => a + b, 0) : 0 });
+      const versions = action ? [...new Set((segment.columns.versions ?? []).slice(start, i))] : [];
+      found.push({ versions, role: action ? "assistant" : start ? "environment" : "prompt", action, segment: s, start, end: i, tokens: i - start, reward: action ? rewards.reduce((a, b) => a + b, 0) : 0 });
       start = i;
     }
   });
