@@ -223,7 +223,7 @@ class SupervisedTrainer:
             self.steps_done += 1
             self.report(metrics)
             # A signal reaches some of the ranks, at different times. They must agree, or some would wait for others.
-            asked: signal.Signals | str | None = self.stop.accept() or self.callbacks.ended
+            asked: Any = self.stop.accept() or self.callbacks.ended
             stopped_by: signal.Signals | str | None = self.ranks.agree(asked)
             if stopped_by is None and self._evaluation_is_due():
                 self.evaluate()
@@ -235,7 +235,7 @@ class SupervisedTrainer:
             if isinstance(stopped_by, signal.Signals):
                 raise Stopped(stopped_by)
             if stopped_by is not None:
-                self.progress.end_early(str(stopped_by))
+                self.progress.end_early(stopped_by)
                 break
         return self.last_evaluation
 
