@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": ("openrlhf.cli.chat", "talk to a model in the terminal"),
     "export": ("openrlhf.cli.export", "a run's model as a folder for the Hub, with a model card"),
     "view": ("openrlhf.cli.view", "show runs on a local web page: curves, rollouts, tokens"),
+    "prove": ("openrlhf.cli.prove", "prove that a training command does what its flags say, in minutes"),
     "report": ("openrlhf.cli.report", "make a run's report again, or compare several runs on one page"),
     "replay": ("openrlhf.cli.replay", "take a logged step of an RL run again, and see what each sample did to it"),
     "rl": ("openrlhf.cli.train_ppo_ray", "reinforcement learning"),

@@ -1,0 +1,428 @@
+"""The reference side of proofs: the definitions, written for clarity. No packing, one sample at a time, whole logits.
+
+It shares nothing with the code that trains: models are as transformers loads them, formulas are loops over Python
+numbers or plain autograd. Only settings (`config`) and records of samples (`types`) are read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+_ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.default\.weight")
+
+
+# ---------------------------------------------------------------------------------------------------- models
+
+
+class PlainModel:
+    """A model as transformers loads it, in fp32 with eager attention. It reads one sequence at a time."""
+
+    def __init__(self, folder: str, *, kind: str, device: torch.device, trust_remote_code: bool) -> None:
+        """`kind`: `text`, `images`, or `body` for a model without a language head."""
+        import transformers
+
+        loader: Any = {
+            "text": transformers.AutoModelForCausalLM,
+            "images": transformers.AutoModelForImageTextToText,
+            "body": transformers.AutoModel,
+        }[kind]
+        model = loader.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+        self.model = model.to(device).eval()
+        self.device = device
+        self._leaves: dict[str, Tensor] = {}
+        """Name in the trained model → the tensor whose gradient is asked for."""
+        self._scaling = 1.0
+
+    def take_weights(self, named: Mapping[str, Tensor], trained: Sequence[str], *, scaling: float = 1.0) -> None:
+        """The weights of the trained model, by the names that they have there. Those of `trained` are learnt.
+
+        Of an adapter: W + scaling · B A takes the place of W, where A and B are the ones beside it.
+        """
+        self._leaves, self._scaling = {}, scaling
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in named.items():
+            if _ADAPTER.fullmatch(name):
+                self._leaves[name] = tensor.detach().float().to(self.device).clone().requires_grad_(name in trained)
+            else:
+                target = own[name.replace(".base_layer", "")]
+                with torch.no_grad():
+                    target.copy_(tensor)
+                target.requires_grad_(name in trained)
+                if name in trained:
+                    self._leaves[name] = target
+        for target in own.values():
+            if not any(target is leaf for leaf in self._leaves.values()):
+                target.requires_grad_(False)
+
+    def _changed(self) -> dict[str, Tensor]:
+        """Weights that an adapter changes, by name: W + scaling · B A."""
+        changed = {}
+        for name, leaf in self._leaves.items():
+            found = _ADAPTER.fullmatch(name)
+            if found and found["side"] == "A":
+                weight = f"{found['module']}.weight"
+                other = self._leaves[f"{found['module']}.lora_B.default.weight"]
+                changed[weight] = self.model.get_parameter(weight) + self._scaling * other @ leaf
+        return changed
+
+    def outputs(self, token_ids: Tensor, **inputs: Any) -> Any:
+        """The model's own output for one sequence."""
+        arguments = {"input_ids": token_ids[None].to(self.device), "use_cache": False, **inputs}
+        return functional_call(self.model, self._changed(), kwargs=arguments)
+
+    def logits(self, token_ids: Tensor, **inputs: Any) -> Tensor:
+        """float32 [T, V]"""
+        return self.outputs(token_ids, **inputs).logits[0].float()
+
+    def hidden(self, token_ids: Tensor, **inputs: Any) -> Tensor:
+        """float32 [T, D], of a body."""
+        return self.outputs(token_ids, **inputs).last_hidden_state[0].float()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By the names of the trained model; zeros where nothing arrived. They are forgotten here."""
+        found = {}
+        for name, leaf in self._leaves.items():
+            if leaf.requires_grad:
+                found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
+                leaf.grad = None
+        return found
+
+
+def logprobs(logits_TV: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """float32 [T]: log softmax(logits / temperature) of each token given those before it; 0 for the first."""
+    scaled = logits_TV[:-1] / (temperature or 1.0)
+    picked = torch.log_softmax(scaled, dim=-1).gather(1, token_ids[1:, None].to(scaled.device))[:, 0]
+    return torch.cat([picked.new_zeros(1), picked])
+
+
+def entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """float32 [T]: −Σ p log p of the distribution that each token was drawn from; 0 for the first."""
+    log_p = torch.log_softmax(logits_TV[:-1] / (temperature or 1.0), dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return torch.cat([entropy.new_zeros(1), entropy])
+
+
+# ------------------------------------------------------------------------------------------------ advantages
+
+
+@dataclass
+class PlainEpisode:
+    """One judged sample: its turns, each a list of token positions, and what each turn has earned."""
+
+    prompt: int
+    turns: list[int]
+    """Action tokens of each turn."""
+    rewards: list[float]
+    """One per turn."""
+    truncated: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.turns)
+
+
+def shaped_rewards(episode: PlainEpisode, config: Any) -> list[float]:
+    """Overlong penalty, then the stop-properly penalty, then the clip."""
+    rewards, section = list(episode.rewards), config.reward
+    limit = config.rollout.max_new_tokens or config.data.max_len
+    if section.overlong_buffer_len is not None:
+        for turn, length in enumerate(episode.turns):
+            over = min(length - (limit - section.overlong_buffer_len), section.overlong_buffer_len)
+            if over > 0:
+                rewards[turn] -= section.overlong_penalty_factor * over / section.overlong_buffer_len
+    keep = section.stop_properly_penalty_coef
+    if keep is not None and episode.truncated:
+        rewards = [r * keep for r in rewards] if keep >= 0 else [0.0] * (len(rewards) - 1) + [keep]
+    low, high = section.clip_range
+    last = len(rewards) - 1
+    return [min(max(r, low), high) if r != 0 or turn == last else r for turn, r in enumerate(rewards)]
+
+
+def advantages(
+    episodes: Sequence[PlainEpisode],
+    config: Any,
+    *,
+    kl_costs: Sequence[Sequence[float]] | None = None,
+    values: Sequence[Sequence[float]] | None = None,
+) -> list[list[float]]:
+    """One number per action token of each episode, by the estimator that the flags name.
+
+    `kl_costs`: coefficient · KL of each action token, where that is a part of the reward. `values`: a critic's.
+    """
+    estimator = config.algo.advantage.estimator
+    rewards = [shaped_rewards(episode, config) for episode in episodes]
+    costs = kl_costs or [[0.0] * episode.tokens for episode in episodes]
+    if estimator in ("gae", "reinforce"):
+        per_token = []
+        for episode, earned, cost in zip(episodes, rewards, costs, strict=True):
+            column = []
+            for length, reward in zip(episode.turns, earned, strict=True):
+                column += [0.0] * (length - 1) + [reward]
+            per_token.append([r - k for r, k in zip(column, cost, strict=True)])
+        gamma = config.algo.advantage.gamma
+        if estimator == "gae":
+            assert values is not None
+            found = [_gae(r, v, gamma, config.algo.advantage.lambd) for r, v in zip(per_token, values, strict=True)]
+        else:
+            found = [_returns(r, gamma) for r in per_token]
+        return _whitened(found, divide=not config.algo.advantage.no_std_norm)
+    compared = _compared(episodes, rewards, estimator, config.algo.advantage.turns or "outcome")
+    found = [[a - k for a, k in zip(c, _returns(k, 1.0), strict=True)] for c, k in zip(compared, costs, strict=True)]
+    if estimator == "reinforce_baseline":
+        return _whitened(found, divide=not config.algo.advantage.no_std_norm)
+    return found
+
+
+def _returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    result, following = [], 0.0
+    for reward in reversed(rewards):
+        following = reward + gamma * following
+        result.append(following)
+    return result[::-1]
+
+
+def _gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lambd: float) -> list[float]:
+    result, following, next_value = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        following = reward + gamma * next_value - value + gamma * lambd * following
+        next_value = value
+        result.append(following)
+    return result[::-1]
+
+
+def returns_of(advantages: Sequence[Sequence[float]], values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """What a critic learns: A + V, before A is whitened."""
+    return [[a + v for a, v in zip(row, own, strict=True)] for row, own in zip(advantages, values, strict=True)]
+
+
+def unwhitened_gae(
+    episodes: Sequence[PlainEpisode],
+    config: Any,
+    values: Sequence[Sequence[float]],
+    kl_costs: Sequence[Sequence[float]] | None,
+) -> list[list[float]]:
+    costs = kl_costs or [[0.0] * episode.tokens for episode in episodes]
+    found = []
+    for episode, value, cost in zip(episodes, values, costs, strict=True):
+        column: list[float] = []
+        for length, reward in zip(episode.turns, shaped_rewards(episode, config), strict=True):
+            column += [0.0] * (length - 1) + [reward]
+        earned = [r - k for r, k in zip(column, cost, strict=True)]
+        found.append(_gae(earned, value, config.algo.advantage.gamma, config.algo.advantage.lambd))
+    return found
+
+
+def _whitened(columns: Sequence[Sequence[float]], *, divide: bool) -> list[list[float]]:
+    every = [x for column in columns for x in column]
+    mean = sum(every) / len(every)
+    variance = sum((x - mean) ** 2 for x in every) / len(every)
+    if variance <= (4 * 2.0**-23 * mean) ** 2:
+        return [[0.0] * len(column) for column in columns]
+    scale = math.sqrt(max(variance, 1e-8)) if divide else 1.0
+    return [[(x - mean) / scale for x in column] for column in columns]
+
+
+def _compared(
+    episodes: Sequence[PlainEpisode], rewards: Sequence[Sequence[float]], estimator: str, turns: str
+) -> list[list[float]]:
+    """Every episode with those of its own prompt, and no others."""
+    result: list[list[float]] = [[] for _ in episodes]
+    for prompt in dict.fromkeys(episode.prompt for episode in episodes):
+        members = [i for i, episode in enumerate(episodes) if episode.prompt == prompt]
+        per_turn = _turn_advantages([rewards[i] for i in members], estimator, turns)
+        for i, row in zip(members, per_turn, strict=True):
+            result[i] = [a for a, length in zip(row, episodes[i].turns, strict=True) for _ in range(length)]
+    return result
+
+
+def _turn_advantages(rewards: Sequence[Sequence[float]], estimator: str, turns: str) -> list[list[float]]:
+    if turns == "outcome":
+        totals = [sum(row) for row in rewards]
+        sizes = [sum(map(abs, row)) for row in rewards]
+        norms = _normalised(totals, list(range(len(totals))), estimator, sizes)
+        return [[norm] * len(row) for norm, row in zip(norms, rewards, strict=True)]
+    longest = max(map(len, rewards))
+    if turns == "to_go":
+        columns = []
+        for k in range(longest):
+            to_go = [sum(row[k:]) for row in rewards]
+            sizes = [sum(map(abs, row[k:])) for row in rewards]
+            columns.append(_normalised(to_go, list(range(len(to_go))), estimator, sizes))
+        return [[columns[k][i] for k in range(len(row))] for i, row in enumerate(rewards)]
+    lengths = {len(row) for row in rewards}
+    if len(lengths) == 1 and all(_agree([row[k] for row in rewards]) for k in range(longest)):
+        return [[0.0] * len(row) for row in rewards]
+    every = [r for row in rewards for r in row]
+    owners = [i for i, row in enumerate(rewards) for _ in row]
+    norms = iter(_normalised(every, owners, estimator, [abs(r) for r in every]))
+    return [_returns([next(norms) for _ in row], 1.0) for row in rewards]
+
+
+def _agree(values: Sequence[float], sizes: Sequence[float] | None = None) -> bool:
+    """Whether they differ by no more than the rounding of the float32 numbers that they were added up from."""
+    largest = max(sizes if sizes is not None else [abs(v) for v in values])
+    return max(values) - min(values) <= 4 * 2.0**-23 * largest
+
+
+def _normalised(values: Sequence[float], owners: Sequence[int], estimator: str, sizes: Sequence[float]) -> list[float]:
+    if _agree(values, sizes):
+        return [0.0] * len(values)
+    mean = sum(values) / len(values)
+    if estimator == "rloo":
+        result = []
+        for value, owner in zip(values, owners, strict=True):
+            others = [v for v, o in zip(values, owners, strict=True) if o != owner]
+            result.append(value - sum(others) / len(others))
+        return result
+    centred = [value - mean for value in values]
+    if estimator == "group_norm":
+        spread = math.sqrt(sum(c * c for c in centred) / (len(values) - 1)) + 1e-9
+        return [c / spread for c in centred]
+    return centred
+
+
+# ---------------------------------------------------------------------------------------------------- losses
+
+
+@dataclass
+class PlainSample:
+    """The action tokens of one sequence, and the numbers that belong to them."""
+
+    episode: int
+    current: Tensor
+    """log π with gradient, [A]"""
+    old: Tensor
+    advantages: Tensor
+    rollout: Tensor | None = None
+    reference: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def policy_loss(samples: Sequence[PlainSample], config: Any, *, kl_coef: float) -> Tensor:
+    """The loss of one optimizer step, by the flags: policy loss, correction, reduction, KL and entropy."""
+    lengths: dict[int, int] = {}
+    for sample in samples:
+        lengths[sample.episode] = lengths.get(sample.episode, 0) + len(sample.current)
+    total, regulariser = torch.zeros(()), torch.zeros(())
+    for sample in samples:
+        token_losses = _token_losses(sample, config)
+        weight = _weight(config.loss_aggregation, lengths, sample.episode, config)
+        total = total + weight * token_losses.sum().cpu()
+        weight = _weight(config.regulariser_aggregation, lengths, sample.episode, config)
+        if sample.reference is not None and config.algo.kl.use_loss:
+            kl = kl_estimate(sample.current - sample.reference, config.algo.kl.estimator)
+            regulariser = regulariser + weight * kl_coef * kl.sum().cpu()
+        if sample.entropy is not None and config.actor.entropy_coef:
+            regulariser = regulariser - weight * config.actor.entropy_coef * sample.entropy.sum().cpu()
+    return total + regulariser
+
+
+def _weight(aggregation: str, lengths: Mapping[int, int], episode: int, config: Any) -> float:
+    """What each token of an episode weighs, in the whole step."""
+    if aggregation == "token":
+        return 1.0 / sum(lengths.values())
+    if aggregation == "sequence":
+        return 1.0 / (len(lengths) * lengths[episode])
+    return 1.0 / (len(lengths) * (config.rollout.max_new_tokens or config.data.max_len))
+
+
+def kl_estimate(difference: Tensor, name: str) -> Tensor:
+    """k1, k2 and k3 of d = log π − log π_ref, held within ±10."""
+    if name == "k1":
+        return difference.clamp(-10, 10)
+    if name == "k2":
+        return (difference**2 / 2).clamp(-10, 10)
+    bounded = difference.clamp(-20, 20)
+    return (torch.exp(-bounded) - 1 + bounded).clamp(-10, 10)
+
+
+def _token_losses(sample: PlainSample, config: Any) -> Tensor:
+    kind, (low, high) = config.actor.policy_loss_type, config.actor.clip_range
+    advantage, corrects = sample.advantages, config.corrects_off_policy
+    base = sample.rollout if corrects and kind == "gspo" and sample.rollout is not None else sample.old
+    log_ratio = (sample.current - base).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    if kind == "gspo":
+        mean = (sample.current - base).mean().clamp(-20, 20).exp().detach()
+        ratio = mean * (sample.current - sample.current.detach()).exp()
+    if kind in ("ppo", "gspo"):
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        if config.actor.dual_clip is not None and kind == "ppo":
+            gain = torch.where(advantage < 0, torch.maximum(gain, config.actor.dual_clip * advantage), gain)
+        losses = -gain
+    elif kind == "cispo":
+        losses = -ratio.detach().clamp(1 - low, 1 + high) * advantage * sample.current
+    else:  # sapo
+        tau = torch.where(advantage > 0, 1.0, 1.05)
+        losses = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
+    if not corrects or kind == "gspo" or sample.rollout is None:
+        return losses
+    return _correction(sample, config) * losses
+
+
+def _correction(sample: PlainSample, config: Any) -> Tensor:
+    assert sample.rollout is not None
+    name, (low, high) = config.algo.advantage.is_correction_type, config.algo.advantage.is_correction_threshold
+    gap = (sample.old - sample.rollout).detach()
+    weight = gap.clamp(-20, 20).exp()
+    if name == "tis":
+        return weight.clamp(low, high)
+    if name == "icepop":
+        return torch.where((weight < low) | (weight > high), 0.0, weight)
+    whole = gap.mean().clamp(-20, 20).exp()
+    return weight.clamp(max=high) if low <= whole <= high else torch.zeros_like(weight)
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> Tensor:
+    """½ max((v_clip − R)², (v − R)²) of each token."""
+    held = old + (values - old).clamp(-clip, clip)
+    return 0.5 * torch.maximum((held - returns) ** 2, (values - returns) ** 2)
+
+
+def pair_loss(gap: Tensor, config: Any, kind: str) -> Tensor:
+    """DPO with label smoothing, or IPO, of h = (log π − log π_ref)(chosen) − (log π − log π_ref)(rejected)."""
+    beta = config.model.beta
+    if kind == "ipo":
+        return (gap - 1 / (2 * beta)) ** 2
+    smoothing = config.model.label_smoothing
+    keep, flip = torch.nn.functional.logsigmoid(beta * gap), torch.nn.functional.logsigmoid(-beta * gap)
+    return -(1 - smoothing) * keep - smoothing * flip
+
+
+def reward_loss(chosen: Tensor, rejected: Tensor, margin: float, config: Any) -> Tensor:
+    """Bradley-Terry, with the margin under `sigmoid`."""
+    margin = margin if config.model.loss_type == "sigmoid" and config.model.margin_loss_enable else 0.0
+    return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+
+
+def gradient_gap(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of a tensor, as a part of the whole gradient's norm, and the tensor's name.
+
+    `theirs` is the one that is right. A tensor that is missing counts as zeros.
+    """
+    norm = math.sqrt(sum(float(tensor.double().pow(2).sum()) for tensor in theirs.values())) or 1e-30
+    worst, where = 0.0, ""
+    for name in dict.fromkeys([*theirs, *ours]):
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None:
+            present = one if one is not None else other
+            assert present is not None
+            gap = float(present.double().norm())
+        else:
+            gap = float((one.double().cpu() - other.double().cpu()).norm())
+        if not gap / norm <= worst:  # not a number is a difference too
+            worst, where = gap / norm, name
+    return worst, where

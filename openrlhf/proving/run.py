@@ -1,0 +1,144 @@
+"""`openrlhf prove` from a configuration to a report: the size of the trial, the trial, and its proofs one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.commands import RLConfig, RMConfig, SFTConfig, TrainerConfig
+from openrlhf.config.rules import required
+from openrlhf.models.loading import LoadSettings, policy_skeleton
+from openrlhf.proving import (  # noqa: F401, each file registers its proofs, in this order
+    proofs_credit,
+    proofs_ranks,
+    proofs_resume,
+    proofs_rollout,
+    proofs_supervised,
+    proofs_update,
+)
+from openrlhf.proving.registry import REGISTRY, Proof, tried
+from openrlhf.proving.report import Report
+from openrlhf.proving.sizes import (
+    Sizes,
+    measured_speed,
+    notes_on,
+    short_data,
+    sizes_for,
+    trial_of_rl,
+    trial_of_supervised,
+)
+from openrlhf.proving.trial import open_rl, open_supervised
+from openrlhf.runs.launchers import LauncherFactory, make_launcher, resolve_launcher
+from openrlhf.runs.local_copies import local_copies
+from openrlhf.runs.preflight import reading_model
+from openrlhf.runs.process import prepare_process, process_device, watchdog
+
+CHARACTERS_PER_TOKEN = 3.0
+"""At least so many, in most texts: for the time that a trial takes."""
+
+
+def prove(
+    config: TrainerConfig,
+    *,
+    minutes: float = 5.0,
+    only: Sequence[str] = (),
+    sizes: Sizes | None = None,
+    make: LauncherFactory = make_launcher,
+    on_start: Callable[[Proof], None] = lambda proof: None,
+    quiet: bool = True,
+) -> Report:
+    """Try all proofs, or those in `only`, on a small trial of this run. Raises what the run itself would raise.
+
+    `sizes`: of the trial; None: what fits into `minutes`. `quiet`: the trial's own log lines are not shown.
+    """
+    began = time.monotonic()
+    prepare_process(config.train)
+    given = local_copies(config)
+    proofs = [one for name, one in REGISTRY.items() if not only or name in only]
+    notes: list[str] = [*notes_on(given)]
+    with contextlib.ExitStack() as held:
+        held.enter_context(watchdog(given.train))
+        held.enter_context(_less_said(quiet))
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="openrlhf-prove-")))
+        trial = held.enter_context(_opened(given, folder, minutes=minutes, sizes=sizes, proofs=proofs, make=make))
+        verdicts = tried(trial, proofs, deadline=began + 60 * minutes, on_start=on_start)
+        title = f"{Path(_model(given)).name} · {trial.kind}"
+        return Report(title=title, verdicts=verdicts, notes=notes, shown=trial.shown, seconds=time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _opened(
+    given: Any,
+    folder: Path,
+    *,
+    minutes: float,
+    sizes: Sizes | None,
+    proofs: Sequence[Proof],
+    make: LauncherFactory,
+) -> Iterator[Any]:
+    is_rl = isinstance(given, RLConfig)
+    flag = "--data.prompt_dataset" if is_rl else "--data.dataset"
+    # Three steps of two prompts, or of as many samples.
+    data, limit, longest = short_data(
+        given, flag, required(given.data.prompt_dataset if is_rl else given.data.dataset), folder, count=6
+    )
+    kind = "rl" if is_rl else kind_of(given)
+    if sizes is None:
+        gradients = sum(one.cost for one in proofs if kind in one.kinds) + 2
+        sizes = sizes_for(
+            _parameters(given),
+            minutes=minutes,
+            speed=measured_speed(process_device()),
+            prompt_tokens=int(longest / CHARACTERS_PER_TOKEN),
+            gradients=gradients,
+        )
+    if is_rl:
+        config = resolve_launcher(trial_of_rl(given, sizes, folder, data=data, limit=limit))
+        with open_rl(given, config, folder, make=make) as trial:
+            yield trial
+    else:
+        config = trial_of_supervised(given, sizes, folder, data=data, limit=limit)
+        with open_supervised(given, config, folder, kind=kind) as trial:
+            yield trial
+
+
+def kind_of(config: Any) -> str:
+    """What a supervised run trains."""
+    if isinstance(config, SFTConfig):
+        return "sft"
+    return "reward model" if isinstance(config, RMConfig) else str(config.model.objective)
+
+
+def _model(config: Any) -> str:
+    return required(
+        config.actor.model_name_or_path if isinstance(config, RLConfig) else config.model.model_name_or_path
+    )
+
+
+def _parameters(config: Any) -> int:
+    """Of the model that is trained, without loading it."""
+    section = config.actor if isinstance(config, RLConfig) else config.model
+    flag = "--actor.model_name_or_path" if isinstance(config, RLConfig) else "--model.model_name_or_path"
+    images = config.data.max_images_per_prompt > 0
+    settings = LoadSettings(device="cpu", model=section, trains=False, flag=flag, images=images)
+    with reading_model(_model(config), flag=flag):
+        return sum(p.numel() for p in policy_skeleton(_model(config), settings).parameters())
+
+
+@contextlib.contextmanager
+def _less_said(quiet: bool) -> Iterator[None]:
+    """Log lines of the trial below errors are not shown: they are about a run that does not happen."""
+    if not quiet:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
