@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _list()
 
     def run(config: Any) -> int:
-        return _run(config, given)
+        return _run(config, given, launcher=_launcher(words[:place]))
 
     return enter(command, words[place + 1 :], run, name=f"openrlhf prove {SHORT_NAMES[command]}")
 
@@ -48,16 +49,26 @@ def _command(words: Sequence[str]) -> tuple[int, str] | None:
     return None
 
 
+LAUNCHERS = ("torchrun", "deepspeed", "ray", "srun", "openrlhf")
+
+
+def _is_launcher(word: str) -> bool:
+    name = os.path.basename(word)
+    return name in LAUNCHERS or name.startswith("python")
+
+
 def _own(words: Sequence[str]) -> list[str]:
     """Our own options, which come first: what follows the name of a launcher is the launcher's."""
-    launchers = ("python", "python3", "torchrun", "deepspeed", "ray", "srun", "openrlhf", "accelerate")
-    for place, word in enumerate(words):
-        if os.path.basename(word) in launchers or os.path.basename(word).startswith("python"):
-            return list(words[:place])
-    return list(words)
+    return list(itertools.takewhile(lambda word: not _is_launcher(word), words))
 
 
-def _run(config: Any, given: argparse.Namespace) -> int:
+def _launcher(words: Sequence[str]) -> str:
+    """The program that starts the run's processes; "" where it is Python itself."""
+    names = (os.path.basename(word) for word in words if _is_launcher(word))
+    return next((name for name in names if name in ("torchrun", "deepspeed", "srun")), "")
+
+
+def _run(config: Any, given: argparse.Namespace, *, launcher: str) -> int:
     from openrlhf.proving.registry import REGISTRY
     from openrlhf.proving.report import print_report
     from openrlhf.proving.run import prove  # seconds of imports
@@ -76,6 +87,7 @@ def _run(config: Any, given: argparse.Namespace) -> int:
             minutes=given.minutes,
             only=only,
             quiet=not given.verbose,
+            launcher=launcher,
             on_start=lambda proof: print(f"… {proof.title}", file=sys.stderr, flush=True),
         )
         if given.json:
@@ -87,10 +99,9 @@ def _run(config: Any, given: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from openrlhf.proving import run as _  # noqa: F401, registers all proofs
-    from openrlhf.proving.registry import REGISTRY
+    from openrlhf.proving.run import in_order  # seconds of imports
 
-    for proof in REGISTRY.values():
+    for proof in in_order():
         print(f"{proof.name:<16}{proof.title} ({', '.join(proof.kinds)})")
     return 0
 

@@ -88,7 +88,7 @@ def _silent() -> Iterator[None]:
 def _train(trial: RLTrial | SupervisedTrial, config: Any) -> None:
     with _silent():
         if isinstance(trial, RLTrial):
-            rl_assembly.train(config)
+            rl_assembly.train(config, make_launcher=trial.make)
         else:
             supervised_assembly.train(config)
 
@@ -167,8 +167,11 @@ def _resume(trial: RLTrial | SupervisedTrial, folder: Path) -> str:
         if config.plays_across_rounds:
             return f"{lines[0]}; the order of an async run depends on time, so weights are not compared"
     one, other = _last(run), _last(resumed)
-    # Episodes of agents arrive in an order of their own, and what an engine batches decides the last bits.
-    exact = not (isinstance(trial, RLTrial) and trial.config.train.agent_func_path)
+    # Episodes of agents, and of images that threads prepare, reach the engine in an order of their own; what it
+    # batches decides the last bits.
+    exact = not (
+        isinstance(trial, RLTrial) and (trial.config.train.agent_func_path or config.data.max_images_per_prompt)
+    )
     for name in one.keys() | other.keys():
         if not _same(one.get(name), other.get(name), exact=exact):
             raise Disproved(

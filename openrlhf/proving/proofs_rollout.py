@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from openrlhf.models.image_processor import unsampled_tokens
 from openrlhf.proving import reference
 from openrlhf.proving.plain_round import LOGPROB_TOLERANCE, inputs_of, worst
 from openrlhf.proving.registry import Disproved, proof
@@ -18,6 +18,26 @@ from openrlhf.types import FinishReason, Outcome, SamplingParams, Segment
 
 MOST_SHOWN = 400
 """Characters of a text that is shown."""
+
+
+@proof(
+    "rollouts",
+    title="the run's own parts play and judge a round",
+    shows="The user's prompts, agent and reward work with the user's model: samples are played and judged.",
+    remedy="openrlhf check tries a reward or agent file by itself, and shows what it gives.",
+    first=True,
+    cost=1,
+)
+def rollouts(trial: RLTrial) -> str:
+    trial.groups = trial.play()
+    judged = [t for group in trial.groups for t in group.scored]
+    failed = [t for group in trial.groups for t in group.trajectories if t.failed]
+    if not judged:
+        raise Disproved(f"not one of {len(failed)} samples could be judged: {failed[0].error}")
+    trial.blocked = None
+    rewards = [t.reward for t in judged if t.reward is not None]
+    text = f"{len(judged)} samples of {len(trial.groups)} prompts, rewards from {min(rewards):g} to {max(rewards):g}"
+    return f"{text}; {len(failed)} failed: {failed[0].error}" if failed else text
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
@@ -71,9 +91,7 @@ def masks(trial: RLTrial) -> str:
                 longest = segment if longest is None or len(segment) > len(longest) else longest
             if len(member.segments) == 1 and trial.config.train.agent_func_path is None:
                 _check_single_turn(trial, group.prompt, member)
-    if longest is None:
-        failed = next((t.error for g in trial.groups for t in g.trajectories if t.failed), "")
-        raise Disproved(f"not one of the played samples could be judged: {failed}")
+    assert longest is not None
     trial.shown.append("trained on ⟦in brackets⟧: " + shown(trial, longest.token_ids, longest.action_mask))
     return f"{turns} turns in {tokens} tokens"
 
@@ -160,7 +178,6 @@ def pushes(trial: RLTrial) -> str:
             told = trial.loop.run(trial.engine.logprobs(tokens.tolist()))
             with torch.no_grad():
                 logits = trial.plain.logits(tokens)
-            logits[:, list(unsampled_tokens(policy.model.config))] = -torch.inf
             gap = worst(torch.tensor(told), reference.logprobs(logits, tokens)[1:])
             largest = max(largest, gap)
             if config.rounds_weights:
@@ -192,7 +209,6 @@ def _read_again(
             inputs = inputs_of(_as_segment(ids, prompt), trial.device)
         with torch.no_grad():
             logits = trial.plain.logits(ids, **inputs)
-        logits[:, list(unsampled_tokens(trial.models.policy.model.config))] = -torch.inf
         wanted = reference.logprobs(logits, ids, temperature=params.temperature)[len(read) :]
         gap = worst(torch.tensor(answer.logprobs), wanted)
         if not gap <= LOGPROB_TOLERANCE:
@@ -299,6 +315,7 @@ def _no_images(trial: RLTrial) -> str | None:
 def images(trial: RLTrial) -> str:
     from openrlhf.data.images import read_image
 
+    read = functools.partial(read_image, allow_urls=trial.config.data.allow_image_urls)
     processor = _hugging_face_processor(trial)
     compared = 0
     for group in trial.groups:
@@ -316,7 +333,7 @@ def images(trial: RLTrial) -> str:
                             if not torch.equal(tensor, own.tensors[name]):
                                 raise Disproved(f"{name} of an image differs between engine and trainer")
                 for (start, image), source in zip(segment.images, sources, strict=False):
-                    _check_pixels(processor, image, read_image(source), start)
+                    _check_pixels(processor, image, read(source), start)
                     compared += 1
                 expected = sum(image.num_features for _, image in segment.images)
                 counted = int((segment.token_ids == segment.images[0].image.placeholder).sum()) if segment.images else 0
@@ -332,7 +349,7 @@ def _hugging_face_processor(trial: RLTrial) -> Any:
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(
-        trial.path, trust_remote_code=trial.config.actor.trust_remote_code, use_fast=False
+        trial.path, trust_remote_code=trial.config.actor.trust_remote_code, backend="pil"
     )
 
 

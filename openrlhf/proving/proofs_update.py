@@ -100,14 +100,15 @@ def loss(trial: RLTrial) -> str:
             batch.rollout_logprobs_A = rollout_A.clone()
 
     done = trial.updated(edit=edit)
-    samples, logits_of = [], []
+    samples, entropies = [], []
+    no_reference: list[Tensor | None] = [None] * len(plain.segments)
     pieces = zip(
         plain.segments,
         plain.owners,
         plain.split(old_A),
         plain.split(advantages_A),
         plain.split(rollout_A),
-        plain.reference_logprobs or [None] * len(plain.segments),
+        plain.reference_logprobs or no_reference,
         strict=True,
     )
     for segment, owner, old, advantage, rollout, ref in pieces:
@@ -115,7 +116,7 @@ def loss(trial: RLTrial) -> str:
         mask = segment.action_mask.to(logits.device)
         column = reference.logprobs(logits, segment.token_ids, temperature=config.rollout.temperature)
         entropy = reference.entropies(logits, temperature=config.rollout.temperature)[mask].cpu()
-        logits_of.append(entropy.detach())
+        entropies.append(entropy.detach())
         samples.append(
             reference.PlainSample(
                 episode=owner,
@@ -137,7 +138,7 @@ def loss(trial: RLTrial) -> str:
     if not abs(said - policy_part) <= 1e-3 * max(1.0, abs(policy_part)):
         raise Disproved(f"the policy loss is {said:.6g}, and {policy_part:.6g} by its formula")
     if config.actor.entropy_coef is not None:
-        entropy_mean = float(torch.cat(logits_of).mean())
+        entropy_mean = float(torch.cat(entropies).mean())
         if not abs(done.metrics["entropy_loss"] - entropy_mean) <= 1e-3 * max(1.0, entropy_mean):
             raise Disproved(
                 f"the entropy is {done.metrics['entropy_loss']:.6g}, and {entropy_mean:.6g} at temperature "

@@ -38,6 +38,7 @@ class PlainModel:
             folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
         self.model = model.to(device).eval()
+        self._banned = never_sampled(model.config)
         self.device = device
         self._leaves: dict[str, Tensor] = {}
         """Name in the trained model → the tensor whose gradient is asked for."""
@@ -81,8 +82,9 @@ class PlainModel:
         return functional_call(self.model, self._changed(), kwargs=arguments)
 
     def logits(self, token_ids: Tensor, **inputs: Any) -> Tensor:
-        """float32 [T, V]"""
-        return self.outputs(token_ids, **inputs).logits[0].float()
+        """float32 [T, V]; tokens that stand for images have no probability."""
+        logits = self.outputs(token_ids, **inputs).logits[0].float()
+        return logits.index_fill(1, torch.tensor(self._banned, device=logits.device), -1e9) if self._banned else logits
 
     def hidden(self, token_ids: Tensor, **inputs: Any) -> Tensor:
         """float32 [T, D], of a body."""
@@ -96,6 +98,16 @@ class PlainModel:
                 found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
                 leaf.grad = None
         return found
+
+
+def never_sampled(config: Any) -> list[int]:
+    """The tokens that stand for images, videos or sound."""
+    if getattr(config, "vision_config", None) is None:
+        return []
+    names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
+    found = {getattr(config, name, None) for name in names}
+    size = config.get_text_config().vocab_size
+    return sorted(token for token in found if isinstance(token, int) and 0 <= token < size)
 
 
 def logprobs(logits_TV: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -264,8 +276,8 @@ def _turn_advantages(rewards: Sequence[Sequence[float]], estimator: str, turns: 
         return [[0.0] * len(row) for row in rewards]
     every = [r for row in rewards for r in row]
     owners = [i for i, row in enumerate(rewards) for _ in row]
-    norms = iter(_normalised(every, owners, estimator, [abs(r) for r in every]))
-    return [_returns([next(norms) for _ in row], 1.0) for row in rewards]
+    every_norm = iter(_normalised(every, owners, estimator, [abs(r) for r in every]))
+    return [_returns([next(every_norm) for _ in row], 1.0) for row in rewards]
 
 
 def _agree(values: Sequence[float], sizes: Sequence[float] | None = None) -> bool:

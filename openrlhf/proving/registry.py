@@ -46,6 +46,8 @@ class Proof:
     kinds: tuple[str, ...]
     unless: Callable[[Any], str | None]
     run: Callable[[Any], str]
+    first: bool
+    """It makes what the others look at."""
     cost: float
     """About how many gradients of the trial's samples it takes, with all that belongs to one."""
 
@@ -61,7 +63,6 @@ class Verdict:
 
 
 REGISTRY: dict[str, Proof] = {}
-"""In the order in which they are tried: what others rest on comes first."""
 
 
 def proof(
@@ -72,6 +73,7 @@ def proof(
     remedy: str,
     kinds: Sequence[str] = ("rl",),
     unless: Callable[[Any], str | None] = lambda trial: None,
+    first: bool = False,
     cost: float = 1.0,
 ) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
     """Register the function as the proof of this claim."""
@@ -87,6 +89,7 @@ def proof(
             kinds=tuple(kinds),
             unless=unless,
             run=run,
+            first=first,
             cost=cost,
         )
         return run
@@ -114,6 +117,9 @@ def tried(
         status, detail = Status.PASS, ""
         if deadline is not None and began >= deadline:
             verdicts.append(Verdict(proof=one, status=Status.UNTRIED, detail="the time was over: give more --minutes"))
+            continue
+        if trial.blocked is not None and not one.first:
+            verdicts.append(Verdict(proof=one, status=Status.UNTRIED, detail=trial.blocked))
             continue
         on_start(one)
         try:

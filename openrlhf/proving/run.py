@@ -13,7 +13,7 @@ from typing import Any
 from openrlhf.config.commands import RLConfig, RMConfig, SFTConfig, TrainerConfig
 from openrlhf.config.rules import required
 from openrlhf.models.loading import LoadSettings, policy_skeleton
-from openrlhf.proving import (  # noqa: F401, each file registers its proofs, in this order
+from openrlhf.proving import (
     proofs_credit,
     proofs_ranks,
     proofs_resume,
@@ -38,6 +38,8 @@ from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.process import prepare_process, process_device, watchdog
 
+FILES = (proofs_rollout, proofs_supervised, proofs_update, proofs_credit, proofs_ranks, proofs_resume)
+"""Each has registered its proofs. They are tried in this order: what others rest on comes first."""
 CHARACTERS_PER_TOKEN = 3.0
 """At least so many, in most texts: for the time that a trial takes."""
 
@@ -49,26 +51,37 @@ def prove(
     only: Sequence[str] = (),
     sizes: Sizes | None = None,
     make: LauncherFactory = make_launcher,
+    launcher: str = "",
     on_start: Callable[[Proof], None] = lambda proof: None,
     quiet: bool = True,
 ) -> Report:
     """Try all proofs, or those in `only`, on a small trial of this run. Raises what the run itself would raise.
 
-    `sizes`: of the trial; None: what fits into `minutes`. `quiet`: the trial's own log lines are not shown.
+    `sizes`: of the trial; None: what fits into `minutes`. `launcher`: what starts the run's processes, if it is some
+    program (`torchrun`). `quiet`: the trial's own log lines are not shown.
     """
     began = time.monotonic()
     prepare_process(config.train)
     given = local_copies(config)
-    proofs = [one for name, one in REGISTRY.items() if not only or name in only]
+    proofs = [one for one in in_order() if not only or one.name in only or one.first]
     notes: list[str] = [*notes_on(given)]
     with contextlib.ExitStack() as held:
         held.enter_context(watchdog(given.train))
         held.enter_context(_less_said(quiet))
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="openrlhf-prove-")))
-        trial = held.enter_context(_opened(given, folder, minutes=minutes, sizes=sizes, proofs=proofs, make=make))
+        several = "ranks" in only or has_several_ranks(given, launcher)
+        trial = held.enter_context(
+            _opened(given, folder, minutes=minutes, sizes=sizes, proofs=proofs, make=make, several_ranks=several)
+        )
         verdicts = tried(trial, proofs, deadline=began + 60 * minutes, on_start=on_start)
         title = f"{Path(_model(given)).name} · {trial.kind}"
         return Report(title=title, verdicts=verdicts, notes=notes, shown=trial.shown, seconds=time.monotonic() - began)
+
+
+def in_order() -> list[Proof]:
+    """All proofs, in the order in which they are tried."""
+    files = [file.__name__ for file in FILES]
+    return sorted(REGISTRY.values(), key=lambda one: (not one.first, files.index(one.run.__module__)))
 
 
 @contextlib.contextmanager
@@ -80,6 +93,7 @@ def _opened(
     sizes: Sizes | None,
     proofs: Sequence[Proof],
     make: LauncherFactory,
+    several_ranks: bool,
 ) -> Iterator[Any]:
     is_rl = isinstance(given, RLConfig)
     flag = "--data.prompt_dataset" if is_rl else "--data.dataset"
@@ -99,12 +113,21 @@ def _opened(
         )
     if is_rl:
         config = resolve_launcher(trial_of_rl(given, sizes, folder, data=data, limit=limit))
-        with open_rl(given, config, folder, make=make) as trial:
+        with open_rl(given, config, folder, make=make, several_ranks=several_ranks) as trial:
             yield trial
     else:
         config = trial_of_supervised(given, sizes, folder, data=data, limit=limit)
-        with open_supervised(given, config, folder, kind=kind) as trial:
+        with open_supervised(given, config, folder, kind=kind, several_ranks=several_ranks) as trial:
             yield trial
+
+
+def has_several_ranks(config: Any, launcher: str) -> bool:
+    """Whether the run trains in several processes, as far as its command says."""
+    if config.ds.ranks_per_share > 1 or launcher in ("torchrun", "deepspeed", "srun"):
+        return True
+    if isinstance(config, RLConfig):
+        return config.train.launcher == "ray" or (config.actor.world_size or 1) > 1
+    return bool(config.train.backend == "deepspeed")
 
 
 def kind_of(config: Any) -> str:

@@ -147,7 +147,6 @@ def trial_of_rl(config: RLConfig, sizes: Sizes, folder: Path, *, data: str, limi
             save_steps=-1,
             load_enable=False,
             auto_resume=False,
-            best_metric_key=None,
         ),
         logger=_quiet(config, folder),
         max_steps=min(config.max_steps or 3, 3) if config.train.agent_func_path else config.max_steps,

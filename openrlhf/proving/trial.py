@@ -73,12 +73,12 @@ class Weights:
     """The weights of a module as they are, to be put back."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._kept = {name: p.detach().clone() for name, p in module.named_parameters()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self.module.named_parameters():
             parameter.copy_(self._kept[name])
 
 
@@ -212,7 +212,14 @@ class RLTrial:
     pipeline: Pipeline
     training: RLTraining
     runner: Any
+    make: LauncherFactory
+    """Binds the trial, and the runs that proofs start."""
+    files: list[Weights]
+    """The weights of policy and critic as their files have them; empty where no proof asks for them."""
+    several_ranks: bool
     kind: str = "rl"
+    blocked: str | None = "nothing was played"
+    """Why nothing can be proved; None: it can."""
     groups: list[Group] = field(default_factory=list)
     """Played by the user's agent or judged by the user's reward, with the moved weights."""
     version: int = 0
@@ -381,9 +388,14 @@ def failed(prompt: int, sample: int) -> Trajectory:
 
 @contextlib.contextmanager
 def open_rl(
-    given: RLConfig, config: RLConfig, folder: Path, *, make: LauncherFactory = make_launcher
+    given: RLConfig,
+    config: RLConfig,
+    folder: Path,
+    *,
+    make: LauncherFactory = make_launcher,
+    several_ranks: bool = False,
 ) -> Iterator[RLTrial]:
-    """The small run `config` of the run `given`, with a round that was played."""
+    """The small run `config` of the run `given`, before anything is played. `several_ranks`: the run has some."""
     tokenizer = policy_tokenizer(config)
     images = policy_images(config, tokenizer)
     stream = PromptStream(
@@ -401,6 +413,8 @@ def open_rl(
     ):
         assert bound.training is not None  # of a run in one process
         models = bound.training.models
+        trained = [module for module in (models.policy, models.critic) if module is not None]
+        files = [Weights(module) for module in trained] if several_ranks else []
         move_weights(models.policy, seed=1)
         if models.critic is not None:
             move_weights(models.critic, seed=2)
@@ -418,8 +432,10 @@ def open_rl(
             pipeline=pipeline,
             training=bound.training,
             runner=runner,
+            make=make,
+            files=files,
+            several_ranks=several_ranks,
         )
-        trial.groups = trial.play()
         yield trial
 
 
@@ -445,6 +461,9 @@ class SupervisedTrial:
     place: Place
     count: int
     """Samples that are tried."""
+    files: list[Weights]
+    several_ranks: bool
+    blocked: str | None = None
     shown: list[str] = field(default_factory=list)
 
     @property
@@ -511,9 +530,12 @@ class SupervisedTrial:
 
 
 @contextlib.contextmanager
-def open_supervised(given: Any, config: Any, folder: Path, *, kind: str) -> Iterator[SupervisedTrial]:
+def open_supervised(
+    given: Any, config: Any, folder: Path, *, kind: str, several_ranks: bool = False
+) -> Iterator[SupervisedTrial]:
     place = Place(process_device(), Distribution(ALONE, config.ds))
     parts = loop_parts(config, place)
+    files = [Weights(parts.model.module)] if several_ranks else []
     move_weights(parts.model.module, seed=1)
     yield SupervisedTrial(
         given=given,
@@ -523,6 +545,8 @@ def open_supervised(given: Any, config: Any, folder: Path, *, kind: str) -> Iter
         parts=parts,
         place=place,
         count=min(len(parts.samples), config.train.batch_size),
+        files=files,
+        several_ranks=several_ranks,
     )
 
 
