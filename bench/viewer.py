@@ -34,7 +34,7 @@ WORDS += ("answer", "check", "carry", "two", "three", "line")
 QUERIES = {
     "`is:failed`": "is:failed",
     "`step:100-110 reward>0.9`": "step:100-110 reward>0.9",
-    "a word of one sample": "needle-in-77",
+    "a word of one sample": "needle-in-77.",
     "a word of every sample": "because",
     "two phrases": '"so we" "check carry"',
 }
@@ -85,7 +85,7 @@ def make_run(folder: Path, samples: int) -> None:
                 metrics.write({"step": step, "kind": "train", "time": 9.0 * step, "reward": 0.5, "kl": 0.01})
             failed = number % 997 == 0
             prompt = f"Question {group}: what is {group * 37} + {group * 11}?"
-            answer = " ".join([*random.choices(WORDS, k=random.randint(100, 400)), f"needle-in-{number}"])
+            answer = " ".join([*random.choices(WORDS, k=random.randint(100, 400)), f"needle-in-{number}."])
             record = {
                 "step": step,
                 "prompt_ordinal": group,

@@ -64,6 +64,12 @@ def _listener(host: str, port: int | None) -> socket.socket:
         return socket.create_server((host, 0), family=family)
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text} is no port: they are numbers from 0 to 65535")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openrlhf view",
@@ -76,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, or of several (default: runs)")
     add("--host", default=LOCAL, help=f"address to listen on (default {LOCAL}: this machine alone)")
-    add("--port", type=int, help=f"port to listen on (default {PORT}, or a free one where it is taken)")
+    add("--port", type=_port, help=f"port to listen on (default {PORT}, or a free one where it is taken)")
     return parser
 
 

@@ -6,6 +6,7 @@ is one pass at the speed of memory: a few hundred MB within a second, without ho
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import mmap
@@ -19,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -198,7 +199,6 @@ class RolloutIndex:
         self._source = source or RolloutLines(path)
         self._lock = threading.RLock()
         self._restarts = 0
-        self._texts = tempfile.TemporaryFile(prefix="openrlhf-view-")  # noqa: SIM115 (it lives as long as the index)
         self._columns = _Columns()
         self._groups: list[tuple[int, str, float, int]] = []
         """Of each group its first row, the beginning of its prompt, its mean reward and the number of its samples."""
@@ -208,6 +208,11 @@ class RolloutIndex:
         self._found: tuple[Any, Any] | None = None
         self.changes = 0
         """Grows with every row and every replacement."""
+
+    @functools.cached_property
+    def _texts(self) -> IO[bytes]:
+        """Made for the first sample: most runs of a folder are never searched."""
+        return tempfile.TemporaryFile(prefix="openrlhf-view-")
 
     @property
     def samples(self) -> int:
@@ -242,7 +247,6 @@ class RolloutIndex:
                 if time.monotonic() > until:
                     return False
             self._notice_restart()
-            self._texts.flush()
         return True
 
     def _notice_restart(self) -> None:
@@ -299,7 +303,6 @@ class RolloutIndex:
             self._groups.pop()
         columns.cut(rows)
         end = columns.text_end[-1] if rows else 0
-        self._texts.flush()
         self._texts.seek(end)
         self._texts.truncate()
         self._hits = OrderedDict((term, hits[:rows]) for term, hits in self._hits.items())

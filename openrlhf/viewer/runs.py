@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import threading
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from openrlhf.observability.jsonl import LinesTail, parse_json_line
 from openrlhf.observability.loggers import MetricsHistory
@@ -23,10 +26,13 @@ from openrlhf.viewer.tokens import LoggedGroups, TokenFiles
 DEEPEST = 3
 """How many folders below one that is named a run may be."""
 MOST_RUNS = 500
+QUICK_SECONDS, MOST_SHARE = 0.05, 0.05
+"""A walk over folders that takes longer than this takes at most this share of the time."""
 QUIET_SECONDS = 300.0
 """A run without an end that has written nothing for so long, and for three of its steps, is not called running."""
 TAIL_BYTES = 1 << 18
 """The part of metrics.jsonl that a list of runs reads: the latest steps are in it."""
+SILENT = "silent: it has written no end, and nothing new for some time"
 NOT_MEASURED = ("step", "kind", "time", "global_step")
 HEADLINES = ("reward", "rollout/reward_mean", "loss", "gpt_loss", "acc")
 """The first of these that a run logs stands beside its name."""
@@ -58,15 +64,20 @@ class RunShelf:
         self._runs: dict[str, Run] = {}
         self._names: dict[Path, str] = {}
         self._lock = threading.Lock()
+        self._there: list[Run] = []
+        self._next_look = -math.inf
 
     def runs(self) -> list[Run]:
+        """Those that are there. A tree of folders that takes long to walk is not walked each time."""
         with self._lock:
-            there: list[Run] = []
-            for place in self._places:
-                for path in find_runs(place):
-                    if len(there) < MOST_RUNS:
-                        there.append(self._run(place, path))
-            return list(dict.fromkeys(there))
+            began = time.monotonic()
+            if began >= self._next_look:
+                found = ((place, path) for place in self._places for path in find_runs(place))
+                runs = (self._run(place, path) for place, path in found)
+                self._there = list(dict.fromkeys(itertools.islice(runs, MOST_RUNS)))
+                took = time.monotonic() - began
+                self._next_look = began + took / MOST_SHARE if took > QUICK_SECONDS else -math.inf
+            return self._there
 
     def get(self, name: str) -> Run | None:
         """The run of that name among those that `runs` has found."""
@@ -97,6 +108,7 @@ class Run:
         self._tail = LinesTail(self.directory.metrics)
         self._history = MetricsHistory()
         self._kept: dict[str, tuple[Any, Any]] = {}
+        self._measured, self._measured_of = MeasuredEvents(), (-1, -1)
         self.lines = RolloutIndex(self.directory.rollouts)
         """The groups of rollouts.jsonl."""
         self._all: RolloutIndex | None = None
@@ -158,17 +170,26 @@ class Run:
         """What happened, by step, and a version that changes with it."""
         with self._lock:
             self._read_metrics()
+            history = (self._tail.restarts, self._history.replacements)
             state = (
-                self._tail.restarts,
-                self._history.replacements,
+                history,
                 len(self._history.records),
                 *(_stamp(path) for path in (self.directory.notes, self.directory.warnings, self.directory.config)),
             )
 
             def read() -> dict[str, Any]:
-                run = self._data()
-                found = run_events(
-                    run.notes, read_warnings(self.directory.warnings), self._history.records, config=run.config
+                run, records = self._data(), self._history.records
+                if self._measured_of != history:
+                    self._measured_of, self._measured = history, MeasuredEvents()
+                for record in records[self._measured.records :]:
+                    self._measured.add(record)
+                found = sorted(
+                    (
+                        *said_events(run.notes, read_warnings(self.directory.warnings)),
+                        *self._measured.found,
+                        *due_checkpoints(records, run.config.get("ckpt.save_steps")),
+                    ),
+                    key=lambda event: event["step"],
                 )
                 version = hashlib.sha1(json.dumps(found).encode(), usedforsecurity=False).hexdigest()[:12]
                 return {"version": version, "events": found}
@@ -237,7 +258,7 @@ class Run:
             return run.end
         seconds = latest.get("timing/step_total")
         patience = max(QUIET_SECONDS, 3 * seconds) if isinstance(seconds, int | float) else QUIET_SECONDS
-        return "running" if time.time() - self._written() < patience else "silent"
+        return "running" if time.time() - self._written() < patience else SILENT
 
     def _written(self) -> float:
         """When something was last written, in seconds since 1970."""
@@ -262,67 +283,80 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The numbers of records by name, null where a record has none, with their steps and times."""
     names = dict.fromkeys(name for record in records for name in record if name not in NOT_MEASURED)
-    table = {name: [_number(record.get(name)) for record in records] for name in names}
+    table = {name: _numbers([record.get(name) for record in records]) for name in names}
     return {
         "step": [record["step"] for record in records],
-        "time": [_number(record.get("time")) for record in records],
+        "time": _numbers([record.get("time") for record in records]),
         "values": {name: values for name, values in table.items() if any(value is not None for value in values)},
     }
 
 
-def _number(value: Any) -> float | None:
-    """Six digits: more cannot be seen, and they are most of what is sent."""
-    if type(value) not in (int, float) or not math.isfinite(value):
-        return None
-    return value if type(value) is int else float(f"{value:.6g}")
+def _numbers(values: Sequence[Any]) -> list[float | None]:
+    """Six digits of each: more cannot be seen, and they are most of what is sent. None for what is no finite number."""
+    plain = [value if type(value) in (int, float) else math.nan for value in values]
+    exact = np.array(plain, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        scale = 10.0 ** (5 - np.floor(np.log10(np.abs(exact))))
+        rounded = np.round(exact * scale) / scale
+    known = np.isfinite(exact)
+    shown = np.where(known & np.isfinite(rounded), rounded, exact).tolist()
+    return [value if there else None for value, there in zip(shown, known.tolist(), strict=True)]
 
 
-def run_events(
-    notes: Sequence[Mapping[str, Any]],
-    warnings: Sequence[Mapping[str, Any]],
-    records: Sequence[Mapping[str, Any]],
-    *,
-    config: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """Marks for the curves, by step: `{"step", "kind", "text", "clock"}`.
+def _event(step: int, kind: str, text: str, clock: Any = None) -> dict[str, Any]:
+    """A mark of the curves. Kinds: start, restart, end, warning, note, evaluation, checkpoint, engine, memory,
+    numbers."""
+    return {"step": step, "kind": kind, "text": text, "clock": clock}
 
-    Kinds: start, restart, end, warning, note, evaluation, checkpoint, engine, memory, numbers.
-    """
-    found: list[dict[str, Any]] = []
 
-    def add(step: int, kind: str, text: str, clock: Any = None) -> None:
-        found.append({"step": step, "kind": kind, "text": text, "clock": clock})
-
+def said_events(notes: Sequence[Mapping[str, Any]], warnings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What was said in notes.jsonl and warnings.jsonl."""
     starts = 0
     for note in notes:
         kind = note.get("kind")
-        if kind == "start":
-            starts += 1
-            # A resumed run writes its start before it knows from which step it goes on.
-            add(note["step"], "restart" if starts > 1 else "start", note["text"], note.get("clock"))
-        elif kind in ("end", "warning", "note"):
-            add(note["step"], kind, note["text"], note.get("clock"))
+        starts += kind == "start"
+        if kind == "start" and starts > 1:
+            kind = "restart"
+        if kind in ("start", "restart", "end", "warning", "note"):
+            yield _event(note["step"], kind, note["text"], note.get("clock"))
     for warning in warnings:
-        add(warning["step"], "warning", f"{warning.get('kind')}: {warning['text']}")
-    every = config.get("ckpt.save_steps")
-    tokens: float | None = None
-    for record in records:
+        yield _event(warning["step"], "warning", f"{warning.get('kind')}: {warning['text']}")
+
+
+class MeasuredEvents:
+    """What can be read off the metrics, record by record."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self.records = 0
+        self._tokens: float | None = None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self.records += 1
         step = record["step"]
         if record["kind"] == "eval":
-            add(step, "evaluation", "evaluation")
-            continue
-        if isinstance(every, int) and every > 0 and step % every == 0:
-            add(step, "checkpoint", f"a checkpoint is due (--ckpt.save_steps {every})")
+            self._add(step, "evaluation", "evaluation")
+            return
         if replaced := record.get("rollout/engines_replaced"):
-            add(step, "engine", f"engines that were lost and started again: {replaced:g}")
+            self._add(step, "engine", f"engines that were lost and started again: {replaced:g}")
         limit = record.get("perf/max_tokens_per_gpu")
-        if isinstance(limit, int | float) and limit != tokens:
-            add(step, "memory", f"memory ran out: micro-batches have at most {limit:,.0f} tokens per device")
-            tokens = limit
-        for name, value in record.items():
-            if name.endswith("skipped_steps") and value:
-                add(step, "numbers", f"optimizer steps that were left out: {value:g} ({name})")
-        broken = [name for name, value in record.items() if value is None]
-        if broken:
-            add(step, "numbers", f"not finite: {', '.join(broken[:8])}{' …' if len(broken) > 8 else ''}")
-    return sorted(found, key=lambda event: event["step"])
+        if isinstance(limit, int | float) and limit != self._tokens:
+            self._add(step, "memory", f"memory ran out: micro-batches have at most {limit:,.0f} tokens per device")
+            self._tokens = limit
+        for name in ("actor_skipped_steps", "critic_skipped_steps", "skipped_steps"):
+            if skipped := record.get(name):
+                self._add(step, "numbers", f"optimizer steps that were left out: {skipped:g} ({name})")
+        if None in record.values():
+            broken = [name for name, value in record.items() if value is None]
+            self._add(step, "numbers", f"not finite: {', '.join(broken[:8])}{' …' if len(broken) > 8 else ''}")
+
+    def _add(self, step: int, kind: str, text: str) -> None:
+        self.found.append(_event(step, kind, text))
+
+
+def due_checkpoints(records: Sequence[Mapping[str, Any]], every: Any) -> Iterator[dict[str, Any]]:
+    """A mark at each step after which `--ckpt.save_steps` asks for a checkpoint."""
+    if isinstance(every, int) and every > 0:
+        for record in records:
+            if record["kind"] == "train" and record["step"] % every == 0:
+                yield _event(record["step"], "checkpoint", f"a checkpoint is due (--ckpt.save_steps {every})")

@@ -204,3 +204,16 @@ def test_narrow_and_dark_screens(open_page):
     assert page.evaluate(background) == "rgb(246, 246, 243)"
     page.get_by_role("button", name="Runs").click()
     page.get_by_label("tokens").wait_for()
+
+
+def test_rollouts_that_are_written_meanwhile_appear_and_the_open_group_stays(open_page, runs):
+    page = open_page("view=rollouts&run=plain&step=3&prompt=2")
+    until(page, "() => document.querySelector('#found').textContent.startsWith('1,200 groups')")
+    page.locator(".sample").first.wait_for()
+    append(runs / "plain" / "rollouts.jsonl", rollout(32, 7, 0), rollout(32, 7, 1, error="boom", outcome="failed"))
+    until(page, "() => document.querySelector('#found').textContent.startsWith('1,201 groups')")
+    assert "Step 3, prompt 2" in page.locator(".group-head h1").inner_text()
+    page.get_by_role("button", name="failed", exact=True).click()
+    until(page, "() => document.querySelector('#found').textContent.startsWith('1 group ')")
+    page.locator(".row").click()
+    page.locator(".error pre", has_text="boom").wait_for()

@@ -26,7 +26,6 @@ export class CurvesView {
   constructor(main, page) {
     this.page = page;
     this.charts = new Map(); // key → Chart
-    this.sections = new Map();
     this.zoom = null;
     this.smoothing = kept.get("smoothing", 0.6);
     this.log = kept.get("log", false);
@@ -37,7 +36,6 @@ export class CurvesView {
       for (const entry of entries) entry.target.chart.seen(entry.isIntersecting);
     }, { rootMargin: "400px" });
     this.build(main);
-    this.onLeave = () => this.hover(null);
   }
 
   build(main) {
@@ -177,7 +175,11 @@ export class CurvesView {
       }
     }
     // What never changes comes last in its section.
-    const still = (plan) => runs.every((run) => new Set((run[plan.kind].values[plan.name] ?? []).filter((value) => value !== null)).size < 2);
+    const still = (plan) => runs.every((run) => {
+      const values = run[plan.kind].values[plan.name] ?? [];
+      const first = values.find((value) => value !== null);
+      return values.every((value) => value === null || value === first);
+    });
     for (const plan of order) plan.still = plan.kind === "train" && still(plan);
     order.sort((a, b) => a.still - b.still || a.rank - b.rank || a.name.localeCompare(b.name));
     for (const plan of order) sections.get(plan.section).push(plan);
@@ -229,11 +231,6 @@ export class CurvesView {
     });
     const nothing = this.words ? "No metric is called that." : this.page.selected.length ? "No step was finished yet." : "No run is chosen.";
     this.body.replaceChildren(...(sections.length ? sections : [el("p", { class: "empty" }, nothing)]));
-  }
-
-  /** The cursor of one chart moves those of all others. */
-  hover(value) {
-    for (const chart of this.charts.values()) chart.say(value);
   }
 }
 

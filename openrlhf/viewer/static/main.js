@@ -188,7 +188,7 @@ async function poll() {
       const results = await Promise.all(page.selected.map((name) => pollRun(name)));
       document.body.classList.remove("lost");
       if (results.some(Boolean)) page.view?.update({ fresh: true });
-      page.view?.tick?.();
+      await page.view?.tick?.();
       drawRuns();
     } catch (error) {
       document.body.classList.add("lost");
