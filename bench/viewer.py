@@ -117,7 +117,7 @@ def make_run(folder: Path, samples: int) -> None:
     metrics.close()
 
 
-def measure(folder: Path) -> list[tuple[str, str]]:
+def measure(folder: Path) -> list[tuple[str, ...]]:
     from playwright.sync_api import sync_playwright
 
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -127,11 +127,15 @@ def measure(folder: Path) -> list[tuple[str, str]]:
     server = ViewServer([folder], token="bench")
     threading.Thread(target=serve, args=(server, listener), daemon=True).start()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/bench/"
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, ...]] = []
+    used = time.process_time()
 
     def tell(what: str, seconds: float, more: str = "") -> None:
-        found.append((what, f"{seconds:.2f} s{f' ({more})' if more else ''}"))
-        print(*found[-1], sep=": ", flush=True)
+        nonlocal used
+        now = time.process_time()
+        found.append((what, f"{seconds:.2f}", f"{now - used:.2f}", more))
+        print(*found[-1], sep=" | ", flush=True)
+        used = now
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
@@ -154,16 +158,17 @@ def measure(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def section(found: list[tuple[str, str]], samples: int, size: int, browser: str) -> str:
-    rows = "\n".join(f"| {what} | {said} |" for what, said in found)
+def section(found: list[tuple[str, ...]], samples: int, size: int, browser: str) -> str:
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in found)
     load = os.getloadavg()[0]
     return f"""\
 {samples:,} samples in groups of 4, {size / 1e6:,.0f} MB of rollouts.jsonl; {browser}, {os.cpu_count()} cores, load \
-{load:.1f}. Seconds of the browser, with the 150 ms for which the search waits for a further key. Repeat: \
+{load:.1f}. Seconds of the browser, with the 150 ms for which the search waits for a further key, and CPU \
+seconds of the server's process, in which the bench runs too. One run. Repeat: \
 `python -m bench.viewer`.
 
-| | |
-|---|---|
+| | s | CPU s | found |
+|---|---:|---:|---|
 {rows}
 """
 
