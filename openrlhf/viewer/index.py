@@ -80,6 +80,8 @@ def parse_query(text: str) -> Query:
         field = _FIELD.fullmatch(word)
         if field is None:
             terms.append((quoted or word).casefold())
+        elif not field[3]:
+            continue  # it is being typed
         elif field[1].lower() != "is":
             conditions.append(_condition(field[1].lower(), field[2], field[3]))
         elif (value := field[3].lower()) in OUTCOMES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,10 @@ class LoggedGroups:
     def read(self) -> Iterator[Found | None]:
         files = steps(self._run)
         self._there = len(files)
-        written = {step: path.stat().st_mtime_ns for step, path in files.items() if path.exists()}
+        written = {}
+        for step, path in files.items():
+            with contextlib.suppress(OSError):  # removed just now
+                written[step] = path.stat().st_mtime_ns
         if any(written.get(step) != time for step, time in self._seen.items()):
             # A resumed run has removed the steps that it takes again.
             self._seen, self._waiting = {}, deque()

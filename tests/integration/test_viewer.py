@@ -12,6 +12,7 @@ from viewed_runs import append, make_run, metrics, rollout, write_tokens
 from openrlhf.viewer.server import ViewServer, serve
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[test]'")
+pil = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install -e '.[test]'")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = [
     pytest.mark.slow,
@@ -30,6 +31,12 @@ def runs(tmp_path_factory):
     run = make_run(folder / "tokens", steps=4, groups=0)
     write_tokens(run, 4, WORDS, ordinal=8, error=f"Traceback (most recent call last):\nValueError: {ATTACK}")
     append(run.rollouts, rollout(5, 9, 0, prompt=ATTACK, response=ATTACK, label=ATTACK, choice="worst"))
+    picture = "rollout_images/00ff00ff00ff00ff.png"
+    (run.path / picture).parent.mkdir()
+    pil.new("RGB", (40, 20), "red").save(run.path / picture)
+    looked = {"role": "user", "action": False, "text": "Look: [image 1: 9 tokens]", "tokens": 12}
+    looked["images"] = [{"number": 1, "at": 6, "start": 2, "tokens": 9, "size": [40, 20], "file": picture}]
+    append(run.rollouts, rollout(6, 10, 0, turns=[looked]))
     return folder
 
 
@@ -146,6 +153,13 @@ def test_what_a_rollout_says_is_text_and_no_script_of_it_runs(open_page):
     assert page.title() != "taken"
 
 
+def test_images_of_a_rollout_are_shown(open_page):
+    page = open_page("view=rollouts&run=tokens&step=6&prompt=10")
+    page.locator(".picture img").wait_for()
+    until(page, "() => document.querySelector('.picture img').naturalWidth === 40")
+    assert page.locator(".picture img").get_attribute("alt") == "image 1"
+
+
 def test_keys_walk_through_groups_steps_and_views(open_page):
     page = open_page("view=rollouts&run=plain")
     until(page, "() => document.querySelector('.row[aria-selected=true]')")
@@ -170,7 +184,7 @@ def test_keys_walk_through_groups_steps_and_views(open_page):
     page.keyboard.press("J")
     moved(30, 0)
     page.keyboard.press("/")
-    page.keyboard.type("step:7 is:typical")
+    page.keyboard.insert_text("step:7 is:typical")
     until(page, "() => document.querySelector('#found').textContent.startsWith('40 groups')")
     # Of 40 rows only those in sight are elements.
     assert page.locator(".row").count() < 40

@@ -243,6 +243,7 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
+  if (event.target.type === "radio" && event.key.startsWith("Arrow")) return; // moves between the runs
   const views = { m: "curves", r: "rollouts", e: "events", s: "settings" };
   if (views[event.key]) go({ view: views[event.key] }, { push: true });
   else if (event.key === "d") switchTheme();

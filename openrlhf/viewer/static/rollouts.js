@@ -66,6 +66,11 @@ export class RolloutsView {
   /** After a move: another run, or another group. */
   update({ fresh = false } = {}) {
     if (fresh) return;
+    const asked = place().q ?? "";
+    if (asked !== this.search.value && document.activeElement !== this.search) {
+      this.search.value = asked; // somebody went back in the browser's history
+      this.refresh();
+    }
     if (this.page.run && this.page.run !== this.run) {
       this.run = this.page.run;
       this.table.mark(-1);
