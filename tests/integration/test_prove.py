@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import torch
 import transformers as hf
 from mutants import CannotApply, mutated
 from own_weights import own_weights
+from script_commands import SCRIPTS, started_by
 from vision_models import image, write_vision_model
 
 from openrlhf.checking.workbench import make_tokenizer, write_tiny_model
+from openrlhf.cli.prove import main
 from openrlhf.config import parse
-from openrlhf.proving.registry import Status
+from openrlhf.proving.registry import REGISTRY, Status
 from openrlhf.proving.run import prove
 from openrlhf.proving.sizes import Sizes
 from openrlhf.rewards.base import Reward
@@ -56,6 +59,7 @@ def place(tmp_path_factory) -> Path:
     write(folder / "chats.jsonl", [{"messages": [*chat[:3], {**chat[3], "content": f"it is {i}"}]} for i in numbers])
     pairs = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "No idea"} for i in numbers]
     write(folder / "pairs.jsonl", pairs)
+    write(folder / "plain.jsonl", [{"input": f"What is {i}?", "output": f"It is {i}."} for i in numbers])
     judged = [{"prompt": f"What is {i}?", "completion": f"It is {i}.", "label": bool(i % 2)} for i in numbers]
     write(folder / "judged.jsonl", judged)
     write_vision_model("qwen2_5_vl", folder / "vision")
@@ -520,3 +524,129 @@ def test_prove_raises_no_false_alarm_of_supervised_runs(name, place):
     if name == "sft":
         (verdict,) = (v for v in report.verdicts if v.proof.name == "targets")
         assert "4 of 4 compared with the template" in verdict.detail
+
+
+# ------------------------------------------------------------------------------------------- examples and the command
+
+
+def changed(section, changes: dict):
+    """A configuration with other values of these flags."""
+    for name, value in changes.items():
+        head, _, rest = name.partition(".")
+        new = changed(getattr(section, head), {rest: value}) if rest else value
+        section = dataclasses.replace(section, **{head: new})
+    return section
+
+
+def substituted(started, place: Path) -> object:
+    """A command of a script with a small model and our data, in one process."""
+    config = parse(started.command, started.words)
+    model = str(place / "model")
+    if started.command != "train_ppo_ray":
+        data = {"train_sft": "plain.jsonl", "train_rm": "pairs.jsonl", "train_dpo": "pairs.jsonl"}[started.command]
+        small = {"model.model_name_or_path": model, "data.dataset": str(place / data), "data.max_len": 256}
+        if started.command == "train_sft":
+            small |= {"data.input_key": "input", "data.output_key": "output"}
+        else:
+            small |= {"data.prompt_key": "prompt", "data.chosen_key": "chosen", "data.rejected_key": "rejected"}
+        return changed(config, small)
+    small = {
+        "actor.model_name_or_path": model,
+        "data.prompt_dataset": str(place / "prompts.jsonl"),
+        "data.input_key": "input",
+        "data.label_key": "label",
+        "data.max_len": 128,
+        "vllm.num_engines": 0,
+        "critic.model_name_or_path": model if config.uses_critic else None,
+        "reward.model_name_or_path": None,  # the launcher of these tests has a reward
+        "reward.remote_url": None,
+    }
+    if config.train.agent_func_path:
+        small |= {"train.agent_func_path": str(place / "agent.py"), "rollout.agent_hosts": 0}
+    return changed(config, small)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_prove_raises_no_false_alarm_of_an_example(script, place, tmp_path):
+    """The update of its command, with the flags that the script has."""
+    started = started_by(script, tmp_path)[0]
+    report = proved(
+        substituted(started, place), "masks", "loss", "cuts", "advantages", "critic", "objective", "batches"
+    )
+    assert (report.failed, report.untried) == ([], [])
+    assert any(verdict.proof.name in ("loss", "objective") for verdict in report.verdicts)
+
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [float(len(query) % 5) for query in queries]
+"""
+
+
+def test_the_command_prints_a_table_and_json(place, tmp_path, capfd, monkeypatch):
+    """With a launcher's words before it, as a user has it in a script."""
+    monkeypatch.chdir(tmp_path)
+    (place / "rewards.py").write_text(REWARD)
+    flags = {
+        "pretrain": place / "model",
+        "prompt_data": place / "prompts.jsonl",
+        "label_key": "label",
+        "remote_rm_url": place / "rewards.py",
+        "advantage_estimator": "rloo",
+        "max_len": 128,
+        "init_kl_coef": 0,
+        "vllm.num_engines": 0,
+    }
+    command = ["python", "-m", "openrlhf.cli.train_ppo_ray", *words(flags)]
+    assert main(["--only", "masks,advantages", *command]) == 0
+    out, err = capfd.readouterr()
+    assert "pass  exactly the sampled tokens are trained on" in out
+    assert "trained on ⟦in brackets⟧: What is " in out
+    assert "3 pass; " in out
+    assert "… exactly the sampled tokens are trained on" in err
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    broken = ("openrlhf.agents.recorder:TokenRecorder.append_action", ("[True] * n,", "[True] * (n - 1) + [False],"))
+    with mutated(*broken):
+        assert main(["--json", "--only", "masks", *command]) == 1
+    report = json.loads(capfd.readouterr().out)
+    assert report["ok"] is False
+    (verdict,) = (one for one in report["proofs"] if one["name"] == "masks")
+    assert verdict["status"] == "fail"
+    assert re.search(r"token \d+ .* was sampled by the engine, and is not trained on", verdict["detail"])
+    assert verdict["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        ([], 2, "which command?"),
+        (["rl", "--no.such_flag", "1"], 2, "openrlhf prove rl: error: --no.such_flag is unknown"),
+        (["--minutes", "0", "sft"], 2, "must be a number > 0"),
+        (["rl", "--pretrain", "/no/such/model", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py"], 1, "p.jsonl"),
+    ],
+)
+def test_a_wrong_command_is_a_line(given, status, said, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        found = main(given)
+    except SystemExit as end:
+        found = end.code
+    assert found == status
+    err = capfd.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_proof_that_is_not_there_is_named(place, capfd):
+    flags = {"model.model_name_or_path": place / "model", "data.dataset": place / "pairs.jsonl"}
+    assert main(["--only", "loses", "dpo", *words(flags)]) == 2
+    assert "--only loses: there is no such proof; did you mean 'loss'?" in capfd.readouterr().err
+
+
+def test_the_document_has_every_proof_and_every_mutant():
+    text = (Path(__file__).parents[2] / "docs" / "prove.md").read_text()
+    assert set(re.findall(r"^\| `([\w -]+)` \|", text, re.MULTILINE)) == REGISTRY.keys()
+    table = re.findall(r"^\| (\d+) \| (.+?) \| `(.+?)` \|$", text, re.MULTILINE)
+    assert [(f"{number} {name}", found_by) for number, name, found_by in table] == [
+        (name, expected) for name, (expected, _, _) in MUTANTS.items()
+    ]
