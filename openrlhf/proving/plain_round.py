@@ -129,6 +129,13 @@ class PlainRound:
         return list(column.split([segment.num_actions for segment in self.segments]))
 
 
+def played(trial: RLTrial) -> PlainRound:
+    """The plain side of the trial's samples, worked out once."""
+    if trial.worked_out is None:
+        trial.worked_out = PlainRound(trial, trial.samples)
+    return trial.worked_out
+
+
 def spread(count: int, *, config: Any, shift: int = 0) -> Tensor:
     """Log-ratios on both sides of every clip bound, one after the other."""
     far = math.log(config.actor.dual_clip) + 0.5 if config.actor.dual_clip else 1.5

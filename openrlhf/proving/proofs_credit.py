@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.proving.plain_round import LOGPROB_TOLERANCE, PlainRound, worst
+from openrlhf.proving.plain_round import LOGPROB_TOLERANCE, PlainRound, played, worst
 from openrlhf.proving.registry import Disproved, proof
 from openrlhf.proving.trial import LEARNING_RATE, RLTrial, Weights, failed
 from openrlhf.rollout.collector import rollout_metrics
@@ -61,7 +61,8 @@ def two_turns(trial: RLTrial, rewards: Sequence[tuple[float, float]], *, prompt:
 
 
 def _compare(trial: RLTrial, groups: Sequence[Group], what: str) -> tuple[int, float]:
-    batch, plain = assigned(trial, groups), PlainRound(trial, groups)
+    batch = assigned(trial, groups)
+    plain = played(trial) if groups is trial.samples else PlainRound(trial, groups)
     wanted = plain.column(plain.advantages)
     assert batch.advantages_A is not None
     if len(wanted) != batch.num_actions:
@@ -249,7 +250,7 @@ def reference_stays(trial: RLTrial) -> str:
     finally:
         for weights in kept:
             weights.restore()
-    plain = PlainRound(trial, trial.samples)
+    plain = played(trial)
     assert plain.reference_logprobs is not None
     gap = worst(before, torch.cat(plain.reference_logprobs))
     if not gap <= LOGPROB_TOLERANCE:

@@ -49,9 +49,9 @@ def _one_process(trial: RLTrial | SupervisedTrial) -> str | None:
 def ranks(trial: RLTrial | SupervisedTrial) -> str:
     folder = trial.folder / "ranks"
     folder.mkdir(exist_ok=True)
-    is_rl = isinstance(trial, RLTrial)
+    job = (trial.config, trial.samples, 0) if isinstance(trial, RLTrial) else (trial.config, None, trial.count)
     with (folder / "job").open("wb") as file:
-        pickle.dump((trial.config, trial.samples if is_rl else None, 0 if is_rl else trial.count), file)
+        pickle.dump(job, file)
     theirs = _started(folder)
     with _files_weights(trial):
         alone = trial.updated().policy if isinstance(trial, RLTrial) else _one_by_one(trial)

@@ -53,7 +53,7 @@ def resumable(trial: RLTrial | SupervisedTrial, folder: Path) -> Any:
     samples = config.rollout.batch_size * config.samples_per_prompt
     train = dataclasses.replace(
         train,
-        num_episodes=1,
+        num_episodes=-(-STEPS * config.rollout.batch_size // trial.num_prompts),
         batch_size=-(-samples // 2) if several else samples,
         max_epochs=min(given.train.max_epochs, 2),
         async_enable=given.train.async_enable,
@@ -117,7 +117,11 @@ def _ordinals(steps: list[TrainedStep]) -> list[int]:
     ]
 
 
-def _wants_too_much(trial: RLTrial | SupervisedTrial) -> str | None:
+def _cannot_resume(trial: RLTrial | SupervisedTrial) -> str | None:
+    if isinstance(trial, RLTrial) and trial.given.plays_across_rounds:
+        wanted = STEPS * trial.config.rollout.batch_size
+        if trial.num_prompts != wanted:
+            return f"what an async run loses shows with exactly {wanted} prompts, and {trial.num_prompts} can be used"
     module = trial.models.policy if isinstance(trial, RLTrial) else trial.module
     size = sum(p.numel() for p in module.parameters()) * 20
     free = shutil.disk_usage(trial.folder).free
@@ -136,7 +140,7 @@ def _wants_too_much(trial: RLTrial | SupervisedTrial) -> str | None:
     "weights to the bit.",
     remedy="Something that the loop knows is not in the checkpoint. Do not resume runs before this is found.",
     kinds=KINDS,
-    unless=_wants_too_much,
+    unless=_cannot_resume,
     cost=6,
 )
 def resume(trial: RLTrial | SupervisedTrial) -> str:

@@ -16,10 +16,9 @@ from openrlhf.proving.plain_round import (
     CUT_TOLERANCE,
     GRADIENT_TOLERANCE,
     LOGPROB_TOLERANCE,
-    PlainRound,
     inputs_of,
-    plain_logprobs,
     plain_values,
+    played,
     spread,
     worst,
 )
@@ -54,9 +53,8 @@ def log_probs(trial: RLTrial) -> str:
     filtered = trial.config.rollout.top_p < 1 or trial.config.rollout.top_k > 0
     engine_gap = trainer_gap = 0.0
     told = False
-    for i, sample in enumerate(batch.samples):
+    for i, (sample, plain) in enumerate(zip(batch.samples, played(trial).current, strict=True)):
         own = batch.actions_of(i)
-        plain = plain_logprobs(trial, sample.segment)
         assert batch.old_logprobs_A is not None
         scored = batch.old_logprobs_A[own]
         if bool(scored.any()):  # samples without an advantage are not scored
@@ -87,7 +85,7 @@ def log_probs(trial: RLTrial) -> str:
 )
 def loss(trial: RLTrial) -> str:
     config = trial.config
-    plain = PlainRound(trial, trial.samples)
+    plain = played(trial)
     current_A = torch.cat(plain.current)
     old_A = current_A - spread(len(current_A), config=config)
     rollout_A = old_A - 0.7 * spread(len(current_A), config=config, shift=4)
@@ -177,7 +175,7 @@ def cuts(trial: RLTrial) -> str:
         "one sample at a time": trial.updated(config=alone),
         "all samples in one stream, in the opposite order": trial.updated(backwards, config=together_),
     }
-    if train.micro_batch_size != 3:
+    if len(trial.samples) * trial.config.samples_per_prompt > 4:
         variants["three samples at a time"] = trial.updated(config=uneven)
     largest = 0.0
     for name, other in variants.items():
@@ -208,7 +206,7 @@ def _has_no_critic(trial: RLTrial) -> str | None:
     cost=3,
 )
 def critic(trial: RLTrial) -> str:
-    config, plain = trial.config, PlainRound(trial, trial.samples)
+    config, plain = trial.config, played(trial)
     assert plain.values is not None
     assert plain.returns is not None
     values_A, returns_A = torch.cat(plain.values), plain.column(plain.returns)

@@ -425,16 +425,20 @@ def gradient_gap(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tu
 
     `theirs` is the one that is right. A tensor that is missing counts as zeros.
     """
-    norm = math.sqrt(sum(float(tensor.double().pow(2).sum()) for tensor in theirs.values())) or 1e-30
+    norm = math.sqrt(sum(_norm(tensor) ** 2 for tensor in theirs.values())) or 1e-30
     worst, where = 0.0, ""
     for name in dict.fromkeys([*theirs, *ours]):
         one, other = ours.get(name), theirs.get(name)
         if one is None or other is None:
             present = one if one is not None else other
             assert present is not None
-            gap = float(present.double().norm())
+            gap = _norm(present)
         else:
-            gap = float((one.double().cpu() - other.double().cpu()).norm())
+            gap = _norm(one.cpu() - other.cpu())
         if not gap / norm <= worst:  # not a number is a difference too
             worst, where = gap / norm, name
     return worst, where
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

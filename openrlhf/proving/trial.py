@@ -206,6 +206,8 @@ class RLTrial:
     folder: Path
     tokenizer: Any
     prompts: list[Prompt]
+    num_prompts: int
+    """Of the trial's data set."""
     loop: LoopRunner
     bound: RunParts
     engine: RecordedEngine
@@ -226,6 +228,8 @@ class RLTrial:
     _asleep: bool = False
     shown: list[str] = field(default_factory=list)
     """Lines that people should see, beside the table."""
+    worked_out: Any = None
+    """What definitions say of the samples (`plain_round.played`)."""
 
     @property
     def models(self) -> RLModels:
@@ -398,9 +402,8 @@ def open_rl(
     """The small run `config` of the run `given`, before anything is played. `several_ranks`: the run has some."""
     tokenizer = policy_tokenizer(config)
     images = policy_images(config, tokenizer)
-    stream = PromptStream(
-        prompts_of(config, tokenizer, evaluation=False, images=images), seed=config.train.seed, num_episodes=None
-    )
+    usable = prompts_of(config, tokenizer, evaluation=False, images=images)
+    stream = PromptStream(usable, seed=config.train.seed, num_episodes=None)
     engines: list[RecordedEngine] = []
 
     def record(parts: RunParts) -> RunParts:
@@ -426,6 +429,7 @@ def open_rl(
             folder=folder,
             tokenizer=tokenizer,
             prompts=stream.take(config.rollout.batch_size),
+            num_prompts=len(usable),
             loop=loop,
             bound=bound,
             engine=engines[-1],

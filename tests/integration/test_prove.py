@@ -495,13 +495,18 @@ RUNS = {
 }
 
 
+RESUMED = ("ppo with a critic", "multi turn", "partial rollouts", "images")
+"""Whole runs take most of the time: each way to play is resumed once."""
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_prove_raises_no_false_alarm(name, place):
-    report = proved(rl(place, **flags_at(place, RUNS[name])))
-    assert report.failed == []
-    assert report.untried == []
+    tried = set(REGISTRY) - (set() if name in RESUMED else {"resume"}) - {"ranks"}
+    report = proved(rl(place, **flags_at(place, RUNS[name])), *tried)
+    assert (report.failed, report.untried) == ([], [])
     applied = {verdict.proof.name for verdict in report.verdicts if verdict.status is Status.PASS}
-    assert {"rollouts", "masks", "log-probs", "loss", "cuts", "pushes", "advantages", "resume"} <= applied
+    assert {"rollouts", "masks", "log-probs", "loss", "cuts", "pushes", "advantages"} <= applied
+    assert ("resume" in applied) == (name in RESUMED)
 
 
 CHATS = {"data__dataset": "chats.jsonl", "data__input_key": "messages", "data__apply_chat_template": True}
