@@ -21,7 +21,7 @@ from typing import Any
 
 import transformers
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.checkpoint.folder import MANIFEST, CheckpointError, tagged
 from openrlhf.checkpoint.manager import read_notes_of
@@ -102,7 +102,14 @@ def _checkpoint(path: Path) -> Source:
     return Source(model=model, run=read_run(str(noted)) if found else None, step=step)
 
 
-def export(path: Path, target: Path, *, adapter: str = "merge", base_model: str | None = None) -> Path:
+def export(
+    path: Path,
+    target: Path,
+    *,
+    adapter: str = "merge",
+    base_model: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
     """Write the folder; it appears whole, or not at all. `adapter`: `merge` it into its base, or `keep` it.
     `base_model`: the Hub's name of the model that was trained. Raises CheckpointError, ConfigError, ModelLoadError."""
     silence_progress_bars()
@@ -115,11 +122,13 @@ def export(path: Path, target: Path, *, adapter: str = "merge", base_model: str 
     keeps = source.is_adapter and adapter == "keep"
     try:
         if source.is_adapter and not keeps:
-            merge_folders(adapter_base(source.model), str(source.model), str(draft))
+            beneath = adapter_base(source.model)
+            merge_folders(beneath, str(source.model), str(draft), trust_remote_code=trust_remote_code)
         else:
             _copy(source.model, draft)
         base = base_model or _hub_name(_trained_from(source))
-        _check_loads(draft, base=adapter_base(source.model) if keeps else None)
+        needed = adapter_base(source.model) if keeps else None
+        _check_loads(draft, base=needed, trust_remote_code=trust_remote_code)
         _make_private(draft, base=base)
         card = Card(source=source, name=target.name, base=base, keeps_adapter=keeps, folder=draft)
         card.write()
@@ -156,20 +165,24 @@ def _hub_name(name: str | None) -> str | None:
     return None if is_local or not HUB_NAME.fullmatch(str(name)) else name
 
 
-def _check_loads(folder: Path, *, base: str | None) -> None:
+def _check_loads(folder: Path, *, base: str | None, trust_remote_code: bool) -> None:
     """Raises ModelLoadError unless `from_pretrained` loads it, with all weights. `base`: of an adapter."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         if has_tokenizer(folder):
-            AutoTokenizer.from_pretrained(folder)
+            AutoTokenizer.from_pretrained(folder, **options)
         if base is not None:
             from peft import PeftModel
 
-            model = AutoModelForCausalLM.from_pretrained(os.path.expanduser(base), dtype="auto")
+            scores = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["task_type"] == "SEQ_CLS"
+            kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+            labels = {"num_labels": 1} if scores else {}
+            model = kind.from_pretrained(os.path.expanduser(base), dtype="auto", **labels, **options)
             PeftModel.from_pretrained(model, str(folder))
             return
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, **options)
         loader: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-        _, found = loader.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        _, found = loader.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         raise ModelLoadError(f"from_pretrained does not load what was written: {error}") from error
     if missing := sorted(found["missing_keys"]):
@@ -318,22 +331,17 @@ class Card:
         return f"## To repeat it\n\nLocal files are named without their folders.\n\n```bash\n{lines}\n```"
 
     def _use(self) -> str:
-        tag, _ = self._kind
+        scores = self._kind[0] == "reward-model"
+        loader = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+        imports = [f"from transformers import {loader}, AutoTokenizer"]
+        model = f'{loader}.from_pretrained("{self.name}")'
         if self.keeps_adapter:
-            base = self.base or "BASE_MODEL"
-            code = (
-                "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-                f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{self.name}")\n'
-                f'tokenizer = AutoTokenizer.from_pretrained("{self.name}")'
-            )
-        else:
-            loader = "AutoModelForSequenceClassification" if tag == "reward-model" else "AutoModelForCausalLM"
-            code = (
-                f"from transformers import {loader}, AutoTokenizer\n\n"
-                f'model = {loader}.from_pretrained("{self.name}")\n'
-                f'tokenizer = AutoTokenizer.from_pretrained("{self.name}")'
-            )
-        return f"## Use\n\n```python\n{code}\n```"
+            imports.insert(0, "from peft import PeftModel")
+            labels = ", num_labels=1" if scores else ""
+            base = f'{loader}.from_pretrained("{self.base or "BASE_MODEL"}"{labels})'
+            model = f'PeftModel.from_pretrained({base}, "{self.name}")'
+        code = [*imports, "", f"model = {model}", f'tokenizer = AutoTokenizer.from_pretrained("{self.name}")']
+        return "## Use\n\n```python\n" + "\n".join(code) + "\n```"
 
     def _versions(self) -> str:
         found = [f"Python {platform.python_version()}"]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from openrlhf.cli.eval import _count, _not_negative
+from openrlhf.cli.eval import count, not_negative
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.parser import USAGE_ERROR
 from openrlhf.utils import interrupts
@@ -41,11 +41,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hub name of a model, folder of an adapter, or folder of a run")
     add("--system", metavar="TEXT", help="what the model is told before everything else")
-    add("--temperature", type=_not_negative, default=0.7, metavar="T", help="0 is greedy (0.7)")
+    add("--temperature", type=not_negative, default=0.7, metavar="T", help="0 is greedy (0.7)")
     add("--top_p", type=float, default=1.0, metavar="P", help="sample from the smallest set with this probability (1)")
     add("--top_k", type=int, default=-1, metavar="K", help="sample from this many likeliest tokens; -1 = all (-1)")
-    add("--max_new_tokens", type=_count, metavar="TOKENS", help="of an answer at most (what --max_len leaves)")
-    add("--max_len", type=_count, metavar="TOKENS", help="of the conversation at most (8192, or what the model knows)")
+    add("--max_new_tokens", type=count, metavar="TOKENS", help="of an answer at most (what --max_len leaves)")
+    add("--max_len", type=count, metavar="TOKENS", help="of the conversation at most (8192, or what the model knows)")
     add("--seed", type=int, default=0, help="the same seed and the same questions give the same answers (0)")
     add(
         "--engine",

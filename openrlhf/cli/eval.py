@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openrlhf.config.aliases import Given, vocabulary
@@ -14,8 +14,16 @@ from openrlhf.utils import interrupts
 
 COMMAND = "train_ppo_ray"
 """The command whose flags about prompts, rewards, sampling and engines hold here too."""
-TAKEN = ("data.", "reward.", "rollout.", "vllm.", "eval.temperature", "max_steps", "train.seed", "use_ms")
-TAKEN_ALONE = ("actor.trust_remote_code", "ds.param_dtype", "ds.attn_implementation", "ds.load_in_4bit")
+TAKEN = frozenset(
+    {
+        *(f"rollout.{name}" for name in ("max_new_tokens", "top_p", "top_k", "stop", "agent_hosts", "step_timeout")),
+        *(f"reward.{name}" for name in ("timeout", "api_key", "weights", "normalize_enable")),
+        *(f"vllm.{name}" for name in ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization")),
+        *(f"vllm.{name}" for name in ("enforce_eager", "logits_dtype", "enable_prefix_caching", "quantization")),
+        *("max_steps", "train.seed", "actor.trust_remote_code", "ds.param_dtype", "ds.attn_implementation"),
+    }
+)
+"""Its flags that have an effect here, beside all about data."""
 OWN = {
     "data.prompt_dataset": "--data",
     "data.max_samples": "--limit",
@@ -34,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, rest = parser.parse_known_args(argv)
     with interrupts.handled():
         try:
-            config = configure(COMMAND, _settings(given, rest), name="openrlhf eval", notes=False)
+            settings = _settings(given, rest)
+            config = configure(COMMAND, settings, name="openrlhf eval", notes=False)
             from openrlhf.runs.measuring import EvalOptions, evaluate  # seconds of imports
 
             options = EvalOptions(
@@ -42,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 n=given.n,
                 ks=_ks(given.k, given.n),
                 threshold=given.threshold,
-                engine=given.engine,
+                engine=_engine(given.engine, settings),
                 output=given.output,
             )
             return evaluate(config, options)  # type: ignore[arg-type]
@@ -65,7 +74,7 @@ def _settings(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         for path in words.sets(Given(name=name, raw=raw, where=f"--{name}")) or (name,):
             if path in OWN:
                 raise ConfigError(f"--{name}: give {OWN[path]} here")
-            if path.startswith("vllm.sync") or not (path.startswith(TAKEN) or path in TAKEN_ALONE):
+            if path not in TAKEN and not path.startswith("data."):
                 raise ConfigError(f"--{name} is about training, and changes nothing in an evaluation: leave it out")
     reward = given.reward or ""
     is_model = reward and not reward.endswith(".py") and "://" not in reward
@@ -88,6 +97,14 @@ def _settings(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     if given.agent:
         settings["train.agent_func_path"] = given.agent
     return settings | more
+
+
+def _engine(asked: str, settings: Mapping[str, Any]) -> str:
+    """As asked for; who gives a flag of vLLM wants vLLM."""
+    flag = next((name for name in settings if name.startswith("vllm.")), None)
+    if flag is not None and asked == "embedded":
+        raise ConfigError(f"--{flag} is about vLLM, and --engine is embedded: leave one of them out")
+    return "vllm" if flag is not None else asked
 
 
 def _ks(asked: Sequence[int] | None, n: int) -> tuple[int, ...]:
@@ -117,16 +134,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", required=True, metavar="DATA", help="prompts: file, folder or Hub name, as --data.prompt_dataset")
     add("--reward", metavar="REWARD", help="a .py file with reward_func, a reward server's URL, or a reward model")
     add("--agent", metavar="FILE.py", help="an agent file, which plays the episodes")
-    add("--n", type=_count, default=4, metavar="N", help="samples of each prompt (4)")
-    add("--k", type=_count, nargs="+", metavar="K", help="the k of pass@k (1, 2, 4, … up to N)")
+    add("--n", type=count, default=4, metavar="N", help="samples of each prompt (4)")
+    add("--k", type=count, nargs="+", metavar="K", help="the k of pass@k (1, 2, 4, … up to N)")
     add(
         "--temperature",
-        type=_not_negative,
+        type=not_negative,
         default=0.6,
         metavar="T",
         help="0 is greedy (0.6, as in a run's evaluations)",
     )
-    add("--limit", type=_count, metavar="PROMPTS", help="only so many of the first prompts")
+    add("--limit", type=count, metavar="PROMPTS", help="only so many of the first prompts")
     add("--threshold", type=float, default=1.0, metavar="SCORE", help="from which score on a sample is right (1)")
     add(
         "--engine",
@@ -138,13 +155,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """The value of an option that counts something."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
     return int(text)
 
 
-def _not_negative(text: str) -> float:
+def not_negative(text: str) -> float:
+    """The value of an option that may be 0."""
     try:
         value = float(text)
     except ValueError:

@@ -34,7 +34,13 @@ def _run(given: argparse.Namespace) -> int:
 
     start_logging()
     try:
-        folder = export(given.source, given.to, adapter=given.adapter, base_model=given.base_model)
+        folder = export(
+            given.source,
+            given.to,
+            adapter=given.adapter,
+            base_model=given.base_model,
+            trust_remote_code=given.trust_remote_code,
+        )
     except (CheckpointError, ModelLoadError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -76,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of a run with LoRA: merge the adapter into its base, or write the adapter alone (merge)",
     )
     add("--base_model", metavar="ORG/NAME", help="what the Hub calls the model that was trained, where it was a folder")
+    add("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     return parser
 
 

@@ -6,7 +6,7 @@ import functools
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +225,8 @@ class SupervisedTrainer:
             # A signal reaches some of the ranks, at different times. They must agree, or some would wait for others.
             asked: Any = self.stop.accept() or self.callbacks.ended
             stopped_by: signal.Signals | str | None = self.ranks.agree(asked)
+            asked = self.stop.accept() or self.callbacks.ended
+            stopped_by = cast("signal.Signals | str | None", self.ranks.agree(asked))
             if stopped_by is None and self._evaluation_is_due():
                 self.evaluate()
                 stopped_by = self.ranks.agree(self.callbacks.ended)

@@ -99,6 +99,8 @@ def test_an_interrupted_eval_shows_what_is_there(tiny, prompts, capfd, monkeypat
         (["{tiny}", "--data", "data.jsonl"], 2, "openrlhf eval: error: what judges the samples?"),
         (["{tiny}", "{prompts}", "--k", "8"], 2, "--k 8: pass@k needs k samples of each prompt or more, and --n is 4"),
         (["{tiny}", "{prompts}", "--actor.adam.lr", "1"], 2, "--actor.adam.lr is about training"),
+        (["{tiny}", "{prompts}", "--rollout_batch_size", "8"], 2, "--rollout_batch_size is about training"),
+        (["{tiny}", "{prompts}", "--vllm.enforce_eager", "--engine", "embedded"], 2, "--engine is embedded"),
         (["{tiny}", "{prompts}", "--rollout.temperature", "1"], 2, "--rollout.temperature: give --temperature here"),
         (["{tiny}", "{prompts}", "--max_tokenz", "1"], 2, "--max_tokenz is unknown; did you mean"),
         (["./nowhere", "{prompts}"], 1, "error: MODEL ./nowhere: no such folder"),
@@ -292,6 +294,22 @@ def test_a_checkpoint_is_exported_and_an_adapter_is_chatted_with(lora_run, tmp_p
     said = capfd.readouterr()
     assert said.out.strip("\n") or "limit" in said.err
     assert "is an adapter: it is merged into its base" in caplog.text
+
+
+@pytest.mark.parametrize("adapter", ["keep", "merge"])
+def test_the_adapter_of_a_reward_model_is_exported(adapter, tiny, tmp_path, monkeypatch):
+    import openrlhf
+
+    monkeypatch.chdir(tmp_path)
+    run = openrlhf.train_rm(
+        {"model.model_name_or_path": tiny, "ds.lora.rank": 2, "train": {"batch_size": 2, "micro_batch_size": 2}},
+        data=[{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(2)],
+        **{"data.max_len": 64, "data.prompt_key": "prompt"},
+    )
+    assert console.main(["export", str(run.run_dir), "--to", "out", "--adapter", adapter]) == 0
+    card = Path("out/README.md").read_text()
+    assert "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained(" in card
 
 
 def test_export_says_what_is_wrong(tiny, lora_run, tmp_path, capfd):
