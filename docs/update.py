@@ -45,13 +45,23 @@ def architecture() -> str:
 
 def long_sequences() -> str:
     """long_sequences.md with its tables brought up to date."""
-    spec = importlib.util.spec_from_file_location("docs_memory", ROOT / "docs" / "memory.py")
+    return _with_tables("memory", "long_sequences.md")
+
+
+def scale() -> str:
+    """scale.md with its tables brought up to date."""
+    return _with_tables("scale", "scale.md")
+
+
+def _with_tables(script: str, document: str) -> str:
+    """A document whose tables a script of this folder makes."""
+    spec = importlib.util.spec_from_file_location(f"docs_{script}", ROOT / "docs" / f"{script}.py")
     assert spec is not None
     assert spec.loader is not None
-    memory = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = memory  # dataclasses look their module up
-    spec.loader.exec_module(memory)
-    return memory.filled((ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module.filled((ROOT / "docs" / document).read_text(encoding="utf-8"))
 
 
 def documents() -> dict[Path, str]:
@@ -61,6 +71,7 @@ def documents() -> dict[Path, str]:
         ROOT / "docs" / "flags.md": flag_table(),
         ROOT / "docs" / "long_sequences.md": long_sequences(),
         ROOT / "docs" / "metrics.md": metrics_page(),
+        ROOT / "docs" / "scale.md": scale(),
     }
 
 

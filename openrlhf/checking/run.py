@@ -30,7 +30,7 @@ def check(options: CheckOptions, kinds: Sequence[Kind]) -> int:
     display = Display(sys.stdout)
     with contextlib.ExitStack() as held:
         printed = held.enter_context(captured_stderr())
-        said = held.enter_context(_collected_warnings())
+        said = held.enter_context(collected_warnings())
         try:
             with display.working(options.file):
                 tried, warnings = asyncio.run(_check(options, kinds, display))
@@ -82,7 +82,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _collected_warnings() -> Iterator[list[str]]:
+def collected_warnings() -> Iterator[list[str]]:
     """Collect the warnings of the parts of training, which would go to the log. Of lines that differ only in numbers,
     the last one is kept."""
     collector = _Collector()

@@ -16,6 +16,7 @@ COMMANDS = {
     "export": ("openrlhf.cli.export", "a run's model as a folder for the Hub, with a model card"),
     "view": ("openrlhf.cli.view", "show runs on a local web page: curves, rollouts, tokens"),
     "prove": ("openrlhf.cli.prove", "prove that a training command does what its flags say, in minutes"),
+    "doctor": ("openrlhf.cli.doctor", "what a training command will take, whether it fits, and what is wrong here"),
     "report": ("openrlhf.cli.report", "make a run's report again, or compare several runs on one page"),
     "replay": ("openrlhf.cli.replay", "take a logged step of an RL run again, and see what each sample did to it"),
     "rl": ("openrlhf.cli.train_ppo_ray", "reinforcement learning"),
