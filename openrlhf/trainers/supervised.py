@@ -223,8 +223,6 @@ class SupervisedTrainer:
             self.steps_done += 1
             self.report(metrics)
             # A signal reaches some of the ranks, at different times. They must agree, or some would wait for others.
-            asked: Any = self.stop.accept() or self.callbacks.ended
-            stopped_by: signal.Signals | str | None = self.ranks.agree(asked)
             asked = self.stop.accept() or self.callbacks.ended
             stopped_by = cast("signal.Signals | str | None", self.ranks.agree(asked))
             if stopped_by is None and self._evaluation_is_due():

@@ -106,7 +106,9 @@ def test_errors_and_labels_are_searched_and_a_link_is_text(path):
     assert parse_query("step: is: reward<") == Query()  # not typed to the end
 
 
-@pytest.mark.parametrize(("query", "said"), [("step:x", "step:3-8"), ("is:odd", "truncated"), ("reward<low", "reward>3")])
+@pytest.mark.parametrize(
+    ("query", "said"), [("step:x", "step:3-8"), ("is:odd", "truncated"), ("reward<low", "reward>3")]
+)
 def test_a_query_that_cannot_be_read_says_what_can(query, said):
     with pytest.raises(QueryError, match=said):
         parse_query(query)
