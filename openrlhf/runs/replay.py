@@ -82,7 +82,8 @@ class WeightComparison:
     checkpoint: str
     tensors: int
     largest: Mapping[str, float]
-    """Tensor → the largest difference of an entry, of those that are not equal to the last bit."""
+    """Tensor → the largest difference of an entry, of those that are not equal to the last bit; infinite where the
+    checkpoint has none of this shape."""
 
     @property
     def bit_equal(self) -> bool:
@@ -165,7 +166,8 @@ def replay(run: Path, step: int, overrides: Sequence[str] = (), *, told: Callabl
     Raises ReplayError, and what loading models and checkpoints raises.
     """
     given = recorded_config(run, overrides)
-    found, first = _origin(given, run, step)
+    checkpoints = RunCheckpoints(given, run)
+    found, first = _origin(given, run, step, checkpoints)
     logged = _logged_steps(run, first, step, found)
     config, notes = _one_process(given)
     writer = found.notes.get("run_directory") if found else None
@@ -205,10 +207,9 @@ def replay(run: Path, step: int, overrides: Sequence[str] = (), *, told: Callabl
             batch, metrics = _train(learners, groups, inspection if last else None)
         replayed.append(ReplayedStep(step=number, metrics=metrics.values(), logged=records.get(number)))
         told(step_line(replayed[-1]))
-    checkpoint = _checkpoint_of(given, step)
-    weights = None
-    if checkpoint is not None:
-        weights = compare_weights(checkpoint, {name: model.backend for name, model in kept.items()})
+    weights, after = None, checkpoints.of(step)
+    if after is not None:
+        weights = compare_weights(after.path, {name: model.backend for name, model in kept.items()})
     return Replay(
         run=str(run),
         step=step,
@@ -251,47 +252,64 @@ def recorded_config(run: Path, overrides: Sequence[str] = ()) -> RLConfig:
     return config
 
 
-def _checkpoint_folder(config: RLConfig) -> Path:
-    return Path(config.ckpt.folder).expanduser().resolve()
+class RunCheckpoints:
+    """The checkpoints of a run that can be continued from, the best one included. They are read, and nothing else."""
+
+    def __init__(self, config: RLConfig, run: Path) -> None:
+        """Raises ReplayError where the run has written some, and their folder is gone."""
+        self._run = run
+        self._takes_others = config.ckpt.resumes
+        """A run that was continued begins with a checkpoint of another one."""
+        self.folder = Path(config.ckpt.folder).expanduser().resolve()
+        if config.ckpt.period is not None and not self.folder.is_dir():
+            raise ReplayError(
+                f"the run's checkpoints are not in {self.folder}: call this where the run was started, or say where "
+                "they are (--ckpt.path)"
+            )
+        names = ("global_step", "best_global_step")
+        found = [(name, path.name.removeprefix(name)) for name in names for path in self.folder.glob(f"{name}*")]
+        steps = {int(number) for _, number in found if number.isdecimal()}
+        self._steps = sorted(steps, reverse=True) if config.ckpt.uses_folder else []
+
+    def before(self, step: int) -> tuple[ResumePoint | None, int]:
+        """The nearest one before a step, and its own step; None and 0: there is none."""
+        candidates = ((self.of(number), number) for number in self._steps if number < step)
+        return next(((point, number) for point, number in candidates if point is not None), (None, 0))
+
+    def of(self, step: int) -> ResumePoint | None:
+        """That of a step; None: there is none, it is damaged, or another run has left it in the folder."""
+        if step not in self._steps:
+            return None
+        for path in (self.folder / f"global_step{step}", self.folder / f"best_global_step{step}"):
+            if path.is_dir() and damage_of(path) is None:
+                require_readable(path)
+                point = read_checkpoint(path)
+                if self._is_ours(point):
+                    return point
+        return None
+
+    def _is_ours(self, point: ResumePoint) -> bool:
+        writer = point.notes.get("run_directory")
+        if not isinstance(writer, str) or self._takes_others:
+            return True
+        theirs, ours = RunDirectory(Path(writer)).config, RunDirectory(self._run).config
+        # The folder of a run that was moved is not where it was; that of one that was copied has the same settings.
+        return not theirs.exists() or theirs.read_bytes() == ours.read_bytes()
 
 
-def _checkpoint_of(config: RLConfig, step: int) -> Path | None:
-    """The whole checkpoint of a step; None: there is none."""
-    folder = _checkpoint_folder(config)
-    for path in (folder / f"global_step{step}", folder / f"best_global_step{step}"):
-        if path.is_dir() and damage_of(path) is None:
-            require_readable(path)
-            return path
-    return None
-
-
-def _checkpoint_steps(folder: Path) -> list[int]:
-    """Of all checkpoints, the best included, the newest first."""
-    numbers = [path.name.removeprefix("best_global_step") for path in folder.glob("best_global_step*")]
-    best = [int(number) for number in numbers if number.isdecimal()]
-    return sorted({*CheckpointFolder(folder, Retention()).steps, *best}, reverse=True)
-
-
-def _origin(config: RLConfig, run: Path, step: int) -> tuple[ResumePoint | None, int]:
+def _origin(config: RLConfig, run: Path, step: int, checkpoints: RunCheckpoints) -> tuple[ResumePoint | None, int]:
     """The nearest checkpoint before the step (None: the run's beginning), and the first step to be taken again."""
     last = max((r["step"] for r in read_metrics(RunDirectory(run).metrics) if r["kind"] == "train"), default=0)
-    if step < 1 or step > max(last, *steps(run), 0):
-        raise ReplayError(f"{run} has no step {step}: its steps are 1 to {max(last, *steps(run), 0)}")
-    folder = _checkpoint_folder(config)
-    if config.ckpt.period is not None and not folder.is_dir():
+    last = max(last, *steps(run), 0)
+    if not 1 <= step <= last:
+        raise ReplayError(f"{run} has no step {step}: its steps are 1 to {last}")
+    found, before = checkpoints.before(step)
+    if found is None and config.ds.use_universal_ckpt:
         raise ReplayError(
-            f"the run's checkpoints are not in {folder}: call this where the run was started, or say where they are "
-            "(--ckpt.path)"
-        )
-    for before in _checkpoint_steps(folder):
-        if before < step and (path := _checkpoint_of(config, before)) is not None:
-            return read_checkpoint(path), before + 1
-    if config.ds.use_universal_ckpt:
-        raise ReplayError(
-            f"step {step} needs a checkpoint before it, and {folder} has none: the run began with "
+            f"step {step} needs a checkpoint before it, and {checkpoints.folder} has none: the run began with "
             "--ds.use_universal_ckpt, which is not taken again"
         )
-    return None, 1
+    return found, before + 1
 
 
 def _logged_steps(run: Path, first: int, last: int, found: ResumePoint | None) -> dict[int, Path]:
@@ -330,8 +348,10 @@ def compare_weights(checkpoint: Path, backends: Mapping[str, Any]) -> WeightComp
         _, saved = read_training_state(checkpoint / model / TRAINING_STATE)
         for name, tensor in backend.tensor_state():
             count += 1
-            here, there = tensor.cpu(), saved[name]
-            if not torch.equal(here, there):
+            here, there = tensor.cpu(), saved.get(name)
+            if there is None or here.shape != there.shape:
+                largest[f"{model}/{name}"] = math.inf
+            elif not torch.equal(here, there):
                 largest[f"{model}/{name}"] = float((here.double() - there.double()).abs().max())
     return WeightComparison(checkpoint=str(checkpoint), tensors=count, largest=largest)
 

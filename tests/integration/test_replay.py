@@ -246,6 +246,14 @@ def test_another_setting_shows_what_the_step_would_have_been(runs, tmp_path):
     assert not found["weights"]["bit_equal"]
 
 
+def test_checkpoints_of_another_run_in_the_same_folder_are_not_taken(runs, tmp_path):
+    """Runs that name no --ckpt.path share one."""
+    others = runs("sync").with_name("checkpoints")
+    found = replayed(runs("async", **OTHERS["async"]), 2, "--ckpt.path", str(others), tmp_path=tmp_path)
+    assert (found["origin"], found["weights"]) == (None, None)
+    assert [one["bit_equal"] for one in found["replayed"]] == [True, True]
+
+
 def refused(capsys, *words: str) -> str:
     from openrlhf.cli.main import main
 
