@@ -336,10 +336,11 @@ class GroupPane {
   }
 
   say(token) {
-    this.facts.hidden = !token;
-    if (!token) return;
-    const sample = Number(token.closest(".sample").dataset.sample);
-    const facts = tokenFacts(this.tokens.get(sample), Number(token.dataset.token));
+    // While another group is fetched, the tokens of the one before are still in sight.
+    const tokens = token ? this.tokens.get(Number(token.closest(".sample").dataset.sample)) : null;
+    this.facts.hidden = !tokens;
+    if (!tokens) return;
+    const facts = tokenFacts(tokens, Number(token.dataset.token));
     this.facts.replaceChildren(
       el("div", { class: "facts-head" }, el("code", {}, JSON.stringify(facts.text)), el("span", {}, `id ${facts.id}`), el("span", {}, `token ${facts.number}`),
         el("span", {}, facts.action ? (facts.trained ? "sampled, trained on" : "sampled, not trained on") : "read")),
@@ -347,7 +348,7 @@ class GroupPane {
   }
 
   key(event) {
-    if (!this.group) return false;
+    if (!this.group || !this.columns) return false;
     const numbers = this.group.samples.map((sample) => sample.sample);
     const at = numbers.indexOf(number("sample"));
     if (/^[1-9]$/.test(event.key)) {
