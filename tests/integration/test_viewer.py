@@ -94,7 +94,7 @@ def test_curves_move_while_the_file_grows_and_zoom_stays(open_page, runs):
     assert page.evaluate(steps) == [30, 30]
     page.evaluate("window.kept = 'the page is not loaded again'")
     append(runs / "plain" / "metrics.jsonl", metrics(31), {**metrics(31), "kind": "eval", "eval_x_pass1": 0.5})
-    until(page, "() => document.querySelector('[data-metric=reward] .latest').textContent === '3.1'")
+    until(page, "() => document.querySelector('[data-metric=reward] .latest')?.textContent === '3.1'")
     assert page.evaluate(steps) == [31, 31]
     assert page.evaluate("window.kept") == "the page is not loaded again"
     until(page, "() => document.querySelector('[data-metric=eval_x_pass1]')")
@@ -105,11 +105,11 @@ def test_curves_move_while_the_file_grows_and_zoom_stays(open_page, runs):
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 50, steps=4)
     assert chart.locator(".tip").is_visible()
     page.mouse.up()
-    until(page, "() => document.querySelector('[data-metric=reward]').chart.plot.scales.x.min > 10")
+    until(page, "() => document.querySelector('[data-metric=reward]')?.chart.plot?.scales.x.min > 10")
     page.get_by_role("button", name="Whole axis").click()
-    until(page, "() => document.querySelector('[data-metric=reward]').chart.plot.scales.x.min === 1")
+    until(page, "() => document.querySelector('[data-metric=reward]')?.chart.plot?.scales.x.min === 1")
     page.keyboard.press("l")
-    until(page, "() => document.querySelector('[data-metric=reward]').chart.plot.scales.y.distr === 3")
+    until(page, "() => document.querySelector('[data-metric=reward]')?.chart.plot?.scales.y.distr === 3")
     page.get_by_label("Filter metrics").fill("no such metric")
     until(page, "() => document.querySelector('.sections .empty')")
 
@@ -185,7 +185,7 @@ def test_keys_walk_through_groups_steps_and_views(open_page):
     moved(30, 0)
     page.keyboard.press("/")
     page.keyboard.insert_text("step:7 is:typical")
-    until(page, "() => document.querySelector('#found').textContent.startsWith('40 groups')")
+    until(page, "() => document.querySelector('#found')?.textContent.startsWith('40 groups')")
     # Of 40 rows only those in sight are elements.
     assert page.locator(".row").count() < 40
     page.keyboard.press("Escape")
@@ -222,12 +222,12 @@ def test_narrow_and_dark_screens(open_page):
 
 def test_rollouts_that_are_written_meanwhile_appear_and_the_open_group_stays(open_page, runs):
     page = open_page("view=rollouts&run=plain&step=3&prompt=2")
-    until(page, "() => document.querySelector('#found').textContent.startsWith('1,200 groups')")
+    until(page, "() => document.querySelector('#found')?.textContent.startsWith('1,200 groups')")
     page.locator(".sample").first.wait_for()
     append(runs / "plain" / "rollouts.jsonl", rollout(32, 7, 0), rollout(32, 7, 1, error="boom", outcome="failed"))
-    until(page, "() => document.querySelector('#found').textContent.startsWith('1,201 groups')")
+    until(page, "() => document.querySelector('#found')?.textContent.startsWith('1,201 groups')")
     assert "Step 3, prompt 2" in page.locator(".group-head h1").inner_text()
     page.get_by_role("button", name="failed", exact=True).click()
-    until(page, "() => document.querySelector('#found').textContent.startsWith('1 group ')")
+    until(page, "() => document.querySelector('#found')?.textContent.startsWith('1 group ')")
     page.locator(".row").click()
     page.locator(".error pre", has_text="boom").wait_for()
