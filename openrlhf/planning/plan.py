@@ -61,7 +61,7 @@ from openrlhf.runs.launchers import needs_ray
 
 CONTEXT = 1 * GIB
 """Of each process on a GPU: CUDA's context and kernels' own memory, beside what torch allocates."""
-OWN = 150 * 2**20
+OWN = 180 * 2**20
 """Of a process on a CPU, beside its tensors: libraries that are imported late, tokenizers, records."""
 FRAGMENTS = 0.05
 """Of what is allocated: memory between tensors that nothing fits into."""

@@ -57,8 +57,8 @@ MEASURED = {
     "park_rate": Constant(25e9, "assumed: bytes per second of each GPU to and from CPU memory"),
     "reading_share": Constant(0.6, "assumed: of the memory's bandwidth"),
     # A CPU, beside the products of matrices and copies that the doctor measures first.
-    "cpu_update_share": Constant(0.80, "bench.doctor on 2 busy cores: of the rate of a product of 768 × 768 matrices"),
-    "cpu_decode_share": Constant(0.55, "bench.doctor on 2 busy cores: the same, for the products of a step"),
+    "cpu_update_share": Constant(0.74, "bench.doctor on 2 busy cores: of the rate of a product of 768 × 768 matrices"),
+    "cpu_decode_share": Constant(0.50, "bench.doctor on 2 busy cores: the same, for the products of a step"),
     "cpu_decode_step": Constant(3e6, "bench.doctor on 2 busy cores: operations' worth of a layer's Python in a step"),
     "cpu_layer_update": Constant(1e8, "bench.doctor on 2 busy cores: the same of a layer of an update"),
 }

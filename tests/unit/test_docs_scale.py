@@ -49,9 +49,10 @@ def test_70b_on_64_devices_by_hand(scale):
 
 def test_235b_is_bound_by_gathering_weights(scale):
     """64 ranks at 12,288 tokens: 4 samples of 2,560 in a micro-batch, 32 of them on each rank. Each is gathered for three
-    passes: 470 GB · 63/64 at 70 % of 50 GB/s."""
+    passes: 470 GB · 63/64 at 70 % of 50 GB/s. Then gradients are summed and weights given back, 8 bytes of each."""
     plan = scale.planned(scale.SETUPS[scale.LARGE][1])
     update = next(time.seconds for time in plan.times if time.name == "update")
     gathers = 32 * 3 * 2 * 235_093_634_560 * 63 / 64 / (0.7 * 50e9)
-    assert update.traffic + update.compute == pytest.approx(gathers, rel=0.02)
+    sums = 8 * 235_093_634_560 / (0.7 * 50e9)
+    assert update.traffic + update.compute == pytest.approx(gathers + sums, rel=0.001)
     assert update.traffic > update.compute
