@@ -1,0 +1,157 @@
+"""The parts of `openrlhf prove` that need no trial: how proofs are tried, sizes, words of a command, the plain formulas."""
+
+import io
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from openrlhf.cli.prove import _command, _launcher, _own
+from openrlhf.config import parse
+from openrlhf.proving import reference
+from openrlhf.proving.registry import Disproved, Proof, Status, Verdict, tried
+from openrlhf.proving.report import Report, print_report
+from openrlhf.proving.sizes import LARGEST, SMALLEST, sizes_for
+
+
+def made(name: str, run, **changes) -> Proof:
+    fields = {"title": f"the title of {name}", "shows": "what is so", "remedy": "what to do", "kinds": ("rl",)}
+    fields |= {"unless": lambda trial: None, "cost": 1.0, "first": False}
+    return Proof(name=name, run=run, **fields | changes)
+
+
+def disproved(trial):
+    raise Disproved("it is 2, and 3 by the formula")
+
+
+def broken(trial):
+    raise KeyError("gone")
+
+
+def test_every_proof_is_a_verdict():
+    trial = SimpleNamespace(kind="rl", blocked=None)
+    proofs = [
+        made("good", lambda trial: "seen"),
+        made("bad", disproved),
+        made("broken", broken),
+        made("elsewhere", broken, unless=lambda trial: "there is no critic"),
+        made("supervised", broken, kinds=("sft",)),
+    ]
+    verdicts = tried(trial, proofs)
+    assert [(v.proof.name, str(v.status)) for v in verdicts] == [
+        ("good", "pass"),
+        ("bad", "fail"),
+        ("broken", "fail"),
+        ("elsewhere", "does not apply"),
+    ]
+    assert verdicts[1].detail == "it is 2, and 3 by the formula"
+    assert verdicts[2].detail.startswith("KeyError: 'gone' (")
+    assert "test_proving.py:" in verdicts[2].detail, "what breaks is found"
+
+
+def test_what_there_is_no_time_for_is_not_proved():
+    """A clock that goes on by one second at each look: the second proof begins after the deadline of 1.5 s."""
+    clock = iter(range(10))
+    trial = SimpleNamespace(kind="rl", blocked=None)
+    first, second = tried(
+        trial, [made("a", lambda t: ""), made("b", lambda t: "")], deadline=1.5, now=lambda: next(clock)
+    )
+    assert (first.status, second.status) == (Status.PASS, Status.UNTRIED)
+    report = Report(title="m", verdicts=[first, second], notes=[], shown=[], seconds=3.0)
+    assert report.status == 1
+
+
+def test_nothing_is_tried_on_a_trial_that_plays_nothing():
+    trial = SimpleNamespace(kind="rl", blocked="nothing was played")
+    verdicts = tried(trial, [made("rollouts", disproved, first=True), made("loss", lambda t: "")])
+    assert [v.status for v in verdicts] == [Status.FAIL, Status.UNTRIED]
+
+
+def test_a_failure_is_told_with_what_to_do():
+    verdict = Verdict(proof=made("loss", disproved), status=Status.FAIL, detail="it is 2", seconds=0.1)
+    written = io.StringIO()
+    print_report(Report(title="m · rl", verdicts=[verdict], notes=["in fp32"], shown=[], seconds=1.0), written)
+    lines = written.getvalue()
+    for said in ("the title of loss", "loss failed: it is 2", "it should be: what is so", "what to do:   what to do"):
+        assert said in lines
+    assert "note: in fp32" in lines
+    assert "1 fail; 1 s" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "command", "own", "launcher"),
+    [
+        ("rl --pretrain sft", 0, "train_ppo_ray", "", ""),
+        ("--json --minutes 3 train_dpo --x 1", 3, "train_dpo", "--json --minutes 3", ""),
+        ("python3 -m openrlhf.cli.train_sft --x", 2, "train_sft", "", ""),
+        ("--json /v/bin/torchrun --nproc-per-node 2 -m openrlhf.cli.train_rm", 5, "train_rm", "--json", "torchrun"),
+        ("ray job submit -- python -m openrlhf.cli.train_ppo_ray", 6, "train_ppo_ray", "", ""),
+    ],
+)
+def test_a_command_is_found_among_its_words(words, place, command, own, launcher):
+    words = words.split()
+    assert _command(words) == (place, command)
+    assert _own(words[:place]) == own.split()
+    assert _launcher(words[:place]) == launcher
+
+
+def test_a_larger_model_has_a_smaller_trial():
+    sizes = [
+        sizes_for(parameters, minutes=5, speed=3e10, prompt_tokens=50, gradients=25)
+        for parameters in (10**5, 10**8, 10**10)
+    ]
+    assert sizes[0] == LARGEST
+    assert sizes[-1] == SMALLEST
+    tokens = [one.samples * (50 + one.response) for one in sizes]
+    assert tokens == sorted(tokens, reverse=True)
+
+
+def rl(**flags):
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return parse("train_ppo_ray", ["--algo.kl.init_coef", "0", *words])
+
+
+def episode(prompt, *turns, truncated=False):
+    """Turns: (tokens, reward)."""
+    lengths, rewards = zip(*turns, strict=True)
+    return reference.PlainEpisode(prompt=prompt, turns=list(lengths), rewards=list(rewards), truncated=truncated)
+
+
+def test_plain_advantages_by_hand():
+    """Two samples of one prompt that earned 1 and 0: z-scores ±1/√2 (unbiased deviation √½); the other prompt's agree.
+
+    RLOO: each less the other. REINFORCE with γ = ½ and two turns that earn 0 and 1: returns ½·½·1, ½·1, 1 of three
+    tokens, whitened over all.
+    """
+    group = [episode(0, (2, 1.0)), episode(0, (1, 0.0)), episode(1, (1, 0.5)), episode(1, (2, 0.5))]
+    normed = reference.advantages(group, rl(advantage_estimator="group_norm"))
+    half = 1 / math.sqrt(2)
+    assert normed == [pytest.approx([half] * 2), pytest.approx([-half]), [0.0], [0.0, 0.0]]
+    assert reference.advantages(group[:2], rl(advantage_estimator="rloo")) == [[1.0, 1.0], [-1.0]]
+    plain = reference.advantages([episode(0, (1, 0.0), (2, 1.0))], rl(advantage_estimator="reinforce", gamma=0.5))
+    values = [0.25, 0.5, 1.0]
+    mean = sum(values) / 3
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / 3)
+    assert plain == [pytest.approx([(v - mean) / deviation for v in values])]
+
+
+def test_plain_loss_by_hand():
+    """Ratios 4 and 1 with advantages −1 and 2: −max(min(−4, −1.2), −3) = 3 with a dual clip of 3, and −2; their mean."""
+    sample = reference.PlainSample(
+        episode=0,
+        current=torch.tensor([math.log(4.0), 0.0]),
+        old=torch.zeros(2),
+        advantages=torch.tensor([-1.0, 2.0]),
+    )
+    config = rl(**{"actor.dual_clip": 3, "advantage_estimator": "group_norm"})
+    assert float(reference.policy_loss([sample], config, kl_coef=0.0)) == pytest.approx((3 - 2) / 2)
+    without = rl(advantage_estimator="group_norm")
+    assert float(reference.policy_loss([sample], without, kl_coef=0.0)) == pytest.approx((4 - 2) / 2)
+
+
+def test_a_gradient_that_is_missing_is_a_difference():
+    one, two = {"a": torch.tensor([3.0])}, {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    assert reference.gradient_gap(one, two) == (pytest.approx(4 / 5), "b")
+    assert reference.gradient_gap(two, two) == (0.0, "")
+    assert reference.gradient_gap({"a": torch.tensor([math.nan])}, one)[1] == "a"
