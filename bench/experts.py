@@ -240,8 +240,8 @@ def run(folder: Path, work: Work, *, engine: str, sharpness: float, kernel: str 
     from openrlhf.observability.loggers import read_metrics
     from openrlhf.runs import rl_assembly
 
-    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
-    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
+    rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     rl_assembly._export = lambda *arguments: []  # half a minute for a model that nobody wants
     rounds = Rounds(work, sharpness=sharpness)
     rounds.watch()

@@ -179,8 +179,8 @@ def run_ours(folder: Path, work: Work, *, case: str, launcher: str, steps: int, 
     from openrlhf.observability.loggers import read_metrics
     from openrlhf.runs import rl_assembly
 
-    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
-    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
+    rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     flags = run_flags(folder, work, steps=steps, launcher=launcher)
     flags |= {"actor.lr_scheduler": "constant", "vllm.enable_prefix_caching": "true", **CASES[case][1]}
     if profile:

@@ -67,8 +67,8 @@ def run(folder: Path, shape: Shape) -> dict[str, Any]:
     from openrlhf.weight_sync.base import EngineWeightSync
 
     VllmEngine = engine_class()
-    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
-    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
+    rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     rl_assembly._export = lambda *arguments: []  # a model that nobody wants
     decide, fall_asleep, push = engines.engine_memory, VllmEngine.sleep, EngineWeightSync.push
     settled: list[Any] = []

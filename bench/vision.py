@@ -173,8 +173,8 @@ def run(folder: Path, work: Work, *, case: str, steps: int) -> dict[str, Any]:
     from openrlhf.observability.loggers import read_metrics
     from openrlhf.runs import rl_assembly
 
-    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
-    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
+    rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     count, own = CASES[case]
     flags = {
         "actor.model_name_or_path": folder,

@@ -60,6 +60,7 @@ def test_a_heavy_library_is_imported_in_one_place(library):
         "openrlhf.cli.replay",
         "openrlhf.cli.view",
         "openrlhf.viewer.server",
+        "openrlhf.cli.prove",
         "openrlhf.cli.train_ppo_ray",
         "openrlhf.observability.progress",
         "openrlhf.observability.token_log",
