@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from openrlhf.algorithms.reduction import pass_at_k
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.schema import to_dict
+from openrlhf.data.sources import DataError
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.runs.inference import opened_engine, whole_model, with_engine
 from openrlhf.runs.preflight import policy_images, policy_tokenizer
@@ -182,7 +183,10 @@ def _play(measured: Measured) -> None:
     config, device = measured.config, process_device()
     tokenizer = policy_tokenizer(config)
     images = policy_images(config, tokenizer)
-    prompts = prompts_of(config, tokenizer, evaluation=False, images=images)
+    try:
+        prompts = prompts_of(config, tokenizer, evaluation=False, images=images)
+    except DataError as error:
+        raise DataError(str(error).replace("--data.prompt_dataset", "--data")) from error
     measured.prompts = len(prompts)
     with asyncio.Runner() as loop, contextlib.ExitStack() as held:
         source = build_reward(config, reward_model_here(config, tokenizer, device))

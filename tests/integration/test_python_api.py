@@ -13,7 +13,6 @@ from patience import patience
 
 import openrlhf
 from openrlhf import ConfigError, RLConfig, RunError, StopTraining
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,19 +27,6 @@ def half_marks(queries, prompts, labels):
 
 def broken(queries, prompts, labels):
     return 1 / 0
-
-
-class Once(AgentInstanceBase):
-    def __init__(self, *args, **kwargs):
-        pass
-
-    async def step(self, states, **kwargs):
-        return {"rewards": 0.75, "done": True}
-
-
-class Agent(MultiTurnAgentExecutor):
-    def __init__(self):
-        super().__init__(Once)
 
 
 @pytest.fixture
@@ -138,11 +124,6 @@ def test_an_interrupt_says_how_to_go_on_and_leaves_the_process_alone(inputs, set
     assert handlers() == before
 
 
-def test_a_class_is_an_agent(inputs, settings):
-    result = openrlhf.train_rl(settings, agent=Agent, data=inputs.data, **{"train.total_steps": 1, "max_steps": 1})
-    assert result.metrics["reward"] == 0.75
-
-
 def test_errors_are_those_of_the_command(inputs, settings, tmp_path):
     given = {"reward": half_marks, "data": inputs.records}
     for arguments, problem in (
@@ -207,11 +188,11 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     parameters.source = "steps = 1\nwarm_up_until = 0.0"
     folder = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=int(patience(300)), resources=folder, kernel_name="python3").execute()
-    said = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-    shown = [output for outputs in said.values() for output in outputs if "data" in output]
-    display, result, chart = (output["data"] for output in shown)
+    said = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    display, result, chart = (output["data"] for outputs in said for output in outputs if "data" in output)
     assert "step 1/1" in display["text/plain"]
     assert "<progress" in display["text/html"]
     assert "notebook" in result["text/html"]
     assert "data:image/svg+xml" in chart["text/html"]
-    assert not [output for outputs in said.values() for output in outputs if output.get("name") == "stderr"]
+    training = next(outputs for outputs in said if any(output.get("data") is display for output in outputs))
+    assert [output for output in training if output.get("name") == "stderr"] == []

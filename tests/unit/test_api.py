@@ -9,11 +9,13 @@ import pytest
 
 import openrlhf
 from openrlhf import ConfigError
+from openrlhf.agents.user_agent import load_agent
 from openrlhf.agents.user_calls import describe_error, load_module
 from openrlhf.config.parser import configure
 from openrlhf.runs.given import write_code, write_records
 from openrlhf.trainers.callbacks import Callbacks, EndedEarly, StopTraining
 from openrlhf.utils import interrupts
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 from openrlhf.utils.event_loops import own_loops
 
 
@@ -125,6 +127,25 @@ def test_code_of_a_cell_becomes_a_file(tmp_path):
     lock = __import__("threading").Lock()
     with pytest.raises(ConfigError, match=r"reward: <lambda> cannot be sent .*lock.*Make what it uses inside it"):
         write_code(lambda queries: lock, tmp_path, target="reward_func", given="reward")
+
+
+class Once(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        pass
+
+    async def step(self, states, **kwargs):
+        return {"rewards": 1.0, "done": True}
+
+
+class Agent(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Once)
+
+
+def test_a_class_becomes_an_agent_file(tmp_path):
+    path = write_code(Agent, tmp_path, target="AgentExecutor", given="agent")
+    assert type(load_agent(path).executor).__name__ == "Agent"
+    assert "# class Agent(MultiTurnAgentExecutor):" in path.read_text()
 
 
 def test_records_become_a_file(tmp_path):
