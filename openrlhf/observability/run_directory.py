@@ -31,6 +31,7 @@ class RunDirectory:
     warnings.jsonl  what was said about steps that went wrong; usually empty
     notes.jsonl     what else was said in words, and how the run ended
     model/          the trained model
+    inputs/         functions and records that a program gave the run directly (`runs.given`)
     report.html     all of it as one page
     stacks-1.txt    what everybody did when nothing happened any more; usually there is none
     """
