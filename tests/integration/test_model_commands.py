@@ -104,7 +104,7 @@ def test_an_interrupted_eval_shows_what_is_there(tiny, prompts, capfd, monkeypat
         (["{tiny}", "{prompts}", "--rollout.temperature", "1"], 2, "--rollout.temperature: give --temperature here"),
         (["{tiny}", "{prompts}", "--max_tokenz", "1"], 2, "--max_tokenz is unknown; did you mean"),
         (["./nowhere", "{prompts}"], 1, "error: MODEL ./nowhere: no such folder"),
-        (["{tiny}", "{prompts}", "--data.input_key", "nothing"], 1, "error: --data: "),
+        (["{tiny}", "{prompts}", "--data.input_key", "nothing"], 1, "error: --data, record 1 of data.jsonl"),
     ],
 )
 def test_eval_says_what_is_wrong(words, status, problem, tiny, prompts, capfd):
