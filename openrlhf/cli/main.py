@@ -1,6 +1,7 @@
 """The `openrlhf` command: one word per job, each imported only when asked for."""
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -66,7 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"openrlhf: error: no command {name!r}; {instead}", file=sys.stderr)
         return 2
     run = import_module(COMMANDS[word][0]).main
-    return (run(rest, name=f"openrlhf {word}") if word in SHORT_NAMES.values() else run(rest)) or 0
+    try:
+        status = (run(rest, name=f"openrlhf {word}") if word in SHORT_NAMES.values() else run(rest)) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read it, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 def refer(command: str, *, called: str) -> int:

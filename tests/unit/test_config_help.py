@@ -1,6 +1,8 @@
 """What a user sees before a run: help, the printed configuration, and errors that lead from other tools' names to ours."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -212,3 +214,19 @@ def test_commands_that_are_not_here_lead_somewhere(name, capsys):
 def test_a_typo_in_a_command_is_led_back(capsys):
     assert console.main(["train_pp_ray"]) == 2
     assert "did you mean train_ppo_ray?" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As `openrlhf doctor … | head`."""
+    program = (
+        "import sys, types\n"
+        "from openrlhf.cli import main as console\n"
+        "console.COMMANDS['talk'] = ('talk', '')\n"
+        "sys.modules['talk'] = types.SimpleNamespace(main=lambda rest: print('word ' * 10**6))\n"
+        "raise SystemExit(console.main(['talk']))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(4) == b"word"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
