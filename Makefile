@@ -80,7 +80,8 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt lock.txt | $(VENV)/bin/python
 # The viewer is tested in a browser. It is the system's, installed where we may; without one its tests are skipped.
 define BROWSER
 if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
-then (apt-get -qq update; apt-get -qq install -y --no-install-recommends chromium) >/dev/null 2>&1 \
+then (timeout 300 apt-get -qq update; DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y \
+--no-install-recommends chromium) </dev/null >/dev/null 2>&1 \
 || echo 'Chromium could not be installed: the tests of the viewer are skipped'; fi
 endef
 
