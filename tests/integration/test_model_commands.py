@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from patience import patience
@@ -180,6 +181,15 @@ class Shell:
     def send(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C at a prompt, once the command waits there: between writing a prompt and waiting for a key Python's
+        `input` would take notice of it with the next key only, and no person is that fast."""
+        process, asleep, end = psutil.Process(self.process.pid), 0, time.monotonic() + patience(60)
+        while asleep < 5 and time.monotonic() < end:
+            asleep = asleep + 1 if process.status() == psutil.STATUS_SLEEPING else 0
+            time.sleep(0.1)
+        self.send("\x03")
+
     def wait_for(self, pattern: str, seconds: float = 120.0) -> None:
         """Until it has written something of the kind; what was before it is forgotten."""
         end = time.monotonic() + patience(seconds)
@@ -207,9 +217,9 @@ def test_a_chat_on_a_terminal(tiny):
         shell.wait_for(r"\(stopped; Ctrl-C once more leaves\)\r\n> ")
         shell.send("/tokens\n")
         shell.wait_for(r"tokens, log-prob .*\r\n> ")
-        shell.send("\x03")
-        shell.wait_for("Ctrl-C once more, or /quit, leaves")
-        shell.send("\x03")
+        shell.interrupt()
+        shell.wait_for(r"Ctrl-C once more, or /quit, leaves\)\r\n> ")
+        shell.interrupt()
         assert shell.process.wait(patience(60)) == 130
     finally:
         shell.process.kill()
