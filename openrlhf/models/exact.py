@@ -303,7 +303,7 @@ class ExactForward:
         body.norm.register_forward_hook(self._replace_norm)
 
     def logprobs(
-        self, ordinary_A: Tensor, hidden_AD: Tensor, head: nn.Linear, targets_A: Tensor, *, temperature: float
+        self, ordinary_A: Tensor, hidden_AD: Tensor, head: nn.Linear, targets_A: Tensor, temperature: float
     ) -> Tensor:
         """The exact log-probs of these tokens, with the gradient of the ordinary ones."""
         with torch.no_grad(), _threads_for(hidden_AD):

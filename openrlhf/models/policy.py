@@ -93,18 +93,18 @@ class Policy(nn.Module):
             context=self.context,
         )
         head = output_head(self.model)
+        targets_a = share.own(tokens.token_ids[tokens.action_positions])
         logprobs_a, entropy_a = chunked_logprobs(
             hidden_aD,
             head.weight,
-            share.own(tokens.token_ids[tokens.action_positions]),
+            targets_a,
             bias_V=head.bias,
             temperature=temperature,
             with_entropy=with_entropy,
             transform=self.transform,
         )
         if self.exact is not None:
-            targets = tokens.token_ids[tokens.action_positions]
-            logprobs_a = self.exact.logprobs(logprobs_a, hidden_aD, head, targets, temperature=temperature)
+            logprobs_a = self.exact.logprobs(logprobs_a, hidden_aD, head, targets_a, temperature)
         return PolicyOutput(share.whole(logprobs_a), None if entropy_a is None else share.whole(entropy_a))
 
 
