@@ -103,8 +103,8 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
     config = parse("train_ppo_ray", words(flags))
     expected = Expected(prompt_tokens=work.prompt_tokens, response_tokens=work.new_tokens, records=work.prompts * STEPS)
     before = plan_rl(config, here(), expected)
-    chosen = rl_assembly._sampling  # no flag ignores end-of-sequence
-    rl_assembly._sampling = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
+    rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     rl_assembly._export = lambda *arguments: []  # a model that nobody wants
     started = _resident()
     result = rl_assembly.train(config)
