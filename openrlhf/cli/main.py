@@ -12,6 +12,7 @@ from openrlhf.config.commands import SHORT_NAMES
 COMMANDS = {
     "demo": ("openrlhf.cli.demo", "train a small model with RL on this machine, from nothing"),
     "check": ("openrlhf.cli.check", "try a reward or agent file, or look at data, before a run does"),
+    "worlds": ("openrlhf.cli.worlds", "environments of existing packages to train in: list and install them"),
     "eval": ("openrlhf.cli.eval", "pass@k and mean score of a model on prompts, judged by a reward or an agent"),
     "chat": ("openrlhf.cli.chat", "talk to a model in the terminal"),
     "export": ("openrlhf.cli.export", "a run's model as a folder for the Hub, with a model card"),

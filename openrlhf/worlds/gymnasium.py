@@ -1,0 +1,1 @@
+"""Gymnasium's environments with discrete actions, as text."""

@@ -1,0 +1,344 @@
+"""World processes, from outside: one runs a world's package in its own Python (`server.py`) and is asked over pipes.
+
+A call has a name and a deadline, which begins when the process gets it. A process that misses one is killed. A process
+that dies fails the calls that it has not answered, and the next call finds another one in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openrlhf.utils import parent_death
+from openrlhf.worlds.base import Start, Turn, WorldError, WorldSettings
+from openrlhf.worlds.environments import WorldPython, install_command, world_name
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 180.0
+"""How long a world process may take to import its package and make its world."""
+LINES_KEPT = 20
+"""Of what a world process has written to its standard error: a message about its death ends with the last ones."""
+
+_FOLDER = Path(__file__).resolve().parents[1]
+_keys = itertools.count(1)
+_alive: weakref.WeakSet[WorldProcess] = weakref.WeakSet()
+
+
+class WorldFailure(Exception):
+    """A call of a world failed. The text names the world, and is all that people need."""
+
+    retry = True
+    """Whether another attempt may succeed."""
+
+
+class WorldRefusal(WorldFailure):
+    """The world says that what it was asked cannot be done: a `WorldError` inside."""
+
+    retry = False
+
+
+class WorldDeath(WorldFailure):
+    """The process ended, or was ended, before it answered."""
+
+
+class WorldTimeout(WorldFailure):
+    """The call took longer than its deadline, and the process was killed."""
+
+    retry = False
+
+
+class _Call(NamedTuple):
+    request: dict[str, Any]
+    sent: Future[None]
+    answered: Future[Any]
+
+
+class WorldProcess:
+    """A world in a process of its own, which is started when it is first asked, and again after its death.
+
+    It may be asked from any thread and event loop.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        settings: WorldSettings,
+        *,
+        python: WorldPython,
+        timeout: float,
+        start_timeout: float = START_SECONDS,
+        index: int = 0,
+    ) -> None:
+        """
+        Args:
+            target: `openrlhf.worlds.NAME`, or the path of a file with a class `World`.
+            timeout: seconds that each call may take.
+            index: of the process among those of the same world, for messages.
+        """
+        self.target = target
+        self.name = f"world {world_name(target)}" + (f" (process {index + 1})" if index else "")
+        self.playing = 0
+        """Episodes under way."""
+        self._settings = settings
+        self._python = python
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._lock = threading.RLock()
+        self._life: _Life | None = None
+
+    async def begin(self, label: Any, *, seed: int) -> WorldEpisode:
+        """An episode of the record with this label. Raises WorldFailure."""
+        life = await self._alive()
+        key = next(_keys)
+        start = await life.ask({"do": "begin", "episode": key, "label": label, "seed": seed}, "begin", self._timeout)
+        with self._lock:
+            self.playing += 1
+        return WorldEpisode(self, life, key, Start.of_json(start), self._timeout)
+
+    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        """A method of the world itself, by name. Raises WorldFailure."""
+        life = await self._alive()
+        return await life.ask({"do": "call", "method": method, "args": args, "named": named}, method, self._timeout)
+
+    def records(self, *, count: int, seed: int) -> Iterator[dict[str, Any]]:
+        """The prompts of a run, in order; a plain generator, which waits. Raises WorldFailure."""
+        life = self._started()
+        asked = {"do": "records", "key": next(_keys), "count": count, "seed": seed}
+        more = True
+        while more:
+            part = life.ask_now(asked, "records", self._timeout)
+            yield from part["records"]
+            more = part["more"]
+
+    async def start(self) -> dict[str, Any]:
+        """What the world says of itself. Raises WorldFailure when it cannot be made."""
+        return (await self._alive()).about
+
+    def start_now(self) -> dict[str, Any]:
+        """The same for a caller without an event loop."""
+        return self._started().about
+
+    def close(self) -> None:
+        """End the process, with all that it has started."""
+        with self._lock:
+            life, self._life = self._life, None
+        if life is not None:
+            life.end()
+
+    async def _alive(self) -> _Life:
+        return await asyncio.to_thread(self._started) if self._life is None or self._life.ended else self._life
+
+    def _started(self) -> _Life:
+        with self._lock:  # who comes second waits until the first has started it
+            if self._life is None or self._life.ended:
+                life = _Life(self)
+                self._life = life
+                try:
+                    life.about = life.ask_now(
+                        {"do": "open", "settings": self._settings.as_json()}, "start", self._start_timeout
+                    )
+                except WorldFailure:
+                    life.end()
+                    raise
+                life.threads = life.about["threads"]
+                logger.info("%s runs in Python %s (%s)", self.name, life.about["python"], self._python.path)
+            return self._life
+
+
+class WorldEpisode:
+    """One episode under way in a world process."""
+
+    def __init__(self, process: WorldProcess, life: _Life, key: int, start: Start, timeout: float) -> None:
+        self.start = start
+        self._process = process
+        self._life = life
+        self._key = key
+        self._timeout = timeout
+
+    async def step(self, message: Mapping[str, Any]) -> Turn:
+        """The world's answer to what the policy said. Raises WorldFailure."""
+        return Turn.of_json(await self.call("step", message))
+
+    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        """A method of the episode, by name. Raises WorldFailure."""
+        request = {"do": "call", "episode": self._key, "method": method, "args": args, "named": named}
+        return await self._life.ask(request, method, self._timeout)
+
+    async def close(self) -> None:
+        """The episode is over. A failure to say so harms nobody."""
+        with self._process._lock:
+            self._process.playing -= 1
+        with contextlib.suppress(WorldFailure):
+            await self._life.ask({"do": "end", "episode": self._key}, "close", self._timeout)
+
+
+class _Life:
+    """One process, from its start to its end."""
+
+    def __init__(self, world: WorldProcess) -> None:
+        self.about: dict[str, Any] = {}
+        self.threads = False
+        self.ended = False
+        self._name = world.name
+        self._target = world.target
+        self._python = world._python
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._queue: deque[_Call] = deque()
+        self._due: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._written: deque[str] = deque(maxlen=LINES_KEPT)
+        self._ends_with: WorldFailure | None = None
+        self._popen = subprocess.Popen(
+            [str(world._python.path), str(_FOLDER / "worlds" / "server.py"), world.target, str(_FOLDER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=world._python.environment(),
+            start_new_session=True,  # with its children it is one group, and Ctrl-C is for us
+        )
+        parent_death.guard.watch(self._popen.pid)
+        _alive.add(world)
+        self._reads_errors = threading.Thread(target=self._read_errors, name=f"{world.name} stderr", daemon=True)
+        self._reads_errors.start()
+        threading.Thread(target=self._read_answers, name=world.name, daemon=True).start()
+        threading.Thread(target=self._write, name=f"{world.name} stdin", daemon=True).start()
+
+    async def ask(self, request: dict[str, Any], what: str, timeout: float) -> Any:
+        call = self._submit(request)
+        # `asyncio.wait` leaves the futures alone where the caller is cancelled: the process answers all the same.
+        await asyncio.wait([asyncio.wrap_future(call.sent)])
+        answered = asyncio.wrap_future(call.answered)
+        await asyncio.wait([answered], timeout=timeout)
+        if answered.done():
+            return answered.result()
+        answered.add_done_callback(_look_at)
+        raise self._timed_out(what, timeout)
+
+    def ask_now(self, request: dict[str, Any], what: str, timeout: float) -> Any:
+        call = self._submit(request)
+        try:
+            call.sent.result()
+            return call.answered.result(timeout)
+        except TimeoutError:
+            raise self._timed_out(what, timeout) from None
+
+    def end(self, why: WorldFailure | None = None) -> None:
+        """Kill the process and what it has started. `why`: what calls that are under way fail with."""
+        with self._lock:
+            self.ended = True
+            self._ends_with = self._ends_with or why
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def _timed_out(self, what: str, timeout: float) -> WorldTimeout:
+        self.end(WorldDeath(f"{self._name} was killed, as another episode's {what} took longer than {timeout:g} s"))
+        return WorldTimeout(f"{self._name}: {what} took longer than {timeout:g} s; its process was killed")
+
+    def _submit(self, request: dict[str, Any]) -> _Call:
+        call = _Call({**request, "id": next(self._ids)}, Future(), Future())
+        with self._lock:
+            if not self.ended:
+                self._calls[call.request["id"]] = call
+                self._queue.append(call)
+                self._send_due()
+                return call
+        raise self._ends_with or WorldDeath(f"{self._name} has ended")
+
+    def _send_due(self) -> None:
+        """Under the lock. A world without threads gets the next call when it has answered the last one."""
+        while self._queue and (self.threads or len(self._calls) == len(self._queue)):
+            call = self._queue.popleft()
+            self._due.put(json.dumps(call.request).encode() + b"\n")
+            call.sent.set_result(None)
+
+    def _write(self) -> None:
+        """In a thread of its own: a process that does not read must not stop those who ask."""
+        stdin = self._popen.stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has died: who reads its answers finds out
+            while (line := self._due.get()) is not None:
+                stdin.write(line)
+                stdin.flush()
+        with contextlib.suppress(OSError):
+            stdin.close()
+
+    def _read_answers(self) -> None:
+        assert self._popen.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._popen.stdout:
+                answer = json.loads(line)
+                with self._lock:
+                    call = self._calls.pop(answer["id"])
+                    self._send_due()
+                if "error" in answer:
+                    call.answered.set_exception(self._failure(answer["error"]))
+                else:
+                    call.answered.set_result(answer["result"])
+        self._bury()
+
+    def _bury(self) -> None:
+        with self._lock:
+            self.ended = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)  # children that outlived it
+        status = self._popen.wait()
+        self._due.put(None)
+        parent_death.guard.forget(self._popen.pid)
+        self._reads_errors.join(timeout=1.0)
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        said = f"; its last words: {' | '.join(list(self._written)[-3:])}" if self._written else ""
+        with self._lock:
+            failure = self._ends_with = self._ends_with or WorldDeath(f"{self._name} {how}{said}")
+            calls = list(self._calls.values())
+            self._calls.clear()
+            self._queue.clear()
+        for call in calls:
+            if not call.sent.done():
+                call.sent.set_result(None)
+            call.answered.set_exception(failure)
+
+    def _read_errors(self) -> None:
+        assert self._popen.stderr is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._popen.stderr:
+                text = line.decode(errors="replace").rstrip()
+                if text:
+                    self._written.append(text)
+                    logger.debug("%s: %s", self._name, text)
+
+    def _failure(self, error: Mapping[str, str]) -> WorldFailure:
+        text = f"{self._name}: {error['text']}"
+        if error["kind"] == "ModuleNotFoundError":
+            command = install_command(self._target)
+            return WorldRefusal(f"{text} in {self._python.path}" + (f". Run: {command}" if command else ""))
+        logger.debug("%s\n%s", text, error["traceback"])
+        return WorldRefusal(text) if error["kind"] == WorldError.__name__ else WorldFailure(text)
+
+
+def _look_at(answered: asyncio.Future[Any]) -> None:
+    """What nobody waits for any more is no exception that was never retrieved."""
+    if not answered.cancelled():
+        answered.exception()
+
+
+@atexit.register
+def _close_all() -> None:
+    for world in list(_alive):
+        world.close()

@@ -1,0 +1,1 @@
+"""reasoning-gym: procedural tasks with verifiers."""

@@ -1,0 +1,216 @@
+"""World processes, with a world of the standard library: what is asked and answered, and how processes end."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from patience import patience
+from world_files import counting_world
+
+from openrlhf.worlds.base import WorldSettings
+from openrlhf.worlds.environments import find_python
+from openrlhf.worlds.process import WorldDeath, WorldFailure, WorldProcess, WorldRefusal, WorldTimeout
+
+LABEL = {"say": "a"}
+RIGHT = {"role": "assistant", "content": "a"}
+
+
+def world(target, *, timeout=None, tasks=(), **options):
+    settings = WorldSettings(tasks=tasks, options=options, seed=1)
+    return WorldProcess(target, settings, python=find_python(target), timeout=timeout or patience(30.0))
+
+
+@pytest.fixture
+def counting(tmp_path):
+    process = world(counting_world(tmp_path))
+    yield process
+    process.close()
+
+
+def gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(holds):
+    ends = time.monotonic() + patience(20.0)
+    while not holds() and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert holds()
+
+
+def test_an_episode_is_played_to_its_end(counting):
+    async def play():
+        episode = await counting.begin(LABEL, seed=1005)
+        assert episode.start.messages == [{"role": "user", "content": "Say a."}]
+        first, last = await episode.step(RIGHT), await episode.step({**RIGHT, "content": "b"})
+        await episode.close()
+        return first, last
+
+    first, last = asyncio.run(play())
+    assert (first.reward, first.done, first.messages[0]["content"]) == (1.0, False, "Again.")
+    assert (last.reward, last.done, last.logs) == (0.0, True, {"turns": 2.0, "seed": 5.0})
+    assert counting.playing == 0
+
+
+def test_records_are_a_pure_function_of_the_seed(counting, tmp_path):
+    first = list(counting.records(count=40, seed=3))
+    assert len(first) == 40
+    assert first == list(counting.records(count=40, seed=3))
+    assert first != list(counting.records(count=40, seed=4))
+    other = world(str(tmp_path / "counting.py"))
+    assert first == list(other.records(count=40, seed=3))
+    other.close()
+
+
+def test_what_runs_inside_has_neither_torch_nor_the_rest_of_openrlhf(counting):
+    modules = set(asyncio.run(counting.call("modules")))
+    assert "openrlhf.worlds.base" in modules
+    ours = {name for name in modules if name.startswith("openrlhf.") and name != "openrlhf.worlds.base"}
+    assert ours == {"openrlhf.worlds"}
+    assert not modules & {"torch", "transformers", "numpy", "openrlhf.config"}
+
+
+def test_many_episodes_of_one_process_do_not_mix(counting):
+    async def one(index):
+        label = {"say": "abcd"[index % 4]}
+        episode = await counting.begin(label, seed=index)
+        turns = [await episode.step({"role": "assistant", "content": "a"}) for _ in range(2)]
+        await episode.close()
+        return [turn.reward for turn in turns], turns[-1].logs["seed"]
+
+    async def all_of_them():
+        return await asyncio.gather(*(one(index) for index in range(64)))
+
+    played = asyncio.run(all_of_them())
+    assert played == [([float(index % 4 == 0)] * 2, float(index)) for index in range(64)]
+
+
+def test_a_world_with_threads_answers_several_at_once(tmp_path):
+    """64 calls of 0.2 s each would take 13 s one after another, longer than their deadline."""
+    process = world(counting_world(tmp_path, threads=True), timeout=patience(8.0), turns=1)
+
+    async def one():
+        episode = await process.begin({**LABEL, "misdeed": "sleep"}, seed=0)
+        await episode.step(RIGHT)
+
+    async def all_of_them():
+        await asyncio.gather(*(one() for _ in range(64)))
+
+    assert process.start_now()["threads"]
+    began = time.monotonic()
+    asyncio.run(all_of_them())
+    assert time.monotonic() - began < patience(12.0)
+    process.close()
+
+
+def test_a_call_that_waits_for_its_turn_does_not_meet_its_deadline(tmp_path):
+    """Ten calls of 0.2 s, one after another, each with a deadline of 1 s: the last one waits 1.8 s."""
+    process = world(counting_world(tmp_path), timeout=patience(1.0), turns=1)
+
+    async def all_of_them():
+        episodes = [await process.begin({**LABEL, "misdeed": "sleep"}, seed=0) for _ in range(10)]
+        await asyncio.gather(*(episode.step(RIGHT) for episode in episodes))
+
+    asyncio.run(all_of_them())
+    process.close()
+
+
+def test_a_hang_ends_with_its_process_and_the_others_may_be_played_again(tmp_path):
+    process = world(counting_world(tmp_path), timeout=1.0)
+    process.start_now()
+    before = asyncio.run(process.call("process"))
+
+    async def play():
+        bad = await process.begin({**LABEL, "misdeed": "hang"}, seed=0)
+        good = await process.begin(LABEL, seed=0)
+        return await asyncio.gather(bad.step(RIGHT), good.step(RIGHT), return_exceptions=True)
+
+    bad, good = asyncio.run(play())
+    assert isinstance(bad, WorldTimeout)
+    assert not bad.retry
+    assert str(bad) == "world counting.py: step took longer than 1 s; its process was killed"
+    assert isinstance(good, WorldDeath)
+    assert good.retry
+    wait_until(lambda: gone(before))
+    assert asyncio.run(process.call("process")) != before
+    process.close()
+
+
+def test_a_crash_says_how_and_is_retried_in_another_process(counting):
+    async def play(**label):
+        episode = await counting.begin(LABEL | label, seed=0)
+        return await episode.step(RIGHT)
+
+    with pytest.raises(WorldDeath, match=r"world counting\.py ended with status 3; its last words: .*the last words"):
+        asyncio.run(play(misdeed="crash"))
+    assert asyncio.run(play()).reward == 1.0
+
+
+def test_errors_inside_name_file_and_line_and_refusals_are_for_people(counting):
+    async def play(misdeed):
+        episode = await counting.begin({**LABEL, "misdeed": misdeed}, seed=0)
+        return await episode.step(RIGHT)
+
+    with pytest.raises(WorldFailure, match=r"counting\.py:\d+ \(in step\): ValueError: no such move") as error:
+        asyncio.run(play("raise"))
+    assert error.value.retry
+    with pytest.raises(WorldRefusal, match=r"^world counting\.py: the label has no goal$") as refusal:
+        asyncio.run(play("refuse"))
+    assert not refusal.value.retry
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tasks": (("unknown", 1.0),)}, "there is no task unknown; there is count"),
+        ({"colour": 1}, "--world.options colour: this world has no such option; it has turns, threads"),
+    ],
+)
+def test_settings_that_the_world_refuses_are_found_when_it_starts(tmp_path, settings, why):
+    process = world(counting_world(tmp_path), **settings)
+    with pytest.raises(WorldRefusal, match=why):
+        process.start_now()
+
+
+def test_a_package_that_is_missing_inside_is_named_with_its_python(tmp_path):
+    process = world(counting_world(tmp_path, head="import no_such_package\n"))
+    with pytest.raises(WorldRefusal, match=r"No module named 'no_such_package' in /"):
+        process.start_now()
+
+
+def test_closing_ends_what_the_world_has_started(counting):
+    child = asyncio.run(counting.call("child"))
+    own = asyncio.run(counting.call("process"))
+    assert not gone(child)
+    counting.close()
+    wait_until(lambda: gone(child) and gone(own))
+
+
+OWNER = """
+import asyncio, sys
+from openrlhf.worlds.base import WorldSettings
+from openrlhf.worlds.environments import find_python
+from openrlhf.worlds.process import WorldProcess
+
+process = WorldProcess(sys.argv[1], WorldSettings(), python=find_python(sys.argv[1]), timeout=60)
+print([asyncio.run(process.call(name)) for name in ("process", "child")], flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_world_process_ends_with_its_owner_that_was_killed(tmp_path):
+    target = counting_world(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+    ) as owner:
+        pids = json.loads(owner.stdout.readline())
+        owner.kill()
+        wait_until(lambda: all(gone(pid) for pid in pids))
