@@ -26,9 +26,12 @@ the policy writes in one turn: that is what the limit of tokens is for.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import comb
 from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.algorithms.columns import discounted_sums, shift_left
@@ -44,11 +47,17 @@ A float32 reward r may be off by ε/2 · |r|, and so a sum of such rewards by ε
 by ε · Σ|r|. Four times that leaves room for sums that users' code has taken in float32 before."""
 
 
+PASS_K = 4
+"""Samples of a subset in pass@k training, unless a run says otherwise."""
+
+
 class Shaping(NamedTuple):
     """How each value of a group is normalised: (value − baseline) / scale. Shaped as the values."""
 
     baseline_M: Tensor
     scale_M: Tensor
+    values_M: Tensor | None = None
+    """What takes the place of the values themselves; None: nothing does."""
 
 
 def group_mean(values_M: Tensor, samples_M: Tensor) -> Shaping:
@@ -70,17 +79,57 @@ def group_zscore(values_M: Tensor, samples_M: Tensor) -> Shaping:
     return Shaping(group_mean(values_M, samples_M).baseline_M, scale.expand_as(values_M))
 
 
+def over_mean(values_M: Tensor, samples_M: Tensor) -> Shaping:
+    """b = s = mean of the group; where that is not above 0, everyone has 0. For rewards that are not negative.
+
+    MaxRL: with rewards of 0 and 1, G samples and the success rate p, the gradient is on average that of
+    Σ_{k=1..G−1} pass@k / k, the first terms of log p: a prompt weighs Σ_{k<G−1} (1 − p)^k, up to 1/p.
+    """
+    mean_M = group_mean(values_M, samples_M).baseline_M
+    return Shaping(mean_M, mean_M.masked_fill(mean_M <= 0, float("inf")))
+
+
+def best_of_subsets(values_M: Tensor, samples_M: Tensor, *, k: int = PASS_K) -> Shaping:
+    """Pass@k training: subsets of k of the group's n samples earn what their best sample did, and every sample has
+    the mean of the subsets that it is in. b and s are mean and standard deviation (of the population) of all subsets.
+
+    With the values in ascending order, v_j is the best of C(j−1, k−1) of the C(n, k) subsets; of the C(n−1, k−1) with
+    sample i it is that of C(j−2, k−2) where j > i, and v_i of C(i−1, k−1). For values of 0 and 1, c of which are 1,
+    these are the paper's b = 1 − C(n−c, k) / C(n, k), s = √(b (1 − b)), 1 for a right sample, and
+    1 − C(n−c−1, k−1) / C(n−1, k−1) for a wrong one. Where all subsets earn the same, and where there is only one
+    (n ≤ k), everyone has 0.
+    """
+    n = len(values_M)
+    if n <= k:
+        return Shaping(values_M, values_M.new_ones(values_M.shape))
+    ascending_M, order_M = values_M.sort()
+    best_M = values_M.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
+    mean = (best_M * ascending_M).sum()
+    spread = (best_M * (ascending_M - mean) ** 2).sum().sqrt()
+    beyond = [comb(j - 1, k - 2) if k > 1 and j > 0 else 0 for j in range(n)]
+    own_M = values_M.new_tensor([comb(j, k - 1) / comb(n - 1, k - 1) for j in range(n)])
+    later_M = values_M.new_tensor([count / comb(n - 1, k - 1) for count in beyond]) * ascending_M
+    credit_M = own_M * ascending_M + later_M.sum() - later_M.cumsum(0)
+    credits_M = credit_M.new_empty(n).index_copy(0, order_M, credit_M)
+    scale = spread.masked_fill(spread <= ROUNDING * values_M.abs().max(), float("inf"))
+    return Shaping(mean.expand_as(values_M), scale.expand_as(values_M), credits_M)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
     """One way from rewards to advantages."""
 
-    shape: Callable[[Tensor, Tensor], Shaping] | None = None
+    shape: Callable[..., Shaping] | None = None
     """Baseline and scale of values [M] that are compared, from them and the sample that each is of (int64 [M]); of
     values [M, K] for each column by itself. In float64. None: a sample is not compared with others."""
     whiten: bool
     """Normalise over all action tokens of the round."""
     needs_critic: bool = False
     """Advantages are those of `gae`, from a critic's values."""
+    takes_k: bool = False
+    """`shape` has a parameter k, which `with_k` gives it."""
+    outcome_only: bool = False
+    """Samples are compared by the totals of their episodes, and by nothing else."""
     synonyms: tuple[str, ...] = ()
     """Other tools' words for it, which --algo.advantage.estimator takes as well."""
     paper: str
@@ -89,6 +138,12 @@ class Estimator:
     def needs_group(self) -> bool:
         """Compares a prompt's samples: needs two or more of them, and γ = 1."""
         return self.shape is not None
+
+    def with_k(self, k: int) -> Estimator:
+        """The same with the size of its subsets; itself where it has none."""
+        if not self.takes_k or self.shape is None:
+            return self
+        return dataclasses.replace(self, shape=functools.partial(self.shape, k=k))
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -109,6 +164,17 @@ ESTIMATORS: dict[str, Estimator] = {
     "group_norm": Estimator(shape=group_zscore, whiten=False, synonyms=("grpo",), paper="arXiv:2402.03300"),
     # Dr. GRPO: GRPO without the division by the standard deviation.
     "dr_grpo": Estimator(shape=group_mean, whiten=False, paper="arXiv:2503.20783"),
+    # MaxRL: divided by the mean, so that a prompt weighs as in maximum likelihood.
+    "maxrl": Estimator(shape=over_mean, whiten=False, synonyms=("max_rl",), paper="arXiv:2602.02710"),
+    # Pass@k training: what counts is the best of k samples.
+    "pass_at_k": Estimator(
+        shape=best_of_subsets,
+        whiten=False,
+        takes_k=True,
+        outcome_only=True,
+        synonyms=("pass@k", "passk"),
+        paper="arXiv:2508.10751",
+    ),
 }
 
 
@@ -187,7 +253,8 @@ def compared(
     Without that, 0.3 + 0.3 + 0.3 and 0.9 would be 6e-8 apart, and a z-score makes ±1 and more of any spread.
     """
     shaping = shape(values_M, samples_M)
-    return ((values_M - shaping.baseline_M) / shaping.scale_M).masked_fill(_agree(values_M, sizes_M), 0.0)
+    found_M = values_M if shaping.values_M is None else shaping.values_M
+    return ((found_M - shaping.baseline_M) / shaping.scale_M).masked_fill(_agree(values_M, sizes_M), 0.0)
 
 
 def _agree(values_M: Tensor, sizes_M: Tensor) -> Tensor:

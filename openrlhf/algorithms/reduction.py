@@ -22,6 +22,25 @@ class Aggregation(StrEnum):
     """Over samples, each the mean over its own tokens (GRPO, arXiv:2402.03300): w_i = 1 / (N |o_i|)."""
     CONSTANT = "constant"
     """Over samples, each a sum divided by a fixed length L (Dr. GRPO, arXiv:2503.20783): w_i = 1 / (N L)."""
+    PROMPT_MEAN = "prompt_mean"
+    """Over prompts, each the mean over all tokens of its samples (ScaleRL, arXiv:2510.13786): with P prompts and T_p
+    tokens of prompt p's samples in the step, w_i = 1 / (P T_p)."""
+    TOKEN_SUM = "token_sum"
+    """Over samples, each the sum over its own tokens: w_i = 1 / N."""
+
+
+AGGREGATION_SYNONYMS = (
+    ("token_mean", Aggregation.TOKEN),
+    ("token-mean", Aggregation.TOKEN),
+    ("sequence_mean", Aggregation.SEQUENCE),
+    ("seq_mean", Aggregation.SEQUENCE),
+    ("sample_mean", Aggregation.SEQUENCE),
+    ("seq-mean-token-mean", Aggregation.SEQUENCE),
+    ("seq-mean-token-sum-norm", Aggregation.CONSTANT),
+    ("seq_mean_token_sum_norm", Aggregation.CONSTANT),
+    ("seq-mean-token-sum", Aggregation.TOKEN_SUM),
+)
+"""Other tools' words, which --algo.loss_agg takes as well."""
 
 
 def sample_weights(
@@ -29,11 +48,12 @@ def sample_weights(
     action_counts: Sequence[int],
     *,
     episodes: Sequence[Hashable] | None = None,
+    prompts: Sequence[Hashable] | None = None,
     constant_length: int | None = None,
 ) -> list[float]:
     """w for each sequence of a step, from their numbers of action tokens. Sequences without one weigh 0.
 
-    `episodes` names the episode of each sequence; None: each is one of its own.
+    `episodes` and `prompts` name the episode and the prompt of each sequence; None: each is one of its own.
     """
     names = range(len(action_counts)) if episodes is None else episodes
     lengths: dict[Hashable, int] = {}
@@ -48,6 +68,15 @@ def sample_weights(
             weights = dict.fromkeys(lengths, 1.0 / total)
         case Aggregation.SEQUENCE:
             weights = {name: 1.0 / (samples * length) for name, length in lengths.items() if length}
+        case Aggregation.TOKEN_SUM:
+            weights = dict.fromkeys(lengths, 1.0 / samples)
+        case Aggregation.PROMPT_MEAN:
+            prompt_of = dict(zip(names, names if prompts is None else prompts, strict=True))
+            tokens: dict[Hashable, int] = {}
+            for name, length in lengths.items():
+                tokens[prompt_of[name]] = tokens.get(prompt_of[name], 0) + length
+            asked = sum(count > 0 for count in tokens.values())
+            weights = {name: 1.0 / (asked * tokens[prompt_of[name]]) for name, length in lengths.items() if length}
         case Aggregation.CONSTANT:
             if not constant_length:
                 raise ValueError("constant aggregation needs the length to divide by")

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from openrlhf.algorithms.advantages import ESTIMATORS, Turns
+from openrlhf.algorithms.advantages import ESTIMATORS, PASS_K, Turns
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
+from openrlhf.algorithms.reduction import AGGREGATION_SYNONYMS, Aggregation
 from openrlhf.config.fields import Flag
 
 SELF_CORRECTING = ",".join(name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself)
@@ -43,6 +44,10 @@ class AdvantageSection:
             only_with="uses_group_baseline",
         ),
     ] = None
+    pass_k: Annotated[
+        int,
+        Flag("samples of a subset, of which the best counts", only_with=".estimator=pass_at_k", above=0),
+    ] = PASS_K
     no_std_norm: Annotated[
         bool,
         Flag("whiten advantages by their mean only", flat="no_advantage_std_norm", only_with="whitens_advantages"),
@@ -120,8 +125,13 @@ class AlgoSection:
         ),
     ] = (0.0, 1.0)
     loss_agg: Annotated[
-        Literal["token", "sequence", "constant"] | None,
-        Flag("mean of the loss over tokens, over sequences, or sum over a constant; unset: the policy loss's own"),
+        str | None,
+        Flag(
+            "mean of the loss over tokens, over sequences, sum over a constant, mean over each prompt's tokens, or sum "
+            "of a sequence's tokens; unset: the policy loss's own",
+            choices=tuple(map(str, Aggregation)),
+            synonyms=AGGREGATION_SYNONYMS,
+        ),
     ] = None
     router_replay: Annotated[
         bool | None,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.algorithms.preferences import PAIR_LOSSES
@@ -292,6 +293,28 @@ def group_estimators_need_samples(config: RLConfig) -> Iterator[str]:
         yield (
             f"--algo.advantage.estimator {config.algo.advantage.estimator} compares the samples of a prompt: "
             "--rollout.n_samples_per_prompt must be more than 1 (leave it out for 8)"
+        )
+
+
+@contradiction
+def subsets_are_smaller_than_groups(config: RLConfig) -> Iterator[str]:
+    if (
+        ESTIMATORS[config.algo.advantage.estimator].takes_k
+        and config.algo.advantage.pass_k >= config.samples_per_prompt
+    ):
+        yield (
+            f"--algo.advantage.pass_k {config.algo.advantage.pass_k}: subsets are compared with each other, so they "
+            f"must be smaller than a group (--rollout.n_samples_per_prompt {config.samples_per_prompt})"
+        )
+
+
+@contradiction
+def compared_turns_can_be_compared(config: RLConfig) -> Iterator[str]:
+    advantage = config.algo.advantage
+    if advantage.turns not in (None, "outcome") and ESTIMATORS[advantage.estimator].outcome_only:
+        yield (
+            f"--algo.advantage.turns {advantage.turns}: --algo.advantage.estimator {advantage.estimator} compares "
+            "episodes by their totals: leave it out, or choose another estimator"
         )
 
 

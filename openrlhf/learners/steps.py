@@ -312,6 +312,7 @@ def _step(
         sample_weights,
         action_counts=[member.actions for member in members],
         episodes=[member.episode for member in members],
+        prompts=[member.key.prompt for member in members],
         constant_length=settings.constant_length,
     )
     columns = [

@@ -118,6 +118,7 @@ def loss(trial: RLTrial) -> str:
         samples.append(
             reference.PlainSample(
                 episode=owner,
+                prompt=plain.episodes[owner].prompt,
                 current=column[mask].cpu(),
                 old=old,
                 advantages=advantage,

@@ -6,6 +6,7 @@ numbers or plain autograd. Only settings (`config`) and records of samples (`typ
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -188,7 +189,7 @@ def advantages(
         else:
             found = [_returns(r, gamma) for r in per_token]
         return _whitened(found, divide=not config.algo.advantage.no_std_norm)
-    compared = _compared(episodes, rewards, estimator, config.algo.advantage.turns or "outcome")
+    compared = _compared(episodes, rewards, config)
     found = [[a - k for a, k in zip(c, _returns(k, 1.0), strict=True)] for c, k in zip(compared, costs, strict=True)]
     if estimator == "reinforce_baseline":
         return _whitened(found, divide=not config.algo.advantage.no_std_norm)
@@ -244,24 +245,24 @@ def _whitened(columns: Sequence[Sequence[float]], *, divide: bool) -> list[list[
     return [[(x - mean) / scale for x in column] for column in columns]
 
 
-def _compared(
-    episodes: Sequence[PlainEpisode], rewards: Sequence[Sequence[float]], estimator: str, turns: str
-) -> list[list[float]]:
+def _compared(episodes: Sequence[PlainEpisode], rewards: Sequence[Sequence[float]], config: Any) -> list[list[float]]:
     """Every episode with those of its own prompt, and no others."""
     result: list[list[float]] = [[] for _ in episodes]
     for prompt in dict.fromkeys(episode.prompt for episode in episodes):
         members = [i for i, episode in enumerate(episodes) if episode.prompt == prompt]
-        per_turn = _turn_advantages([rewards[i] for i in members], estimator, turns)
+        per_turn = _turn_advantages([rewards[i] for i in members], config)
         for i, row in zip(members, per_turn, strict=True):
             result[i] = [a for a, length in zip(row, episodes[i].turns, strict=True) for _ in range(length)]
     return result
 
 
-def _turn_advantages(rewards: Sequence[Sequence[float]], estimator: str, turns: str) -> list[list[float]]:
+def _turn_advantages(rewards: Sequence[Sequence[float]], config: Any) -> list[list[float]]:
+    section = config.algo.advantage
+    estimator, pass_k, turns = section.estimator, section.pass_k, section.turns or "outcome"
     if turns == "outcome":
         totals = [sum(row) for row in rewards]
         sizes = [sum(map(abs, row)) for row in rewards]
-        norms = _normalised(totals, list(range(len(totals))), estimator, sizes)
+        norms = _normalised(totals, list(range(len(totals))), estimator, sizes, pass_k)
         return [[norm] * len(row) for norm, row in zip(norms, rewards, strict=True)]
     longest = max(map(len, rewards))
     if turns == "to_go":
@@ -269,14 +270,14 @@ def _turn_advantages(rewards: Sequence[Sequence[float]], estimator: str, turns: 
         for k in range(longest):
             to_go = [sum(row[k:]) for row in rewards]
             sizes = [sum(map(abs, row[k:])) for row in rewards]
-            columns.append(_normalised(to_go, list(range(len(to_go))), estimator, sizes))
+            columns.append(_normalised(to_go, list(range(len(to_go))), estimator, sizes, pass_k))
         return [[columns[k][i] for k in range(len(row))] for i, row in enumerate(rewards)]
     lengths = {len(row) for row in rewards}
     if len(lengths) == 1 and all(_agree([row[k] for row in rewards]) for k in range(longest)):
         return [[0.0] * len(row) for row in rewards]
     every = [r for row in rewards for r in row]
     owners = [i for i, row in enumerate(rewards) for _ in row]
-    every_norm = iter(_normalised(every, owners, estimator, [abs(r) for r in every]))
+    every_norm = iter(_normalised(every, owners, estimator, [abs(r) for r in every], pass_k))
     return [_returns([next(every_norm) for _ in row], 1.0) for row in rewards]
 
 
@@ -286,10 +287,14 @@ def _agree(values: Sequence[float], sizes: Sequence[float] | None = None) -> boo
     return max(values) - min(values) <= 4 * 2.0**-23 * largest
 
 
-def _normalised(values: Sequence[float], owners: Sequence[int], estimator: str, sizes: Sequence[float]) -> list[float]:
+def _normalised(
+    values: Sequence[float], owners: Sequence[int], estimator: str, sizes: Sequence[float], pass_k: int
+) -> list[float]:
     if _agree(values, sizes):
         return [0.0] * len(values)
     mean = sum(values) / len(values)
+    if estimator == "pass_at_k":
+        return _best_of_subsets(values, pass_k)
     if estimator == "rloo":
         result = []
         for value, owner in zip(values, owners, strict=True):
@@ -300,7 +305,27 @@ def _normalised(values: Sequence[float], owners: Sequence[int], estimator: str, 
     if estimator == "group_norm":
         spread = math.sqrt(sum(c * c for c in centred) / (len(values) - 1)) + 1e-9
         return [c / spread for c in centred]
+    if estimator == "maxrl":
+        return [c / mean if mean > 0 else 0.0 for c in centred]
     return centred
+
+
+def _best_of_subsets(values: Sequence[float], k: int) -> list[float]:
+    """Every subset of k earns what its best member did; a member has the mean of its subsets, less the mean of all,
+    in units of the standard deviation of all."""
+    if len(values) <= k:
+        return [0.0] * len(values)
+    subsets = list(itertools.combinations(range(len(values)), k))
+    earned = [max(values[i] for i in subset) for subset in subsets]
+    mean = sum(earned) / len(earned)
+    spread = math.sqrt(sum((e - mean) ** 2 for e in earned) / len(earned))
+    if spread <= 4 * 2.0**-23 * max(map(abs, values)):
+        return [0.0] * len(values)
+    result = []
+    for i in range(len(values)):
+        own = [e for e, subset in zip(earned, subsets, strict=True) if i in subset]
+        result.append((sum(own) / len(own) - mean) / spread)
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------- losses
@@ -311,6 +336,7 @@ class PlainSample:
     """The action tokens of one sequence, and the numbers that belong to them."""
 
     episode: int
+    prompt: int
     current: Tensor
     """log π with gradient, [A]"""
     old: Tensor
@@ -323,14 +349,16 @@ class PlainSample:
 def policy_loss(samples: Sequence[PlainSample], config: Any, *, kl_coef: float) -> Tensor:
     """The loss of one optimizer step, by the flags: policy loss, correction, reduction, KL and entropy."""
     lengths: dict[int, int] = {}
+    prompts: dict[int, int] = {}
     for sample in samples:
         lengths[sample.episode] = lengths.get(sample.episode, 0) + len(sample.current)
+        prompts[sample.prompt] = prompts.get(sample.prompt, 0) + len(sample.current)
     total, regulariser = torch.zeros(()), torch.zeros(())
     for sample in samples:
         token_losses = _token_losses(sample, config)
-        weight = _weight(config.loss_aggregation, lengths, sample.episode, config)
+        weight = _weight(config.loss_aggregation, lengths, prompts, sample, config)
         total = total + weight * token_losses.sum().cpu()
-        weight = _weight(config.regulariser_aggregation, lengths, sample.episode, config)
+        weight = _weight(config.regulariser_aggregation, lengths, prompts, sample, config)
         if sample.reference is not None and config.algo.kl.use_loss:
             kl = kl_estimate(sample.current - sample.reference, config.algo.kl.estimator)
             regulariser = regulariser + weight * kl_coef * kl.sum().cpu()
@@ -339,12 +367,18 @@ def policy_loss(samples: Sequence[PlainSample], config: Any, *, kl_coef: float) 
     return total + regulariser
 
 
-def _weight(aggregation: str, lengths: Mapping[int, int], episode: int, config: Any) -> float:
-    """What each token of an episode weighs, in the whole step."""
+def _weight(
+    aggregation: str, lengths: Mapping[int, int], prompts: Mapping[int, int], sample: PlainSample, config: Any
+) -> float:
+    """What each token of a sample weighs, in the whole step."""
     if aggregation == "token":
         return 1.0 / sum(lengths.values())
     if aggregation == "sequence":
-        return 1.0 / (len(lengths) * lengths[episode])
+        return 1.0 / (len(lengths) * lengths[sample.episode])
+    if aggregation == "prompt_mean":
+        return 1.0 / (len(prompts) * prompts[sample.prompt])
+    if aggregation == "token_sum":
+        return 1.0 / len(lengths)
     return 1.0 / (len(lengths) * (config.rollout.max_new_tokens or config.data.max_len))
 
 

@@ -128,7 +128,13 @@ def trial_of_rl(config: RLConfig, sizes: Sizes, folder: Path, *, data: str, limi
         ),
         actor=dataclasses.replace(config.actor, optim="adam", aux_loss_coef=0.0),
         critic=dataclasses.replace(config.critic, optim="adam", freezing_steps=-1),
-        algo=dataclasses.replace(config.algo, dynamic_filtering_enable=False),
+        algo=dataclasses.replace(
+            config.algo,
+            dynamic_filtering_enable=False,
+            advantage=dataclasses.replace(
+                config.algo.advantage, pass_k=min(config.algo.advantage.pass_k, max(1, samples - 1))
+            ),
+        ),
         vllm=dataclasses.replace(
             config.vllm,
             num_engines=engines and min(1, engines),

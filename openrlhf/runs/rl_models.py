@@ -277,7 +277,7 @@ def scoring_batches(config: RLConfig) -> MicroBatching:
 def advantage_settings(config: RLConfig) -> AdvantageSettings:
     advantage = config.algo.advantage
     return AdvantageSettings(
-        estimator=get_estimator(advantage.estimator),
+        estimator=get_estimator(advantage.estimator).with_k(advantage.pass_k),
         shaping=reward_shaping(config),
         turns=Turns(advantage.turns or Turns.OUTCOME),
         gamma=config.gamma,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from openrlhf.algorithms.advantages import (
     whiten,
 )
 
-GROUP_ESTIMATORS = [name for name, estimator in ESTIMATORS.items() if estimator.needs_group]
+COMPARING = [name for name, estimator in ESTIMATORS.items() if estimator.needs_group]
+GROUP_ESTIMATORS = [name for name in COMPARING if not ESTIMATORS[name].outcome_only]
 
 
 def credit(name: str, turns: Turns, *episodes: list[float]) -> list[list[float]]:
@@ -57,22 +60,92 @@ def test_group_shaping_by_hand(name, expected):
 def test_estimators_say_what_they_need():
     assert [name for name, e in ESTIMATORS.items() if e.needs_critic] == ["gae"]
     assert [name for name, e in ESTIMATORS.items() if e.whiten] == ["gae", "reinforce", "reinforce_baseline"]
-    assert GROUP_ESTIMATORS == ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
+    assert GROUP_ESTIMATORS == ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "maxrl"]
+    assert set(COMPARING) - set(GROUP_ESTIMATORS) == {"pass_at_k"}
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def outcome(name: str, totals: list[float], **settings: int) -> list[float]:
+    """The advantages of episodes by their totals."""
+    values = torch.tensor(totals, dtype=torch.float32).double()
+    estimator = get_estimator(name)
+    shape = estimator.with_k(settings["k"]).shape if settings else estimator.shape
+    result = turn_advantages([TurnRewards(v[None], v[None].abs()) for v in values], shape, Turns.OUTCOME)
+    return [advantages_K.item() for advantages_K in result]
+
+
+def test_maxrl_divides_by_the_mean():
+    """1, 0, 0, 0: mean ¼, so (1 − ¼)/¼ = 3, and −1 for the others; 1, 1, 1, 0: mean ¾, so ⅓, and −1. Where nobody
+    earned anything, or the mean is negative, nobody has an advantage."""
+    assert outcome("maxrl", [1.0, 0.0, 0.0, 0.0]) == pytest.approx([3, -1, -1, -1])
+    assert outcome("maxrl", [1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
+    assert outcome("maxrl", [0.0, 0.0]) == [0.0, 0.0]
+    assert outcome("maxrl", [-1.0, 0.0]) == [0.0, 0.0]
+
+
+def test_pass_at_k_by_hand():
+    """1, 0, 0, 0 in pairs: 3 of 6 pairs have the 1, so b = ½ and s = ½. The right one is in pairs worth 1: (1 − ½)/½ =
+    1. A wrong one is in 3 pairs, one of them with the right one: (⅓ − ½)/½ = −⅓.
+
+    In triples all but one have it: b = ¾, s = √(3/16); right (1/4)/s = 1/√3; a wrong one is in 3 triples, 2 with the
+    right one: (⅔ − ¾)/s = −1/(3√3). Three of 0, 1, 3 in pairs: worth 1, 3, 3: b = 7/3, s² = (16 + 4 + 4)/27 = 8/9;
+    means (1 + 3)/2, (1 + 3)/2 and 3: −⅓, −⅓ and ⅔ over √8/3.
+    """
+    assert outcome("pass_at_k", [0.0, 1.0, 0.0, 0.0], k=2) == pytest.approx([-1 / 3, 1, -1 / 3, -1 / 3])
+    third = 1 / (3 * math.sqrt(3))
+    assert outcome("pass_at_k", [1.0, 0.0, 0.0, 0.0], k=3) == pytest.approx([3 * third, -third, -third, -third])
+    root = math.sqrt(8)
+    assert outcome("pass_at_k", [3.0, 0.0, 1.0], k=2) == pytest.approx([2 / root, -1 / root, -1 / root])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 8), st.integers(1, 7), st.integers(1, 7))
+def test_pass_at_k_of_right_and_wrong_is_the_paper_s_formula(n, right, k):
+    """Equations of arXiv:2508.10751: R̄ = 1 − C(N⁻, k)/C(N, k), σ = √(R̄ (1 − R̄)), A⁺ = (1 − R̄)/σ, A⁻ = (1 − R̄ −
+    C(N⁻−1, k−1)/C(N−1, k−1))/σ. Where all subsets are worth the same, and where there is only one, everyone has 0."""
+    wrong = n - right
+    found = outcome("pass_at_k", [1.0] * right + [0.0] * max(wrong, 0), k=k) if wrong > 0 else None
+    if found is None:
+        return
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k) if k <= n else 1.0
+    spread = math.sqrt(mean * (1 - mean))
+    if k >= n or not spread:
+        assert found == pytest.approx([0.0] * n, abs=1e-12)
+        return
+    lost = math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
+    expected = [(1 - mean) / spread] * right + [(1 - mean - lost) / spread] * wrong
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(-5, 5), min_size=3, max_size=7), st.integers(1, 6))
+def test_pass_at_k_is_the_mean_over_all_subsets(totals, k):
+    """Of rewards of any kind, ties included: every subset by itself."""
+    found = outcome("pass_at_k", [float(t) for t in totals], k=k)
+    subsets = list(itertools.combinations(range(len(totals)), k))
+    if len(subsets) < 2 or len(set(totals)) == 1:
+        assert found == [0.0] * len(totals)
+        return
+    worth = [max(totals[i] for i in subset) for subset in subsets]
+    mean, spread = statistics.fmean(worth), statistics.pstdev(worth) or 1.0
+    for i, advantage in enumerate(found):
+        own = [w for w, subset in zip(worth, subsets, strict=True) if i in subset]
+        assert advantage == pytest.approx((statistics.fmean(own) - mean) / spread, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", COMPARING)
 @settings(deadline=None, max_examples=50)
 @given(st.floats(-10, 10, width=32), st.integers(2, 64))
 def test_a_group_that_agrees_gives_no_advantage(name, reward, size):
     """Exactly none: the float32 mean of 64 times −0.9 is off by one bit, which over a spread as small would be a
     z-score of 1."""
-    assert shaped(name, [reward] * size) == [0.0] * size
+    found = outcome if ESTIMATORS[name].outcome_only else shaped
+    assert found(name, [reward] * size) == [0.0] * size
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("name", COMPARING)
 def test_a_single_sample_has_nothing_to_be_compared_with(name):
     with pytest.raises(ValueError, match="two or more"):
-        shaped(name, [1.0])
+        outcome(name, [1.0])
 
 
 # A group of three: 1 then 2; 2 and no second turn; 0, then 1, then 3. Totals 3, 2, 4; from turn 2 on 2, 0, 4; from turn
@@ -121,7 +194,8 @@ def test_to_go_credit_has_no_reward_of_earlier_turns(name):
     """To go: two episodes that differ in their first turn only are alike in the second. By outcome they are not."""
     first, second = credit(name, Turns.TO_GO, [1.0, 0.5], [0.0, 0.5])
     assert (first[1], second[1]) == (0.0, 0.0)
-    assert first[0] == -second[0] > 0
+    assert first[0] == pytest.approx(-second[0])
+    assert first[0] > 0
     assert credit(name, Turns.OUTCOME, [1.0, 0.5], [0.0, 0.5])[0][1] > 0
 
 
@@ -188,7 +262,7 @@ def test_permuting_a_group_permutes_its_shaping(name, totals, random):
 
 
 def test_an_unknown_estimator_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="known: gae, reinforce, rloo, reinforce_baseline, group_norm, dr_grpo"):
+    with pytest.raises(ValueError, match="known: gae, reinforce, rloo, reinforce_baseline, group_norm, dr_grpo, maxrl"):
         get_estimator("gea")
 
 

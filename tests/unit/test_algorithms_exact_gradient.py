@@ -181,13 +181,13 @@ def reinforce(*, gamma: float = 1.0) -> Advantages:
     return advantages
 
 
-def comparing(name: str, turns: Turns = Turns.OUTCOME) -> Advantages:
-    """(x − b) / s, not whitened."""
+def comparing(name: str, turns: Turns = Turns.OUTCOME, *, k: int = 1) -> Advantages:
+    """(x − b) / s, not whitened. `k`: of the subsets, where there are some."""
 
     def advantages(group: Sequence[Path]) -> Tensor:
         earned = [torch.tensor(path.turn_rewards, dtype=torch.float64) for path in group]
         episodes = [TurnRewards(rewards, rewards.abs()) for rewards in earned]
-        credit = turn_advantages(episodes, get_estimator(name).shape, turns)
+        credit = turn_advantages(episodes, get_estimator(name).with_k(k).shape, turns)
         return torch.cat([advantages_K[list(path.turn_of)] for advantages_K, path in zip(credit, group, strict=True)])
 
     return advantages
@@ -520,6 +520,43 @@ def test_grpo_of_right_and_wrong_answers_reweighs_the_gradient():
     found = expected_gradient(game, comparing("group_norm"), n=n)
     torch.testing.assert_close(found, factor * game.policy_gradient(), atol=1e-8, rtol=0)
     assert game.policy_gradient().norm() > 1e-2
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_maxrl_is_the_gradient_of_the_first_terms_of_maximum_likelihood(n):
+    """Rewards 0 and 1, k of n right: A_right = (n − k)/k, A_wrong = −1 for k > 0, and 0 where nobody is right.
+
+    With S_i = Σ_t ∇log π_t of sample i, (1/n) Σ A_i S_i = (1/k) Σ_right S_i − (1/n) Σ S_i. As p = E[R], ∇p = E[R S]:
+    the first part is on average (1 − (1 − p)ⁿ)/p ∇p, for E[R_1/k] = P(k > 0)/n and n E[R_1 S_1/k] is its derivative
+    along one sample; the second is Σ S_i/n where k > 0, on average −∇(1 − p)ⁿ/n = (1 − p)^(n−1) ∇p. Together
+
+        (Σ_{j < n} (1 − p)^j − (1 − p)^(n−1)) ∇p = Σ_{j ≤ n−2} (1 − p)^j ∇p,
+
+    which is ∇ Σ_{j=1..n−1} pass@j / j, pass@j = 1 − (1 − p)^j: the first n − 1 terms of ∇log p = ∇p / p.
+    """
+    game = equal_lengths([1.0, 0.0, 0.0, 1.0])
+    p = sum(q.item() * path.total for q, path in zip(game.probabilities(), game.paths, strict=True))
+    found = expected_gradient(game, comparing("maxrl"), n=n)
+    assert agrees(found, sum((1 - p) ** j for j in range(n - 1)) * game.policy_gradient())
+
+
+@pytest.mark.parametrize(("n", "k"), [(3, 1), (3, 2), (4, 2), (4, 3)])
+def test_pass_at_k_training_reweighs_the_gradient(n, k):
+    """Rewards 0 and 1: by the paper's equations A depends on τ_i through R_i and the number c of right samples alone,
+    so as for GRPO the expected gradient is success_gap · g[R]: the exact direction, and the size of pass@k's."""
+    game = equal_lengths([1.0, 0.0, 0.0, 1.0])
+    p = sum(q.item() * path.total for q, path in zip(game.probabilities(), game.paths, strict=True))
+
+    def advantage(c: int, right: bool) -> float:
+        mean = 1 - math.comb(n - c, k) / math.comb(n, k)
+        if not 0 < mean < 1:
+            return 0.0
+        lost = 0.0 if right else math.comb(n - c - 1, k - 1) / math.comb(n - 1, k - 1)
+        return (1 - mean - lost) / math.sqrt(mean * (1 - mean))
+
+    factor = success_gap(n, p, right=lambda c: advantage(c, True), wrong=lambda c: advantage(c, False))
+    found = expected_gradient(game, comparing("pass_at_k", k=k), n=n)
+    assert agrees(found, factor * game.policy_gradient())
 
 
 def test_whitened_returns_of_right_and_wrong_answers():

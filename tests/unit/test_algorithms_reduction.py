@@ -17,17 +17,27 @@ def test_sample_weights_by_hand():
     assert sample_weights(Aggregation.TOKEN, counts) == [1 / 4, 1 / 4, 0]
     assert sample_weights(Aggregation.SEQUENCE, counts) == [1 / 2, 1 / 6, 0]
     assert sample_weights(Aggregation.CONSTANT, counts, constant_length=8) == [1 / 16, 1 / 16, 0]
+    assert sample_weights(Aggregation.TOKEN_SUM, counts) == [1 / 2, 1 / 2, 0]
     assert sample_weights(Aggregation.TOKEN, [0, 0]) == [0, 0]
     with pytest.raises(ValueError, match="needs the length"):
         sample_weights(Aggregation.CONSTANT, counts)
+
+
+def test_prompts_weigh_alike_whatever_their_samples():
+    """Prompt a: samples of 1 and 3 tokens, the second in segments of 1 and 2; prompt b: one of 2 tokens and one of
+    none; prompt c: none at all. Two prompts count: 1/(2·4) for each token of a, 1/(2·2) for each of b."""
+    counts = [1, 1, 2, 2, 0, 0]
+    weights = sample_weights(Aggregation.PROMPT_MEAN, counts, episodes=[0, 1, 1, 2, 3, 4], prompts=list("aaabbc"))
+    assert weights == [1 / 8, 1 / 8, 1 / 8, 1 / 4, 0, 0]
+    assert sample_weights(Aggregation.PROMPT_MEAN, [1, 3]) == sample_weights(Aggregation.SEQUENCE, [1, 3])
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10))
 def test_token_and_sequence_weights_make_means(counts):
     """The loss of all-ones is 1 under a mean: Σ_i w_i |o_i| = 1."""
-    for aggregation in (Aggregation.TOKEN, Aggregation.SEQUENCE):
-        weights = sample_weights(aggregation, counts)
+    for aggregation in (Aggregation.TOKEN, Aggregation.SEQUENCE, Aggregation.PROMPT_MEAN):
+        weights = sample_weights(aggregation, counts, prompts=[i // 2 for i in range(len(counts))])
         assert sum(w * c for w, c in zip(weights, counts, strict=True)) == pytest.approx(1)
 
 

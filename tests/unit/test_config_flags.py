@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config import ROOTS, parse
 from openrlhf.config.document import render
@@ -33,6 +34,7 @@ CHANGED_CHOICES = {
     "ds.param_dtype": ["auto", "bf16", "fp16", "fp32"],  # auto is ours
     "ds.grad_accum_dtype": ["bf16", "fp16", "fp32"],  # what the backend takes, so that a slip is found at once
     "actor.policy_loss_type": list(POLICY_LOSSES),
+    "algo.advantage.estimator": list(ESTIMATORS),
 }
 
 TRAINERS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray")
@@ -69,8 +71,9 @@ ADDED = {
     ("reward.timeout", "float", 180.0): ("train_ppo_ray",),
     ("reward.weights", "float x*", None): ("train_ppo_ray",),
     ("reward.api_key", "str", None): ("train_ppo_ray",),
+    ("algo.advantage.pass_k", "int", 4): ("train_ppo_ray",),
     ("algo.advantage.turns", "str outcome/to_go/step", None): ("train_ppo_ray",),
-    ("algo.loss_agg", "str token/sequence/constant", None): ("train_ppo_ray",),
+    ("algo.loss_agg", "str token/sequence/constant/prompt_mean/token_sum", None): ("train_ppo_ray",),
     ("algo.router_replay", "switch", None): ("train_ppo_ray",),
     ("eval.at_start", "switch", False): ("train_ppo_ray",),
     ("logger.rollouts_per_step", "int", 4): ("train_ppo_ray",),

@@ -79,6 +79,8 @@ CASES = [
     ("reward_addresses_are_usable", "train_ppo_ray", "--remote_rm_url http://me:pw@h/x", ["--reward.remote_url: a URL is stored", "--reward.api_key"], "--remote_rm_url http://h/x --reward.api_key pw"),
     ("async_modes_agree", "train_ppo_ray", "--partial_rollout", ["--train.partial_rollout_enable", "--train.async_enable"], "--partial_rollout --async_train"),
     ("async_modes_agree", "train_ppo_ray", "--async_train --vllm_enable_sleep", ["--vllm.enable_sleep", "--train.async_enable"], "--async_train"),
+    ("subsets_are_smaller_than_groups", "train_ppo_ray", "--advantage_estimator pass_at_k --n_samples_per_prompt 4", ["--algo.advantage.pass_k 4", "--rollout.n_samples_per_prompt 4"], "--advantage_estimator pass_at_k"),
+    ("compared_turns_can_be_compared", "train_ppo_ray", "--advantage_estimator pass_at_k --algo.advantage.turns step", ["--algo.advantage.turns step", "pass_at_k"], "--advantage_estimator maxrl --algo.advantage.turns step"),
     ("groups_have_workers", "train_ppo_ray", "--critic_num_nodes 0", ["--critic.num_nodes 0", "--train.colocate_all"], "--critic_num_nodes 0 --advantage_estimator rloo"),
     ("groups_have_workers", "train_ppo_ray", "--ref_num_gpus_per_node 0", ["--ref.num_gpus_per_node 0"], "--ref_num_gpus_per_node 0 --colocate_all_models"),
     ("groups_have_workers", "train_ppo_ray", "--actor_num_nodes 0 --colocate_all_models", ["--actor.num_nodes 0"], ""),

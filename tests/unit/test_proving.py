@@ -140,6 +140,7 @@ def test_plain_loss_by_hand():
     """Ratios 4 and 1 with advantages −1 and 2: −max(min(−4, −1.2), −3) = 3 with a dual clip of 3, and −2; their mean."""
     sample = reference.PlainSample(
         episode=0,
+        prompt=0,
         current=torch.tensor([math.log(4.0), 0.0]),
         old=torch.zeros(2),
         advantages=torch.tensor([-1.0, 2.0]),
