@@ -436,6 +436,15 @@ def _segment_from_arrays(arrays: list[Any], images: tuple[PlacedImage, ...]) -> 
     return Segment(**named, images=images)
 
 
+class Fork(NamedTuple):
+    """Where a sample left another one of its prompt: what is before was sampled once, for both."""
+
+    sample: int
+    """The index of the other sample, which is less than its own."""
+    actions: int
+    """How many of its first action tokens are the other's."""
+
+
 class Outcome(StrEnum):
     """How an episode ended."""
 
@@ -467,6 +476,10 @@ class Trajectory:
     extra_logs: dict[str, float] = field(default_factory=dict)
     error: str = ""
     """The reason of a failure, for messages."""
+    agent: str = ""
+    """The role that it plays. Episodes of one prompt are compared where their role is the same."""
+    fork: Fork | None = None
+    """Where it left another sample of its prompt; None: all of its action tokens are its own."""
 
     def __post_init__(self) -> None:
         if self.outcome is Outcome.FAILED:
@@ -527,6 +540,14 @@ class Group:
     @property
     def scored(self) -> tuple[Trajectory, ...]:
         return tuple(t for t in self.trajectories if not t.failed and t.reward is not None)
+
+    @property
+    def by_agent(self) -> dict[str, tuple[Trajectory, ...]]:
+        """`scored` by the role that each plays, which is "" where there are no roles."""
+        roles: dict[str, list[Trajectory]] = {}
+        for trajectory in self.scored:
+            roles.setdefault(trajectory.agent, []).append(trajectory)
+        return {agent: tuple(members) for agent, members in sorted(roles.items())}
 
     @property
     def rewards(self) -> list[float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrlhf.types import SamplingParams, Segment
+from openrlhf.types import Fork, SamplingParams, Segment
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine
@@ -30,6 +32,19 @@ class Episode:
     the segments."""
     unmatched_ranges: int = 0
     """Action ranges that no engine call accounts for: their versions are a guess."""
+    agent: str = ""
+    """The role that it plays, where a prompt's episodes play several."""
+    fork: Fork | None = None
+    """Where it left another episode of its group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedEpisode:
+    """An episode of a group that failed, while others of the group did not."""
+
+    error: str
+    """File, line and what happened."""
+    agent: str = ""
 
 
 class Player(Protocol):
@@ -54,11 +69,57 @@ class Player(Protocol):
         ...
 
 
+class GroupPlayer(Player, Protocol):
+    """A player that may play all samples of a prompt together, because they share something or meet each other."""
+
+    @property
+    def group_play(self) -> str:
+        """How it does so, for people: then `play` is not called. "": it does not."""
+        ...
+
+    async def play_group(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Sequence[SamplingParams],
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_steps: int | None = None,
+    ) -> Sequence[Episode | FailedEpisode]:
+        """The episodes of a prompt, one for each of `sampling_params`, in their order.
+
+        Raises AgentError when the whole group has failed: it is played again.
+        """
+        ...
+
+
 class AgentExecutorBase(ABC):
     """The base class of a user's `AgentExecutor` that plays episodes in its own way.
 
     It is made once, without arguments, and plays many episodes at once: keep no state of an episode on `self`.
+
+    A class that defines `execute_group` plays all samples of a prompt together, and need not define `execute`:
+
+        async def execute_group(
+            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engines, images=None
+        ) -> list
+
+    `sampling_params` and `llm_engines` are lists with one entry for each sample. It returns a list with one entry for
+    each: the dict of `execute`, which may also have
+
+        agent          the role that this sample plays: samples are compared with those of the same role
+        forked_from    (sample, tokens): its first `tokens` tokens are those of this earlier sample, sampled once
+
+    or the exception with which this sample alone has failed.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "execute_group") and getattr(cls.execute, "__isabstractmethod__", False):
+            cls.execute = _execute_in_group  # type: ignore[method-assign]
 
     @abstractmethod
     async def execute(
@@ -92,15 +153,29 @@ class AgentExecutorBase(ABC):
         """
 
 
+async def _execute_in_group(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    raise NotImplementedError(
+        f"{type(self).__name__} plays groups: execute_group is called, with lists of one if need be"
+    )
+
+
 class AgentInstanceBase(ABC):
     """The environment of one multi-turn episode: made anew for each, so state belongs on `self`.
 
     `__init__`, `reset` and `step` may be `async` or not, and may block: each episode has a thread of its own.
     """
 
+    fork_after_reset = False
+    """True: one instance is made and reset for a prompt, and each of its samples goes on with a `fork` of it."""
+
     @abstractmethod
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Called without arguments."""
+
+    def fork(self) -> Any:
+        """Another environment in the same state, which shares nothing with this one that `step` changes. May be
+        `async`."""
+        return copy.deepcopy(self)
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """From {"observation": the prompt, "label", perhaps "images"} to {"observation": what the policy reads first,

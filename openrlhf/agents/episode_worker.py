@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from openrlhf.agents.base import Episode
+from openrlhf.agents.base import Episode, FailedEpisode
 from openrlhf.agents.host_worker import ask, ask_stream
 from openrlhf.agents.images import image_tokenizer
 from openrlhf.agents.user_agent import load_agent
@@ -88,8 +88,7 @@ class EpisodeService:
         self, prompt: str, label: Any, sampling_params: SamplingParams, images: Sequence[Any] | None, version: int
     ) -> SentEpisode:
         """One episode. `version` is that of the weights as it begins."""
-        self._engine.version = max(self._engine.version, version)
-        _known_there.set(set())
+        self._begin(version)
         episode = await self._player.play(
             prompt,
             label,
@@ -102,6 +101,38 @@ class EpisodeService:
         )
         await tell_of_images(placed for segment in episode.segments for placed in segment.images)
         return SentEpisode.of(episode)
+
+    def group_play(self) -> str:
+        """How all samples of a prompt are played together (`play_group`), for people; "": they are not."""
+        return str(getattr(self._player, "group_play", ""))
+
+    async def play_group(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Sequence[SamplingParams],
+        images: Sequence[Any] | None,
+        version: int,
+    ) -> list[SentEpisode | FailedEpisode]:
+        """The episodes of a prompt."""
+        self._begin(version)
+        episodes = await self._player.play_group(
+            prompt,
+            label,
+            sampling_params,
+            self._settings.max_length,
+            self._tokenizer,
+            self._engine,
+            images,
+            max_steps=self._settings.max_steps,
+        )
+        played = [episode for episode in episodes if isinstance(episode, Episode)]
+        await tell_of_images(placed for one in played for segment in one.segments for placed in segment.images)
+        return [SentEpisode.of(one) if isinstance(one, Episode) else one for one in episodes]
+
+    def _begin(self, version: int) -> None:
+        self._engine.version = max(self._engine.version, version)
+        _known_there.set(set())
 
 
 async def tell_of_images(images: Iterable[PlacedImage]) -> None:

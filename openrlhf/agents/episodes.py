@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrlhf.agents.base import Episode, Player
+from openrlhf.agents.base import Episode, FailedEpisode, Player
 from openrlhf.agents.episode_worker import EpisodeSettings, SentEpisode
 from openrlhf.agents.host import (
     Host,
@@ -60,6 +60,11 @@ class AgentFileError(Exception):
 class Episodes(Protocol):
     """Plays episodes, many at once."""
 
+    @property
+    def plays_groups(self) -> bool:
+        """Whether the samples of a prompt are played together, by `play_group`. Known after `start`."""
+        ...
+
     async def start(self) -> None:
         """Load what is needed. Raises AgentFileError when it cannot ever work."""
         ...
@@ -68,11 +73,19 @@ class Episodes(Protocol):
         """One episode of the prompt. Raises EpisodeError; what else it raises is not the episode's fault."""
         ...
 
+    async def play_group(
+        self, prompt: Prompt, sampling_params: Sequence[SamplingParams]
+    ) -> Sequence[Episode | FailedEpisode]:
+        """All episodes of the prompt, one for each of `sampling_params`. Raises as `play` when all have failed."""
+        ...
+
     async def close(self) -> None: ...
 
 
 class OwnEpisodes:
     """Our own executor, which runs no users' code, right here."""
+
+    plays_groups = False
 
     def __init__(self, player: Player, *, engine: Engine, tokenizer: Any, max_length: int) -> None:
         self._player = player
@@ -97,6 +110,11 @@ class OwnEpisodes:
                 )
         except BadImageError as error:
             raise EpisodeError(str(error), retry=False) from error
+
+    async def play_group(
+        self, prompt: Prompt, sampling_params: Sequence[SamplingParams]
+    ) -> Sequence[Episode | FailedEpisode]:
+        raise NotImplementedError("its samples have nothing in common")
 
     async def close(self) -> None:
         pass
@@ -195,24 +213,47 @@ class AgentEpisodes:
             else [LocalHost(service, settings, name=f"agent {self._file.name}", **asked)]
         )
         self._playing = [0] * len(self._hosts)
+        self.group_play = ""
+        """How the samples of a prompt are played together, for people; "": they are not. Known after `start`."""
+
+    @property
+    def plays_groups(self) -> bool:
+        return bool(self.group_play)
 
     async def start(self) -> None:
         if not self._file.is_file():
             raise AgentFileError(f"--train.agent_func_path: there is no file {self._file}")
         try:
             await asyncio.gather(*(host.start() for host in self._hosts))
+            self.group_play = (await self._hosts[0].call_timed("group_play")).value
         except HostStartError as error:
             raise self._not_loaded(error) from error
 
     async def play(self, prompt: Prompt, sampling_params: SamplingParams) -> Episode:
-        index = min(range(len(self._hosts)), key=self._playing.__getitem__)
-        self._playing[index] += 1
         images: dict[str, ImageInput] = {}
+        sent: SentEpisode = await self._call("play", prompt, sampling_params, images, episodes=1)
+        return sent.read(images)
+
+    async def play_group(
+        self, prompt: Prompt, sampling_params: Sequence[SamplingParams]
+    ) -> Sequence[Episode | FailedEpisode]:
+        images: dict[str, ImageInput] = {}
+        sent: list[SentEpisode | FailedEpisode] = await self._call(
+            "play_group", prompt, list(sampling_params), images, episodes=len(sampling_params)
+        )
+        return [one.read(images) if isinstance(one, SentEpisode) else one for one in sent]
+
+    async def _call(
+        self, method: str, prompt: Prompt, sampling_params: Any, images: dict[str, ImageInput], *, episodes: int
+    ) -> Any:
+        """What the host with the fewest episodes answers; `images` gets those of the episodes."""
+        index = min(range(len(self._hosts)), key=self._playing.__getitem__)
+        self._playing[index] += episodes
         before = _images.set(images)
         try:
             with waits.doing(f"in the user's code ({self._file.name})"):
                 reply = await self._hosts[index].call_timed(
-                    "play",
+                    method,
                     prompt.text,
                     prompt.label,
                     sampling_params,
@@ -226,12 +267,11 @@ class AgentEpisodes:
             # Whatever the agent's code made of it: without an engine nobody can play.
             raise self._engine_failure or self._failed(error) from error
         finally:
-            self._playing[index] -= 1
+            self._playing[index] -= episodes
             _images.reset(before)
             self._arriving.give_up(images)
         self._note_slow(reply, prompt)
-        sent: SentEpisode = reply.value
-        return sent.read(images)
+        return reply.value
 
     async def close(self) -> None:
         await asyncio.gather(*(host.close() for host in self._hosts))

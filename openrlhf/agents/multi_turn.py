@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+import functools
+from collections.abc import Coroutine, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.base import AgentExecutorBase, Episode
+from openrlhf.agents.base import AgentExecutorBase, Episode, FailedEpisode
 from openrlhf.agents.host_worker import run_user
 from openrlhf.agents.images import (
     BadImageError,
@@ -19,6 +22,7 @@ from openrlhf.agents.images import (
 )
 from openrlhf.agents.results import Start, describe_episode, parse_reset, parse_step
 from openrlhf.agents.user_calls import (
+    AgentError,
     AgentResultError,
     check_instance_class,
     file_of,
@@ -49,6 +53,12 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         check_instance_class(agent_instance_cls)
         self.agent_instance_cls = agent_instance_cls
 
+    @property
+    def group_play(self) -> str:
+        """Whether a prompt's samples go on from one environment that was reset."""
+        forks = getattr(self.agent_instance_cls, "fork_after_reset", False)
+        return "one environment is reset for a prompt, and each sample goes on with a fork of it" if forks else ""
+
     async def play(
         self,
         prompt: str,
@@ -68,6 +78,50 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """
         environment = Environment(self.agent_instance_cls, hf_tokenizer)
         start = await environment.reset(prompt, label, images)
+        return await self._play_on(
+            environment, start, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images, max_steps
+        )
+
+    async def play_group(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Sequence[SamplingParams],
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_steps: int | None = None,
+    ) -> Sequence[Episode | FailedEpisode]:
+        """All samples of a prompt: one environment is reset, and each sample goes on with a fork of it.
+
+        A sample whose fork or `step` fails has failed alone. Where all of them have, the group has.
+        """
+        first = Environment(self.agent_instance_cls, hf_tokenizer)
+        start = await first.reset(prompt, label, images)
+
+        async def go_on(params: SamplingParams) -> Episode:
+            environment = await first.fork()
+            return await self._play_on(
+                environment, start, prompt, label, params, max_length, hf_tokenizer, llm_engine, images, max_steps
+            )
+
+        return episodes_of(await _all([go_on(params) for params in sampling_params]))
+
+    async def _play_on(
+        self,
+        environment: Environment,
+        start: Start,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any,
+        max_steps: int | None,
+    ) -> Episode:
         params = sampling_params.copy()
         with environment.blamed_for_images("reset") if start.images else contextlib.nullcontext():
             first = _first_images(start, images or (), images_of(hf_tokenizer))
@@ -136,14 +190,39 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         return describe_episode(episode, prompt=prompt, label=label)
 
 
+async def _all(playing: Sequence[Coroutine[Any, Any, Episode]]) -> list[Episode | Exception]:
+    """What became of each, at once. What is no fault of users' code or data ends the others, and is raised."""
+
+    async def caught(one: Coroutine[Any, Any, Episode]) -> Episode | Exception:
+        try:
+            return await one
+        except (AgentError, BadImageError) as error:
+            return error
+
+    tasks = [asyncio.ensure_future(caught(one)) for one in playing]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def episodes_of(results: Sequence[Episode | Exception]) -> list[Episode | FailedEpisode]:
+    """The results of a group's samples. Raises the first failure where all have failed."""
+    failures = [result for result in results if isinstance(result, Exception)]
+    if failures and len(failures) == len(results):
+        raise failures[0]
+    return [FailedEpisode(error=str(one)) if isinstance(one, Exception) else one for one in results]
+
+
 class Environment:
     """One instance of a user's class: what it is told, what it answers, its errors with file and line."""
 
-    def __init__(self, cls: type, tokenizer: Any) -> None:
+    def __init__(self, cls: type, tokenizer: Any, instance: Any = None) -> None:
         self._cls = cls
         self._tokenizer = tokenizer
         self._file = file_of(cls)
-        self._instance: Any = None
+        self._instance: Any = instance
 
     async def reset(self, prompt: str, label: Any, images: Any) -> Start:
         states = {"observation": prompt, "label": label}
@@ -159,6 +238,16 @@ class Environment:
             return parse_reset(returned)
         except BadValueError as error:
             raise AgentResultError(f"{place_of(self._cls.reset)}: {error}") from None  # type: ignore[attr-defined]
+
+    async def fork(self) -> Environment:
+        """Another one in the same state, which goes its own way."""
+        with users_code(self._file):
+            fork = getattr(self._instance, "fork", None) or functools.partial(copy.deepcopy, self._instance)
+            instance = await run_user(fork)
+        if instance is None or instance is self._instance:
+            what = "None: is a `return` missing?" if instance is None else "self: its samples would play one game"
+            raise AgentResultError(f"{place_of(self._cls.fork)}: fork returned {what}")  # type: ignore[attr-defined]
+        return Environment(self._cls, self._tokenizer, instance)
 
     @contextlib.contextmanager
     def blamed_for_images(self, method: str) -> Iterator[None]:
@@ -203,6 +292,6 @@ def _turn_params(params: SamplingParams, *, room: int, turn: int) -> SamplingPar
 
 
 if TYPE_CHECKING:
-    from openrlhf.agents.base import Player
+    from openrlhf.agents.base import GroupPlayer
 
-    _: type[Player] = MultiTurnAgentExecutor
+    _: type[GroupPlayer] = MultiTurnAgentExecutor

@@ -62,10 +62,19 @@ class RecordingEngine:
         self._asked = 0
         self._context = copy_context()
         self._by_length: dict[int, list[EngineCall]] = defaultdict(list)
+        """Those of the whole group, where there is one: what a sample has in common with another was sampled there."""
         self.calls: list[EngineCall] = []
         """The calls in the order in which they were answered."""
         self.failure: Exception | None = None
         """The exception of the engine itself, which is not the fault of the code that asked it."""
+
+    def of_sample(self, sampling_params: SamplingParams) -> RecordingEngine:
+        """The engine of another sample of its group."""
+        other = RecordingEngine(
+            self._engine, sampling_params=sampling_params, max_length=self._max_length, images=self._prepares
+        )
+        other._by_length = self._by_length
+        return other
 
     @property
     def version(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrlhf.agents.base import Episode
@@ -23,7 +23,7 @@ from openrlhf.agents.values import (
     listed,
     shown,
 )
-from openrlhf.types import FinishReason, Generation, PlacedImage, Segment, StepResult
+from openrlhf.types import FinishReason, Fork, Generation, PlacedImage, Segment, StepResult
 
 HIGHEST_LOGPROB = 1e-3
 """A log-prob is at most 0, give or take rounding."""
@@ -118,7 +118,58 @@ def parse_episode(
         extra_logs=judged.extra_logs,
         images=tuple(images or ()) if kept is None else as_images(kept, what="execute's 'images'"),
         unmatched_ranges=tokens.unmatched_ranges,
+        agent=_agent(found.get("agent")),
     )
+
+
+def check_group(returned: Any, *, samples: int) -> list[Any]:
+    """What `execute_group` returned, one entry for each sample. Raises BadValueError."""
+    expected = "a list with a dict (or an exception) for each sample"
+    if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
+        raise BadValueError(f"execute_group must return {expected}, got {shown(returned)}")
+    results = list(returned)
+    if len(results) != samples:
+        raise BadValueError(f"execute_group returned {len(results)} results for {samples} samples; expected {expected}")
+    return results
+
+
+def parse_fork(found: Mapping[Any, Any], episode: Episode, *, sample: int, of: Sequence[Any]) -> Fork | None:
+    """From the `forked_from` of sample number `sample`; `of` are the samples before it, some of which may be failures.
+    Raises BadValueError."""
+    value = found.get("forked_from")
+    if value is None:
+        return None
+    what = "execute_group's 'forked_from'"
+    try:
+        other, tokens = as_token_ids(value, what=what)
+    except ValueError:
+        raise BadValueError(f"{what} must be (sample, tokens), got {shown(value)}") from None
+    if other >= sample:
+        raise BadValueError(
+            f"{what} names sample {other}, which is not before sample {sample}: put the earlier one first"
+        )
+    if len(episode.segments) > 1:
+        raise BadValueError(f"{what} is for samples of one token sequence each: give 'observation_tokens'")
+    mine, first = episode.segments[0], of[other]
+    actions = mine.action_mask[:tokens]
+    if not isinstance(first, Episode):
+        return Fork(other, int(actions.sum()))
+    if len(first.segments) > 1:
+        raise BadValueError(f"{what} is for samples of one token sequence each, and sample {other} has several")
+    theirs = first.segments[0]
+    if mine.token_ids[:tokens].tolist() != theirs.token_ids[:tokens].tolist():
+        raise BadValueError(f"{what} says that the first {tokens} tokens are those of sample {other}: they are not")
+    if actions.tolist() != theirs.action_mask[:tokens].tolist():
+        raise BadValueError(f"{what}: the first {tokens} tokens have other 'action_ranges' in sample {other}")
+    return Fork(other, int(actions.sum()))
+
+
+def _agent(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise BadValueError(f"'agent' must be the name of a role, got {shown(value)}")
+    return value
 
 
 def parse_judgement(returned: Any, *, of: str) -> Judgement:
@@ -146,6 +197,7 @@ def describe_episode(episode: Episode, *, prompt: str, label: Any) -> dict[str, 
         "extra_logs": dict(episode.extra_logs),
         "truncated": episode.truncated,
         "images": list(episode.images),
+        **({"agent": episode.agent} if episode.agent else {}),
     }
 
 

@@ -7,25 +7,28 @@ execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, im
                       once, without arguments                    returns the documented dict
 execute(prompt, label, sampling_params), or none
                       per episode, with `LEGACY_ARGS`            returns it, or puts it on `result_queue`
+execute_group(prompt, label, [sampling_params], max_length, hf_tokenizer, [llm_engine], images)
+                      once, without arguments                    returns a list of documented dicts, one for each sample
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.base import AgentExecutorBase, Episode
+from openrlhf.agents.base import AgentExecutorBase, Episode, FailedEpisode
 from openrlhf.agents.host_worker import run_user
 from openrlhf.agents.images import images_of
-from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.multi_turn import MultiTurnAgentExecutor, episodes_of
 from openrlhf.agents.openai_server import OpenAIServerAgentExecutor
 from openrlhf.agents.recording_engine import RecordingEngine
-from openrlhf.agents.results import parse_episode
+from openrlhf.agents.results import check_group, parse_episode, parse_fork
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.agents.user_calls import (
     AgentError,
@@ -56,6 +59,9 @@ MANY_STEPS = 10_000
 
 ARGUMENTS = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images")
 """The arguments that `execute` can take, in this order."""
+
+GROUP_ARGUMENTS = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engines", "images")
+"""The arguments that `execute_group` can take, in this order."""
 
 NAME = "AgentExecutor"
 
@@ -100,11 +106,21 @@ class UserAgent:
         self._file = file
         self._cls = cls
         self._construction = _construction(cls)
-        self._call = _call(cls, is_legacy=self._construction is not None)
+        self._group_call = _group_call(cls)
+        self._call = None if self._group_call else _call(cls, is_legacy=self._construction is not None)
         if self._construction is not None and issubclass(cls, AgentExecutorBase) and not _plays(cls):
             self._cls = with_legacy_turns(cls)
         self.executor = None if self._construction is not None else self._make()
         """The one that plays all episodes; None: each episode has one of its own."""
+        self.group_play = str(getattr(self.executor, "group_play", ""))
+        """How all samples of a prompt are played together, for people; "": they are not."""
+        if self._group_call is not None:
+            self.group_play = "execute_group plays all samples of a prompt"
+        if self.group_play and self._call is not None:
+            raise UserFileError(
+                f"{place_of(cls)}: {NAME} has an execute of its own, for each sample by itself, but its environment "
+                "says fork_after_reset: define execute_group instead of execute, or leave both out"
+            )
 
     async def play(
         self,
@@ -161,6 +177,72 @@ class UserAgent:
         except BadValueError as error:
             raise AgentResultError(f"{place_of(executor.execute)}: {error}") from None
 
+    async def play_group(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Sequence[SamplingParams],
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_steps: int | None = None,
+    ) -> Sequence[Episode | FailedEpisode]:
+        """The episodes of all samples of a prompt, in the order of `sampling_params`."""
+        executor: Any = self.executor
+        if self._group_call is None:
+            played: Sequence[Episode | FailedEpisode] = await executor.play_group(
+                prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images, max_steps=max_steps
+            )
+            return played
+        reader = images_of(hf_tokenizer)
+        first = RecordingEngine(llm_engine, sampling_params=sampling_params[0], max_length=max_length, images=reader)
+        engines = [first, *(first.of_sample(params) for params in sampling_params[1:])]
+        values: dict[str, Any] = {
+            "prompt": prompt,
+            "label": label,
+            "sampling_params": [params.copy() for params in sampling_params],
+            "max_length": max_length,
+            "hf_tokenizer": hf_tokenizer,
+            "llm_engines": engines,
+            "images": images if reader is None or not images else await reader.pixels(images),
+        }
+        place = place_of(executor.execute_group)
+        try:
+            with users_code(self._file):
+                returned = await run_user(self._group_call.bind(executor.execute_group, values))
+        except AgentError as error:
+            _raise_engine_failure(error, engines)
+            raise
+        try:
+            results = check_group(returned, samples=len(engines))
+        except BadValueError as error:
+            raise AgentResultError(f"{place}: {error}") from None
+        episodes: list[Episode | Exception] = []
+        for sample, (result, engine) in enumerate(zip(results, engines, strict=True)):
+            if isinstance(result, BaseException):
+                try:
+                    with users_code(self._file):
+                        raise result
+                except AgentError as error:
+                    _raise_engine_failure(error, engines)
+                    episodes.append(error)
+                continue
+            try:
+                one = parse_episode(
+                    result,
+                    prompt=prompt,
+                    engine=engine,
+                    hf_tokenizer=hf_tokenizer,
+                    max_length=max_length,
+                    images=images,
+                )
+                episodes.append(dataclasses.replace(one, fork=parse_fork(result, one, sample=sample, of=episodes)))
+            except BadValueError as error:
+                raise AgentResultError(f"{place}: sample {sample}: {error}") from None
+        return episodes_of(episodes)
+
     def _make(self) -> Any:
         try:
             executor = self._cls()
@@ -213,6 +295,27 @@ def _call(cls: Any, *, is_legacy: bool) -> CallPlan | None:
             f"without one; expected {signature}"
         )
     return plan
+
+
+def _group_call(cls: Any) -> CallPlan | None:
+    """How to call its `execute_group`; None: it has none."""
+    execute_group = getattr(cls, "execute_group", None)
+    if execute_group is None:
+        return None
+    plan = plan_call(execute_group, GROUP_ARGUMENTS, fewest=6, bound=False)
+    if plan is None or not plan.takes("llm_engines") or not accepts(cls):
+        raise UserFileError(
+            f"{place_of(execute_group)}: execute_group takes {inspect.signature(execute_group)}, but is called as "
+            f"execute_group(self, {', '.join(GROUP_ARGUMENTS)}), of one {NAME} that is made without arguments"
+        )
+    return plan
+
+
+def _raise_engine_failure(error: AgentError, engines: Sequence[RecordingEngine]) -> None:
+    """An error of the engine itself is not the fault of the code that asked it."""
+    for engine in engines:
+        if engine.failure is not None and error.__cause__ is engine.failure:
+            raise engine.failure from None
 
 
 def _lacks_execute(cls: type) -> bool:
@@ -273,6 +376,6 @@ def with_legacy_turns(cls: type) -> type:
 
 
 if TYPE_CHECKING:
-    from openrlhf.agents.base import Player
+    from openrlhf.agents.base import GroupPlayer
 
-    _: type[Player] = UserAgent
+    _: type[GroupPlayer] = UserAgent

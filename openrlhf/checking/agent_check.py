@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from openrlhf.agents.base import Episode
+from openrlhf.agents.base import Episode, FailedEpisode
 from openrlhf.agents.episodes import AgentEpisodes, EpisodeError
 from openrlhf.checking.reward_check import SLOW_SECONDS, about_labels, range_warnings
 from openrlhf.checking.workbench import Workbench
@@ -21,12 +22,15 @@ class PlayedEpisode:
     prompt: Prompt
     sample: int
     episode: Episode
+    together: str = ""
+    """How the samples of its prompt were played together; "": they were not."""
 
 
 async def check_agent(bench: Workbench) -> list[PlayedEpisode]:
     """`n` episodes of every prompt. Raises AgentFileError, or EpisodeError at the first that fails.
 
-    The first is played alone, so that most mistakes are found at once; then the others together, as in training.
+    The first is played alone, so that most mistakes are found at once; then the others together, as in training. Where
+    the samples of a prompt are played together, that is the first prompt's.
     """
     options = bench.options
     episodes = AgentEpisodes(
@@ -46,8 +50,24 @@ async def check_agent(bench: Workbench) -> list[PlayedEpisode]:
             raise EpisodeError(f"{prompt.where}: {error}", retry=error.retry) from error
         return PlayedEpisode(prompt=prompt, sample=sample, episode=episode)
 
+    async def play_together(prompt: Prompt) -> list[PlayedEpisode]:
+        params = [bench.sampling_params(prompt, sample) for sample in range(options.n)]
+        try:
+            played = await episodes.play_group(prompt, params)
+        except EpisodeError as error:
+            raise EpisodeError(f"{prompt.where}: {error}", retry=error.retry) from error
+        for sample, one in enumerate(played):
+            if isinstance(one, FailedEpisode):
+                raise EpisodeError(f"{prompt.where}: sample {sample + 1}: {one.error}", retry=False)
+        return [PlayedEpisode(prompt=prompt, sample=i, episode=one, together=episodes.group_play)
+                for i, one in enumerate(played) if isinstance(one, Episode)]  # fmt: skip
+
     try:
         await episodes.start()
+        if episodes.plays_groups:
+            group = await play_together(bench.prompts[0])
+            groups = await asyncio.gather(*(play_together(prompt) for prompt in bench.prompts[1:]))
+            return [one for played in (group, *groups) for one in played]
         first = await play(*keys[0])
         return [first, *await asyncio.gather(*(play(prompt, sample) for prompt, sample in keys[1:]))]
     finally:
@@ -59,6 +79,7 @@ def agent_warnings(played: Sequence[PlayedEpisode], tokenizer: Any, *, max_steps
     episodes = [one.episode for one in played]
     turns = [num_turns(episode, tokenizer) for episode in episodes]
     return [
+        *_about_groups(played),
         *_about_rewards(episodes, about_labels([one.prompt for one in played])),
         *_about_ends(episodes, turns, max_steps=max_steps),
         *_about_tokens(episodes, tokenizer),
@@ -68,6 +89,24 @@ def agent_warnings(played: Sequence[PlayedEpisode], tokenizer: Any, *, max_steps
 def num_turns(episode: Episode, tokenizer: Any) -> int:
     reader = SegmentReader(tokenizer)
     return sum(span.action for segment in episode.segments for span in spans(segment, reader))
+
+
+def _about_groups(played: Sequence[PlayedEpisode]) -> Iterator[str]:
+    roles = Counter((one.prompt.ordinal, one.episode.agent) for one in played if one.episode.agent)
+    if alone := sorted({agent for (_, agent), count in roles.items() if count < 2}):
+        yield (
+            f"only one sample of a prompt plays {', '.join(alone)}: estimators that compare samples compare those of "
+            "one role, and train on no such sample; more --n (--rollout.n_samples_per_prompt in a run) gives it others"
+        )
+    forks = [one for one in played if one.episode.fork is not None]
+    for one in forks:
+        of_prompt = [other for other in played if other.prompt.ordinal == one.prompt.ordinal]
+        if all(other.episode.fork is not None or other.sample == 0 for other in of_prompt):
+            yield (
+                "all samples of a prompt begin with the same sampled tokens: nothing tells whether these were good, so "
+                "that estimators that compare samples do not train on them"
+            )
+            break
 
 
 def _about_rewards(episodes: Sequence[Episode], labels: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from openrlhf.agents.base import Episode
 from openrlhf.checking.agent_check import PlayedEpisode, num_turns
 from openrlhf.checking.image_display import ImageDisplay
 from openrlhf.checking.reward_check import JudgedPrompt, log_names
@@ -20,6 +21,8 @@ from openrlhf.observability.turns import SegmentReader, Span, spans
 PIPE_WIDTH = 120
 MOST_CHARACTERS = 600
 """The most characters of one turn or observation: the middle of a longer one is left out."""
+MOST_SIDES = 4
+"""The most agents of a game that are shown side by side."""
 
 
 class Display:
@@ -68,13 +71,23 @@ class Display:
             self._print("(sampled: by the model; written: by this check, with the label in it)", style="dim")
 
     def episodes(self, file: Path, played: Sequence[PlayedEpisode], tokenizer: Any) -> None:
-        """The one with most turns in full, then all of them in a line each."""
+        """The one with most turns in full, with the other roles of its game beside it; then all in a line each."""
         self._head(f"{file.name}: AgentExecutor")
-        self._episode(max(played, key=lambda p: num_turns(p.episode, tokenizer)), tokenizer)
+        longest = max(played, key=lambda p: num_turns(p.episode, tokenizer))
+        self._episode(longest, tokenizer)
+        roles = any(p.episode.agent for p in played)
+        if roles:
+            self._game([p for p in played if p.prompt.ordinal == longest.prompt.ordinal], longest, tokenizer)
+        if played[0].together:
+            self._print(f"\nSamples of a prompt are played together: {played[0].together}.")
+        forks = any(p.episode.fork for p in played)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("prompt", no_wrap=True)
         seen = any(segment.images for p in played for segment in p.episode.segments)
-        for name in ("sample", "turns", *(["images"] if seen else []), "tokens", "trained", "reward", "score"):
+        table.add_column("sample", justify="right")
+        for name in (*(["agent"] if roles else []), *(["shares"] if forks else [])):
+            table.add_column(name, no_wrap=True)
+        for name in ("turns", *(["images"] if seen else []), "tokens", "trained", "reward", "score"):
             table.add_column(name, justify="right")
         table.add_column("ended")
         names = told_apart([p.prompt.text for p in played])
@@ -83,6 +96,8 @@ class Display:
             table.add_row(
                 Text(shown(name, 17)),
                 str(p.sample + 1),
+                *([Text(shown(episode.agent, 20))] if roles else []),
+                *([_shared(episode)] if forks else []),
                 str(num_turns(episode, tokenizer)),
                 *([str(sum(len(segment.images) for segment in episode.segments))] if seen else []),
                 str(sum(len(segment) for segment in episode.segments)),
@@ -120,6 +135,22 @@ class Display:
             self._images.show([image for span in parts for image in span.images])
         logs = "".join(f", {name} {value:g}" for name, value in episode.extra_logs.items())
         self._print(f"\nreward {_number(episode.reward)}, score {_number(episode.score)}{logs}")
+
+    def _game(self, group: Sequence[PlayedEpisode], one: PlayedEpisode, tokenizer: Any) -> None:
+        """What each role of a game has read and said, side by side: the sample `one`, and of each other role the sample
+        that is nearest to it."""
+        nearest = {one.episode.agent: one}
+        for p in sorted(group, key=lambda p: abs(p.sample - one.sample)):
+            nearest.setdefault(p.episode.agent, p)
+        sides = [nearest[agent] for agent in sorted(nearest)][:MOST_SIDES]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+        for p in sides:
+            table.add_column(Text(f"{shown(p.episode.agent, 30)} (sample {p.sample + 1})"), ratio=1)
+        reader = SegmentReader(tokenizer)
+        table.add_row(*(self._marked([s for seg in p.episode.segments for s in spans(seg, reader)]) for p in sides))
+        table.add_row(*(Text(f"reward {_number(p.episode.reward)}", style="dim") for p in sides))
+        self._print("\nOne game, as each of its agents has seen it:\n")
+        self._print(table)
 
     def _marked(self, parts: Sequence[Span]) -> Text:
         """The text of all tokens, with those that the policy sampled marked."""
@@ -184,6 +215,10 @@ def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any) -> str:
         f"prompt{'s' if prompts > 1 else ''}, with {_span(turns)} turns, {trained:,} of whose tokens would be trained "
         f"on; {earned}; {ends}. A run takes the file with --train.agent_func_path."
     )
+
+
+def _shared(episode: Episode) -> str:
+    return "" if episode.fork is None else f"{episode.fork.actions} tokens with {episode.fork.sample + 1}"
 
 
 def _times(count: int) -> str:

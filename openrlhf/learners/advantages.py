@@ -16,6 +16,7 @@ later (`training_samples`). Ranks do the others because log-probs and values are
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,25 +91,23 @@ class ComparedSamples:
 def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> ComparedSamples:
     """One `TrainingSample` per segment of every judged episode.
 
-    A group left with fewer than two members gives no samples under estimators that compare members. An episode
-    in which the policy sampled nothing still counts in its group's statistics; it has no token to train.
+    Episodes of a prompt are compared with those of the same agent. One that has no other of its agent gives no sample
+    under estimators that compare. An episode in which the policy sampled nothing still counts in its group's
+    statistics; it has no token to train.
     """
     samples: list[TrainingSample] = []
     metrics = Metrics()
     clipped = rewards = lonely = 0
-    for group in groups:
-        members = group.scored
+    for whole, members in ((group, members) for group in groups for members in group.by_agent.values()):
         if settings.estimator.needs_group and len(members) < 2:
             lonely += len(members)
-            continue
-        if not members:
             continue
         charged = [shape_rewards(member, settings.shaping, metrics) for member in members]
         shaped = [earned.clip(settings.shaping.clip_range) for earned in charged]
         rewards += sum(int(earned.rewarded().sum()) for earned in charged)
         clipped += sum(int((a.rewards_A != b.rewards_A).sum()) for a, b in zip(charged, shaped, strict=True))
         metrics.mean("reward", sum(float(earned.rewards_A.sum()) for earned in charged), len(members))
-        compared = compare_group(shaped, settings)
+        compared = compare_group(shaped, settings, shared_actions(whole, members))
         for member, earned, compared_A in zip(members, shaped, compared, strict=True):
             samples.extend(_segments(member, earned.rewards_A.float(), compared_A))
     metrics.mean("reward_clipped", clipped, rewards)
@@ -205,12 +204,53 @@ def shape_rewards(member: Trajectory, shaping: RewardShaping, metrics: Metrics) 
     return EpisodeRewards(rewards_A, sizes_A, turns_A)
 
 
-def compare_group(members: Sequence[EpisodeRewards], settings: AdvantageSettings) -> Sequence[Tensor | None]:
-    """Each member's comparison with the group, float32 [A]; None under estimators that compare nothing."""
+def compare_group(
+    members: Sequence[EpisodeRewards], settings: AdvantageSettings, shared: Sequence[Sequence[int]] | None = None
+) -> Sequence[Tensor | None]:
+    """Each member's comparison with the group, float32 [A]; None under estimators that compare nothing.
+
+    `shared[i][j]`: how many leading action tokens members i and j have in common because one of them is a fork of the
+    other (`shared_actions`); None: none have any. Such a token is compared with the members that do not share it: with
+    B the common beginning of the forks F and R_i their rewards, the gradient on B is Σ_{i ∈ F} (R_i − b) ∇ log π(B),
+    which is that of the expected reward if b does not depend on B, so it may have no member of F in it. A token that
+    all members share is compared with nothing, and gets 0.
+    """
     if settings.estimator.shape is None:
         return [None] * len(members)
-    advantages = turn_advantages([earned.per_turn() for earned in members], settings.estimator.shape, settings.turns)
-    return [a_K[earned.turns_A].float() for a_K, earned in zip(advantages, members, strict=True)]
+    shape, turns = settings.estimator.shape, settings.turns
+    per_turn = [earned.per_turn() for earned in members]
+    advantages = turn_advantages(per_turn, shape, turns)
+    compared = [a_K[earned.turns_A].float() for a_K, earned in zip(advantages, members, strict=True)]
+    for i, common in enumerate(shared or ()):
+        own_A, begin = compared[i], 0
+        for end in sorted({count for j, count in enumerate(common) if j != i}):
+            others = [per_turn[j] for j, count in enumerate(common) if j != i and count <= begin]
+            if not others:
+                own_A[begin:end] = 0.0
+            elif end > begin:
+                a_K = turn_advantages([per_turn[i], *others], shape, turns)[0]
+                own_A[begin:end] = a_K[members[i].turns_A[begin:end]].float()
+            begin = end
+    return compared
+
+
+def shared_actions(group: Group, members: Sequence[Trajectory]) -> list[list[int]] | None:
+    """How many leading action tokens any two of the members have in common, by `Trajectory.fork`; None: none have any.
+
+    Two forks of a third have in common what both have of it; a fork of a fork has of the first what is left of that.
+    """
+    everyone = group.trajectories  # forks of a sample that has failed, or plays another role, have something in common
+    if all(member.fork is None for member in everyone):
+        return None
+    where = {member.key.sample: i for i, member in enumerate(everyone)}
+    shared = [[0] * len(everyone) for _ in everyone]
+    for i, member in enumerate(everyone):
+        shared[i][i] = sys.maxsize
+        if member.fork is not None:
+            for j in range(i):
+                shared[i][j] = shared[j][i] = min(member.fork.actions, shared[where[member.fork.sample]][j])
+    places = [where[member.key.sample] for member in members]
+    return [[shared[i][j] for j in places] for i in places]
 
 
 def _segments(member: Trajectory, rewards_A: Tensor, compared_A: Tensor | None) -> list[TrainingSample]:

@@ -43,6 +43,9 @@ CATALOG = (
             "reward_clipped": Metric(SHARE, "rewards that `--reward.clip_range` has changed"),
             "overlong_penalty": Metric(REWARD, "penalty of `--reward.overlong_buffer_len`, per episode"),
             "rollout/reward_mean": Metric(REWARD, "reward as the source gave it"),
+            "rollout/reward_mean_<agent>": Metric(
+                REWARD, "the same of the episodes of one agent, where a prompt's samples play several roles"
+            ),
             "rollout/reward_std": Metric(REWARD, "standard deviation of these over all samples of the round"),
         },
     ),
@@ -151,6 +154,7 @@ CATALOG = (
             "eval_<source>_pass1": Metric(SHARE, "mean score"),
             "eval_<source>_pass<k>": Metric(SHARE, "pass@k, unbiased: at least one of k samples has a score of 1"),
             "eval_<source>_mean": Metric(REWARD, "mean reward"),
+            "eval_<source>_score_<agent>": Metric(SHARE, "mean score of one agent, where samples play several roles"),
             "eval_<source>_response_length_mean": Metric(TOKENS, "tokens that the policy sampled"),
             "eval_<source>_truncated_rate": Metric(SHARE, "episodes that a limit has ended"),
             "eval_response_length_mean": Metric(TOKENS, "the same over all data sets"),

@@ -189,6 +189,7 @@ def _record(step: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
         "step": step,
         "prompt_ordinal": group.prompt.ordinal,
         "sample": trajectory.key.sample,
+        **({"agent": trajectory.agent} if trajectory.agent else {}),
         "prompt": shortened(without_runs(group.prompt.text), MOST_CHARACTERS),
         "response": shortened(without_runs(response), MOST_CHARACTERS),
         "label": _label(group.prompt.label),

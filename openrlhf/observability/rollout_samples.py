@@ -317,7 +317,8 @@ def _facts(record: Record, turns: Sequence[Record]) -> list[str]:
     # What was left out of a long episode was as many turns of either side.
     said = sum(bool(turn.get("action")) for turn in turns)
     said += sum(turn["turns"] // 2 for turn in turns if _is_number(turn.get("turns")))
-    facts = [f"{said} turns"] if said > 1 else []
+    facts = [str(record["agent"])] if record.get("agent") else []
+    facts += [f"{said} turns"] if said > 1 else []
     facts.append(_tokens(record.get("response_length", 0)))
     if _is_number(record.get("score")) and record.get("score") != reward:
         facts.append(f"score {short_number(record['score'])}")

@@ -226,6 +226,8 @@ class _StepBuilder:
             "text": trajectory.text,
             "extra_logs": {name: _number(value) for name, value in trajectory.extra_logs.items()},
             "error": trajectory.error,
+            "agent": trajectory.agent,
+            "fork": trajectory.fork,
             "segments": [
                 self._segment(segment, trajectory.key._replace(segment=index))
                 for index, segment in enumerate(trajectory.segments)
@@ -557,6 +559,8 @@ class TokenSample:
     error: str
     """Why it failed."""
     segments: tuple[TokenSegment, ...]
+    agent: str = ""
+    fork: tuple[int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -733,6 +737,8 @@ def _sample(found: Mapping[str, Any], prompt: int, cutter: _Cutter) -> TokenSamp
         extra_logs={name: float(value) for name, value in found["extra_logs"].items()},
         error=found["error"],
         segments=tuple(_segment(segment, cutter) for segment in found["segments"]),
+        agent=found.get("agent", ""),  # logs of earlier versions have neither
+        fork=found.get("fork"),
     )
 
 
@@ -791,7 +797,7 @@ def read_groups(path: str | Path) -> list[Group]:
 
 
 def _trajectory(sample: TokenSample, path: Path, images: dict[str, ImageInput]) -> Trajectory:
-    from openrlhf.types import Outcome, SampleKey, Trajectory
+    from openrlhf.types import Fork, Outcome, SampleKey, Trajectory
 
     return Trajectory(
         key=SampleKey(sample.prompt, sample.sample),
@@ -803,6 +809,8 @@ def _trajectory(sample: TokenSample, path: Path, images: dict[str, ImageInput]) 
         text=sample.text,
         extra_logs=sample.extra_logs,
         error=sample.error,
+        agent=sample.agent,
+        fork=None if sample.fork is None else Fork(*sample.fork),
     )
 
 

@@ -68,11 +68,13 @@ class PlainRound:
         """The episode of each segment."""
         self.episodes: list[reference.PlainEpisode] = []
         for group in groups:
-            members = [t for t in group.trajectories if t.outcome is not Outcome.FAILED and t.reward is not None]
-            if config.uses_group_baseline and len(members) < 2:
-                continue
-            for member in members:
-                self._add(member)
+            judged = [t for t in group.trajectories if t.outcome is not Outcome.FAILED and t.reward is not None]
+            for agent in sorted({t.agent for t in judged}):
+                members = [t for t in judged if t.agent == agent]
+                if config.uses_group_baseline and len(members) < 2:
+                    continue
+                for member in members:
+                    self._add(member)
         self.reference_logprobs = (
             [plain_logprobs(trial, s, of_reference=True) for s in self.segments] if config.uses_reference else None
         )
@@ -108,7 +110,7 @@ class PlainRound:
                     length = 0
         self.episodes.append(
             reference.PlainEpisode(
-                prompt=member.key.prompt,
+                group=(member.key.prompt, member.agent),
                 turns=lengths,
                 rewards=rewards,
                 truncated=member.outcome is Outcome.TRUNCATED,

@@ -132,7 +132,8 @@ def entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
 class PlainEpisode:
     """One judged sample: its turns, each a list of token positions, and what each turn has earned."""
 
-    prompt: int
+    group: tuple[int, str]
+    """Its prompt and its agent: those of the same are compared."""
     turns: list[int]
     """Action tokens of each turn."""
     rewards: list[float]
@@ -248,8 +249,8 @@ def _whitened(columns: Sequence[Sequence[float]], *, divide: bool) -> list[list[
 def _compared(episodes: Sequence[PlainEpisode], rewards: Sequence[Sequence[float]], config: Any) -> list[list[float]]:
     """Every episode with those of its own prompt, and no others."""
     result: list[list[float]] = [[] for _ in episodes]
-    for prompt in dict.fromkeys(episode.prompt for episode in episodes):
-        members = [i for i, episode in enumerate(episodes) if episode.prompt == prompt]
+    for group in dict.fromkeys(episode.group for episode in episodes):
+        members = [i for i, episode in enumerate(episodes) if episode.group == group]
         per_turn = _turn_advantages([rewards[i] for i in members], config)
         for i, row in zip(members, per_turn, strict=True):
             result[i] = [a for a, length in zip(row, episodes[i].turns, strict=True) for _ in range(length)]

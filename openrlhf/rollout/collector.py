@@ -23,7 +23,7 @@ from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.filtering import ScoreFilter, Verdicts
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
+from openrlhf.types import Fork, Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopRunner
 
@@ -190,8 +190,15 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
 
 def _trajectory_from(state: dict[str, Any]) -> Trajectory:
     segments = tuple(Segment(**segment) for segment in state["segments"])
+    fork = state.get("fork")  # checkpoints of earlier versions have none
     return Trajectory(
-        **state | {"key": SampleKey(*state["key"]), "segments": segments, "outcome": Outcome(state["outcome"])}
+        **state
+        | {
+            "key": SampleKey(*state["key"]),
+            "segments": segments,
+            "outcome": Outcome(state["outcome"]),
+            "fork": None if fork is None else Fork(*fork),
+        }
     )
 
 
@@ -212,13 +219,18 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
     metrics.mean("total_length", sum(t.num_tokens for t in judged), count)
     metrics.mean("truncated", truncated, count)
     metrics.mean("response_clip_ratio", sum(t.num_tokens >= max_length for t in judged), count)
-    compared = [group.rewards for group in groups if len(group.rewards) > 1]
+    roles = [(agent, members) for group in groups for agent, members in group.by_agent.items()]
+    earned = [(agent, [t.reward for t in members if t.reward is not None]) for agent, members in roles]
+    compared = [rewards for _, rewards in earned if len(rewards) > 1]
     spread = sum(stdev(rewards) for rewards in compared)
     metrics.mean("group_reward_std", spread, len(compared))
     for trajectory in judged:
         for name, value in trajectory.extra_logs.items():
             metrics.mean(name, value, 1)
     metrics.mean("rollout/reward_mean", sum(rewards), count)
+    for agent, own in earned:
+        if agent:
+            metrics.mean(f"rollout/reward_mean_{agent}", sum(own), len(own))
     metrics.last("rollout/reward_std", pstdev(rewards) if count else 0.0)
     metrics.mean("rollout/response_length_mean", responses, count)
     metrics.mean("rollout/truncated_rate", truncated, count)

@@ -10,18 +10,18 @@ import numpy as np
 
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.runner import RolloutError
-from openrlhf.types import Group
+from openrlhf.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
 
-def mean_score(group: Group) -> float | None:
-    """Mean score of the judged members; None when one of them has no score.
+def mean_score(members: Sequence[Trajectory]) -> float | None:
+    """Mean score of judged episodes; None when one of them has no score.
 
     Rounded to float32, the precision of scores: the mean of 0.1 and 0.5 is what 0.3 is.
     """
-    scores = [t.score for t in group.scored if t.score is not None]
-    if not scores or len(scores) < len(group.scored):
+    scores = [t.score for t in members if t.score is not None]
+    if not scores or len(scores) < len(members):
         return None
     return float(np.float32(math.fsum(scores) / len(scores)))
 
@@ -32,7 +32,8 @@ class ScoreFilter:
     This is the dynamic sampling of DAPO (arXiv:2503.14476): with scores of 0 and 1 and the range (0, 1) it says
     0 < right samples < G. In any other group all samples are alike, and nothing is left once their mean is
     subtracted. Scores are judged, not rewards: penalties do not change which prompts are worth asking. A group with
-    a judged member that has no score cannot be compared with the range; it is accepted.
+    a judged member that has no score cannot be compared with the range; it is accepted. Where a group has several
+    agents, which are compared each with its own kind, the group is accepted if one of them would be.
     """
 
     def __init__(self, low: float, high: float, *, warn_after: int, members: int = 1) -> None:
@@ -51,13 +52,14 @@ class ScoreFilter:
 
     def accepts(self, group: Group) -> bool:
         """Whether to train on this group, which has at least one judged member."""
-        score = mean_score(group)
+        scores = [mean_score(members) for members in group.by_agent.values() if len(members) >= self.members]
         self._judged += 1
-        if score is None or self._low < score < self._high:
+        outside = [score for score in scores if score is not None and not self._low < score < self._high]
+        if len(outside) < len(scores):
             self._rejected_in_a_row.clear()
             return True
         self._rejected += 1
-        self._rejected_in_a_row.append(score)
+        self._rejected_in_a_row.append(score := math.fsum(outside) / len(outside))
         reward = math.fsum(group.rewards) / len(group.rewards)
         self._scores = (min(self._scores[0], score), max(self._scores[1], score))
         self._rewards = (min(self._rewards[0], reward), max(self._rewards[1], reward))
@@ -108,7 +110,8 @@ class Verdicts:
 
     def accepts(self, group: Group) -> bool:
         """Whether a group that ended is trained on."""
-        if len(group.scored) >= (1 if self._filter is None else self._filter.members):
+        most = max((len(members) for members in group.by_agent.values()), default=0)
+        if most >= (1 if self._filter is None else self._filter.members):
             self._judged += 1
             accepted = self._filter is None or self._filter.accepts(group)
             self._rejected += not accepted

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
+from openrlhf.agents.base import Episode, FailedEpisode
 from openrlhf.agents.episodes import EpisodeError, Episodes
 from openrlhf.rewards.base import RewardError, RewardRequest, RewardSource
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Trajectory
@@ -14,6 +16,8 @@ from openrlhf.utils import waits
 from openrlhf.utils.randomness import derive_seed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HOPELESS_AFTER = 3
 """Reward calls, or prompts' worth of episodes, that may fail before the first success; then the reward or the agent is
@@ -72,9 +76,11 @@ class EpisodeRunner:
     async def play(self, prompt: Prompt, *, n: int, sampling_params: SamplingParams, purpose: str = "train") -> Group:
         """`n` samples of a prompt. `purpose` keeps the randomness of evaluation apart from that of training."""
         seeds = [derive_seed(self._seed, purpose, prompt.ordinal, sample) for sample in range(n)]
-        trajectories = await asyncio.gather(
-            *(self._episode(prompt, i, sampling_params.copy(seed=seed)) for i, seed in enumerate(seeds))
-        )
+        params = [sampling_params.copy(seed=seed) for seed in seeds]
+        if self._episodes.plays_groups:
+            trajectories = await self._together(prompt, params)
+        else:
+            trajectories = await asyncio.gather(*(self._episode(prompt, i, own) for i, own in enumerate(params)))
         if all(t.failed for t in trajectories):
             self._note_unplayed(trajectories[0].error)
         else:
@@ -82,21 +88,41 @@ class EpisodeRunner:
         return Group(prompt=prompt, trajectories=tuple(await self._judge(prompt, trajectories)))
 
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
-        """One episode, tried again where its failure may pass. A failure that stays becomes a failed trajectory."""
-        key = SampleKey(prompt.ordinal, sample)
+        """One episode. A failure that stays becomes a failed trajectory."""
         with waits.activity(f"prompt {prompt.ordinal} sample {sample}"):
-            for attempt in range(ATTEMPTS):
-                try:
-                    episode = await self._episodes.play(prompt, sampling_params)
-                    break
-                except EpisodeError as error:
-                    if error.retry and attempt + 1 < ATTEMPTS:
-                        await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
-                        continue
-                    where = prompt.where or f"prompt {prompt.ordinal}"
-                    self._warn(f"an episode of {where} failed", str(error))
-                    waits.mark_progress()
-                    return Trajectory(key=key, segments=(), outcome=Outcome.FAILED, error=f"{where}: {error}")
+            try:
+                episode = await _tried(lambda: self._episodes.play(prompt, sampling_params))
+            except EpisodeError as error:
+                return self._failed(prompt, sample, FailedEpisode(error=str(error)))
+        return self._trajectory(prompt, sample, episode)
+
+    async def _together(self, prompt: Prompt, params: Sequence[SamplingParams]) -> list[Trajectory]:
+        """All episodes of a prompt, played as one. Where they fail together, they are played again together."""
+        with waits.activity(f"prompt {prompt.ordinal}"):
+            try:
+                episodes = await _tried(lambda: self._episodes.play_group(prompt, params))
+            except EpisodeError as error:
+                episodes = [FailedEpisode(error=str(error))] * len(params)
+        return [
+            self._failed(prompt, sample, one)
+            if isinstance(one, FailedEpisode)
+            else self._trajectory(prompt, sample, one)
+            for sample, one in enumerate(episodes)
+        ]
+
+    def _failed(self, prompt: Prompt, sample: int, failed: FailedEpisode) -> Trajectory:
+        where = prompt.where or f"prompt {prompt.ordinal}"
+        self._warn(f"an episode of {where} failed", failed.error)
+        waits.mark_progress()
+        return Trajectory(
+            key=SampleKey(prompt.ordinal, sample),
+            segments=(),
+            outcome=Outcome.FAILED,
+            error=f"{where}: {failed.error}",
+            agent=failed.agent,
+        )
+
+    def _trajectory(self, prompt: Prompt, sample: int, episode: Episode) -> Trajectory:
         waits.mark_progress()
         self._on_sample()
         if episode.unmatched_ranges:
@@ -105,13 +131,15 @@ class EpisodeRunner:
                 "they are trained on all the same; return what llm_engine.generate gave",
             )
         return Trajectory(
-            key=key,
+            key=SampleKey(prompt.ordinal, sample),
             segments=episode.segments,
             outcome=Outcome.TRUNCATED if episode.truncated else Outcome.FINISHED,
             text=episode.text,
             reward=episode.reward,
             score=episode.reward if episode.score is None else episode.score,
             extra_logs=episode.extra_logs,
+            agent=episode.agent,
+            fork=episode.fork,
         )
 
     async def _judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
@@ -157,6 +185,18 @@ class EpisodeRunner:
         count = self._said[kind]
         if count <= 3 or count in (10, 100, 1000, 10_000):
             logger.warning("%s: %s%s", what, why, f" (and {count - 1} before)" if count > 3 else "")
+
+
+async def _tried(play: Callable[[], Awaitable[T]]) -> T:
+    """The result, tried again where a failure may pass."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return await play()
+        except EpisodeError as error:
+            if not error.retry:
+                raise
+            await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
+    return await play()
 
 
 def _for_whom(playing: Sequence[asyncio.Task[Group]]) -> str:

@@ -391,6 +391,7 @@ def _group_json(group: Group) -> dict[str, Any]:
                 "score": trajectory.score,
                 "tokens": trajectory.num_actions,
                 "outcome": str(trajectory.outcome),
+                **({"agent": trajectory.agent} if trajectory.agent else {}),
                 **({"error": trajectory.error} if trajectory.failed else {}),
                 **({"extra_logs": dict(trajectory.extra_logs)} if trajectory.extra_logs else {}),
             }

@@ -112,6 +112,9 @@ def evaluation_metrics(groups: Sequence[Group], *, k: int) -> Metrics:
         if 1 < k <= count:
             metrics.mean(f"{source}_pass{k}", pass_at_k(count, sum(score >= 1 for score in scores), k), 1)
         metrics.mean(f"{source}_mean", sum(group.rewards), count)
+        for agent, own in group.by_agent.items():
+            if agent:
+                metrics.mean(f"{source}_score_{agent}", sum(t.score or 0.0 for t in own), len(own))
         metrics.mean(f"{source}_response_length_mean", lengths, count)
         metrics.mean(f"{source}_truncated_rate", truncated, count)
         metrics.mean("eval_response_length_mean", lengths, count)

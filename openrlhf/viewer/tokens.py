@@ -81,6 +81,7 @@ def _records(step: StepTokens) -> Iterator[dict[str, Any]]:
                 "step": step.step,
                 "prompt_ordinal": group.ordinal,
                 "sample": sample.sample,
+                **({"agent": sample.agent} if sample.agent else {}),
                 "prompt": group.prompt,
                 "response": sample.text.removeprefix(group.prompt),
                 "label": group.label,
@@ -175,6 +176,7 @@ def group_view(records: Sequence[Mapping[str, Any]], tokens: TokenGroup | None) 
         samples.append(
             {
                 "sample": number,
+                "agent": line.get("agent", logged.agent if logged else ""),
                 "reward": line.get("reward", logged.reward if logged else None),
                 "score": line.get("score", logged.score if logged else None),
                 "outcome": line.get("outcome", logged.outcome if logged else ""),

@@ -16,7 +16,7 @@ from openrlhf.types import SamplingParams
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
 AGENTS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-TEN_LINES, GUESS, CALCULATOR, ZOOM, THINKER, DRAFTS, JUDGED, OLDER = AGENTS
+TEN_LINES, GUESS, CALCULATOR, ZOOM, THINKER, DRAFTS, JUDGED, FORKS, DUEL, OLDER = AGENTS
 
 
 class SpeakingEngine(ScriptedEngine):
@@ -157,3 +157,29 @@ def test_links_lead_somewhere(link):
 
 def test_the_readme_shows_the_same_ten_lines():
     assert TEN_LINES in (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def play_group(tmp_path, source: str, *texts: str):
+    (tmp_path / "agent.py").write_text(source)
+    params = [SamplingParams(seed=seed) for seed in range(4)]
+    player = load_agent(tmp_path / "agent.py")
+    says = iter(texts)
+    engine = SpeakingEngine()
+    engine.says = lambda prompt, params: [ord(c) for c in next(says)]
+    return asyncio.run(player.play_group("2+3=", "5", params, 200, CharTokenizer(), engine))
+
+
+def test_forks_of_one_reset_look_for_one_number(tmp_path):
+    """All four say 1, 2, 3, …: they find the same number, or none of them does."""
+    texts = [str(guess) for guess in (4, 5, 6) for _ in range(4)]
+    episodes = play_group(tmp_path, FORKS, *texts)
+    assert len({episode.text for episode in episodes}) == 1
+    assert len({episode.reward for episode in episodes}) == 1
+
+
+def test_the_duel_has_two_roles_and_one_winner(tmp_path):
+    """Two games at once, each side in turn: 4 beats 3, and 9 beats 8."""
+    episodes = play_group(tmp_path, DUEL, "1", "2", "1", "2", "3", "8", "4", "9")
+    assert [episode.agent for episode in episodes] == ["player 0", "player 1"] * 2
+    assert [episode.reward for episode in episodes] == [0.0, 1.0, 0.0, 1.0]
+    assert episodes[0].text == "2+3=1 They said 1. You: 3 They said 4. You: "

@@ -1,6 +1,7 @@
 """The stage "advantages", step by step: rewards of episodes, comparison of a group, credit of tokens."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from openrlhf.learners.advantages import (
 )
 from openrlhf.types import (
     FinishReason,
+    Fork,
     Generation,
     Group,
     Outcome,
@@ -382,3 +384,106 @@ def test_samples_that_may_get_advantages_are_all_but_those_whose_comparison_gave
     samples = [sample([0, 1.0], key=(i, 0, 0), compared=[x, x]) for i, x in enumerate([0.0, 0.5])]
     settings = AdvantageSettings(estimator=get_estimator(name))
     assert may_get_advantages(TrainingBatch(samples=samples), settings) == expected
+
+
+# Roles, and samples that branch ----------------------------------------------------------------------------------------
+
+
+def roles(*episodes: tuple[str, float]) -> Group:
+    members = [
+        Trajectory(
+            key=SampleKey(0, i),
+            segments=(turns(reward).segment(),),
+            outcome=Outcome.FINISHED,
+            reward=reward,
+            agent=agent,
+        )
+        for i, (agent, reward) in enumerate(episodes)
+    ]
+    return Group(prompt=Prompt(ordinal=0, text="x"), trajectories=tuple(members))
+
+
+def test_episodes_are_compared_with_those_of_their_agent():
+    """White earned 1 and 0, black 0 and 0.5: the others of a role are one each. Of the judge there is only one: he has
+    nobody to be compared with, and is counted. Where nothing is compared, all are trained on."""
+    group = roles(("white", 1.0), ("black", 0.0), ("white", 0.0), ("black", 0.5), ("judge", 3.0))
+    result = shape([group], "rloo")
+    by_sample = {sample.key.sample: sample.compared_A.tolist() for sample in result.samples}
+    assert by_sample == {0: [1, 1], 2: [-1, -1], 1: [-0.5, -0.5], 3: [0.5, 0.5]}
+    assert result.metrics.values()["rollout/left_alone"] == 1
+    assert len(shape([group], "reinforce").samples) == 5
+
+
+def forked(*members: tuple[float, Fork | None], tokens: int = 3) -> Group:
+    """Episodes of one turn, whose first tokens may be another's."""
+    trajectories = []
+    for i, (reward, fork) in enumerate(members):
+        recorder = TokenRecorder([1])
+        said = Generation(
+            token_ids=[2] * tokens, logprobs=[0.0] * tokens, versions=[0] * tokens, finish_reason=FinishReason.STOP
+        )
+        recorder.append_action(said)
+        recorder.reward_turn(reward)
+        trajectories.append(
+            Trajectory(
+                key=SampleKey(0, i),
+                segments=(recorder.segment(),),
+                outcome=Outcome.FINISHED,
+                reward=reward,
+                fork=fork,
+            )
+        )
+    return Group(prompt=Prompt(ordinal=0, text="x"), trajectories=tuple(trajectories))
+
+
+def test_a_token_is_compared_with_the_samples_that_do_not_share_it():
+    """Samples 0, 1, 2 begin alike; 2 shares two tokens with 1, and one of these with 0. Rewards 3, 0, 6, 9.
+
+    Sample 2: its first token is compared with 9 alone: −3; its second one with 3 and 9: 0; its own with 3, 0, 9: 2.
+    Sample 1: 0 − 9; 0 − (3 + 9)/2; 0 − (3 + 6 + 9)/3. Sample 0: 3 − 9; then 3 − (0 + 6 + 9)/3.
+    """
+    group = forked((3.0, None), (0.0, Fork(0, 1)), (6.0, Fork(1, 2)), (9.0, None))
+    assert compared(shape([group], "rloo")) == [[-6, -2, -2], [-9, -6, -6], [-3, 0, 2], [6, 6, 6]]
+
+
+def test_what_all_samples_share_is_compared_with_nothing():
+    group = forked((1.0, None), (3.0, Fork(0, 2)))
+    for name in ("rloo", "dr_grpo", "group_norm"):
+        assert all(row[:2] == [0, 0] for row in compared(shape([group], name)))
+        assert all(row[2] != 0 for row in compared(shape([group], name)))
+
+
+def test_the_gradient_of_a_game_with_branches_is_that_of_its_definition():
+    """All 64 outcomes of two beginnings b, each gone on with twice: c. The reward of a sample is R(b, c).
+
+    By definition ∇ E[R] = Σ_b Σ_c ∇ (p(b) p(c | b)) R(b, c). What is trained on is the mean over the four samples of
+    Σ_t A_t ∇ log π_t; its mean over all outcomes is compared with it, for p(b = 1) = σ(u), p(c = 1 | b) = σ(v_b).
+    """
+    rewards = {(0, 0): 1.0, (0, 1): -2.0, (1, 0): 0.5, (1, 1): 4.0}
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)  # u, v_0, v_1
+
+    def logprob(which: int, value: int) -> torch.Tensor:
+        return torch.nn.functional.logsigmoid(logits[which] if value else -logits[which])
+
+    value = sum((logprob(0, b) + logprob(1 + b, c)).exp() * rewards[b, c] for b in (0, 1) for c in (0, 1))
+    (expected,) = torch.autograd.grad(value, logits)
+    settings = AdvantageSettings(estimator=get_estimator("rloo"))
+    trained = torch.zeros((), dtype=torch.float64)
+    for b0, b1, *cs in itertools.product((0, 1), repeat=6):
+        begun = (b0, b0, b1, b1)
+        probability = (logprob(0, b0) + logprob(0, b1) + sum(map(logprob, (1 + b for b in begun), cs))).exp().detach()
+        earned = [rewards[b, c] for b, c in zip(begun, cs, strict=True)]
+        forks = [None, Fork(0, 1), None, Fork(2, 1)]
+        group = forked(*zip(earned, forks, strict=True), tokens=2)
+        for sample, b, c in zip(training_samples([group], settings).samples, begun, cs, strict=True):
+            first, second = sample.compared_A.double()
+            trained = trained + probability / 4 * (first * logprob(0, b) + second * logprob(1 + b, c))
+    (found,) = torch.autograd.grad(trained, logits)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_forks_of_a_sample_that_failed_share_what_they_have_of_it():
+    group = forked((0.0, None), (1.0, Fork(0, 1)), (3.0, Fork(0, 1)), (7.0, None))
+    failed = group.trajectories[0].as_failed("boom")
+    group = dataclasses.replace(group, trajectories=(failed, *group.trajectories[1:]))
+    assert compared(shape([group], "rloo")) == [[-6, -4, -4], [-4, -1, -1], [5, 5, 5]]

@@ -115,7 +115,7 @@ def rl(**flags):
 def episode(prompt, *turns, truncated=False):
     """Turns: (tokens, reward)."""
     lengths, rewards = zip(*turns, strict=True)
-    return reference.PlainEpisode(prompt=prompt, turns=list(lengths), rewards=list(rewards), truncated=truncated)
+    return reference.PlainEpisode(group=(prompt, ""), turns=list(lengths), rewards=list(rewards), truncated=truncated)
 
 
 def test_plain_advantages_by_hand():

@@ -167,7 +167,7 @@ def test_an_end_that_no_float_can_hold_is_still_an_end():
 def test_failed_members_are_no_zeros():
     """1, 1 and a failure: the mean is 1, not 2/3."""
     group = make_group(1.0, None, 1.0)
-    assert mean_score(group) == 1.0
+    assert mean_score(group.scored) == 1.0
     assert not ScoreFilter(0, 1, warn_after=100).accepts(group)
 
 
@@ -176,8 +176,29 @@ def test_a_group_with_an_unscored_member_is_not_filtered():
         key=SampleKey(0, 1), segments=make_group(0.0).trajectories[0].segments, outcome=Outcome.FINISHED, reward=0.0
     )
     group = Group(prompt=Prompt(ordinal=0, text="q"), trajectories=(make_group(0.0).trajectories[0], unscored))
-    assert mean_score(group) is None
+    assert mean_score(group.scored) is None
     assert ScoreFilter(0, 1, warn_after=100).accepts(group)
+
+
+@pytest.mark.parametrize(
+    ("scores", "accepted"),
+    [
+        ({"white": (1.0, 1.0), "black": (0.0, 0.0)}, False),
+        ({"white": (1.0, 1.0), "black": (0.0, 1.0)}, True),
+        ({"white": (1.0, 1.0), "black": (0.5,)}, False),
+    ],
+)
+def test_a_group_of_several_agents_is_filtered_by_each(scores, accepted):
+    """All four scores of the first group have the mean 1/2, but white always wins: neither has anything to learn. In
+    the last one black has nobody to be compared with."""
+    of_roles = [(agent, score) for agent, own in scores.items() for score in own]
+    whole = make_group(*(score for _, score in of_roles))
+    members = [dataclasses.replace(t, agent=agent) for t, (agent, _) in zip(whole.trajectories, of_roles, strict=True)]
+    group = dataclasses.replace(whole, trajectories=tuple(members))
+    assert ScoreFilter(0, 1, warn_after=100, members=2).accepts(group) is accepted
+    means = rollout_metrics([group], max_length=100).values()
+    for agent, own in scores.items():
+        assert means[f"rollout/reward_mean_{agent}"] == sum(own) / len(own)
 
 
 # -------------------------------------------------------------------------------------------------- replacements

@@ -302,7 +302,7 @@ class GroupPane {
     const imageUrl = (file) => `api/image?${new URLSearchParams({ run, name: file.split("/").pop() })}`;
     const logs = Object.entries(sample.logs ?? {}).slice(0, 8).map(([name, value]) => `${name} ${short(value)}`);
     return el("article", { class: `sample ${sample.outcome}`, data: { sample: sample.sample }, aria: { label: `Sample ${sample.sample}` } },
-      el("header", {}, el("b", {}, `Sample ${sample.sample}`), el("span", { class: "reward" }, sample.reward === null ? "no reward" : `reward ${short(sample.reward)}`),
+      el("header", {}, el("b", {}, `Sample ${sample.sample}`), sample.agent ? el("span", { class: "agent" }, sample.agent) : null, el("span", { class: "reward" }, sample.reward === null ? "no reward" : `reward ${short(sample.reward)}`),
         sample.score !== null && sample.score !== sample.reward ? el("span", {}, `score ${short(sample.score)}`) : null,
         el("span", { class: "faint" }, plural(sample.length ?? 0, "token")), sample.outcome ? el("span", { class: `choice ${sample.outcome}` }, sample.outcome) : null,
         logs.length ? el("span", { class: "faint" }, logs.join(" · ")) : null),
