@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrlhf.agents.images import check_readable, images_of
-from openrlhf.agents.tool_calls import Reply, ToolCall, parse_reply
+from openrlhf.agents.tool_calls import THOUGHT, Reply, ToolCall, parse_reply, split_thoughts
 from openrlhf.data.templates import template_arguments
 from openrlhf.models.image_processor import ExpandedText
 from openrlhf.types import ImageInput, PlacedImage
@@ -194,9 +194,15 @@ def _reply_in(message: Message) -> Reply:
 
 
 def _same(one: Reply, other: Reply, *, spaces: bool = True) -> bool:
-    """Up to white space around the content; without `spaces`, to any in it."""
-    contents = [reply.content.strip() if spaces else "".join(reply.content.split()) for reply in (one, other)]
+    """Up to white space around the content and around its thoughts; without `spaces`, to any in it."""
+    contents = [_pieces(reply.content) if spaces else "".join(reply.content.split()) for reply in (one, other)]
     return contents[0] == contents[1] and one.tool_calls == other.tool_calls
+
+
+def _pieces(content: str) -> tuple[str, str]:
+    """Its thoughts and what it says, wherever the thoughts were begun."""
+    thoughts, answer = split_thoughts(content, begun=THOUGHT in content) or ("", content)
+    return thoughts, answer.strip()
 
 
 # ------------------------------------------------------------------------------------ templates

@@ -1,12 +1,15 @@
-"""The HTTP side of the OpenAI-compatible server: one per process, for all its episodes.
+"""The HTTP side of the agent endpoint: one per process, for all its episodes, in the protocols of OpenAI and Anthropic.
 
     GET  /health
     GET  /v1/models
     POST /tokenize              {"prompt": text} or {"messages": […]} → {"count", "max_model_len", "tokens"}
-    POST /v1/chat/completions
+    POST /v1/chat/completions   OpenAI's
+    POST /v1/messages           Anthropic's
+    POST /v1/messages/count_tokens
 
 Each is also there under `/session/<id>`, which says whose request it is; otherwise the header `X-Session-Id` does, or
-the field `session_id` of the request. All but `/health` need a session: its id is a secret of the episode's program.
+the field `session_id` of the request or of its `metadata`. All but `/health` need a session: its id is a secret of the
+episode's program.
 
 The loop that serves all episodes only moves bytes; JSON is read, templates are rendered and text is tokenised in a few
 threads.
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import threading
@@ -29,20 +31,10 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from openrlhf.agents.openai_protocol import (
-    MODEL,
-    ApiError,
-    ChatRequest,
-    chat_completion,
-    chunk,
-    parse_body,
-    parse_chat_request,
-    token_ids,
-    usage,
-    write_calls,
-    write_logprobs,
-)
-from openrlhf.agents.openai_session import LEAST_LIMIT, ChatSession, ChatTurn, Delta
+from openrlhf.agents.anthropic_protocol import ANTHROPIC
+from openrlhf.agents.chat_protocol import MODEL, AnswerWriter, ApiError, Dialect, parse_body
+from openrlhf.agents.openai_protocol import OPENAI, parse_chat_request
+from openrlhf.agents.openai_session import LEAST_LIMIT, ChatSession, ChatTurn
 from openrlhf.agents.values import shown
 
 logger = logging.getLogger(__name__)
@@ -130,6 +122,8 @@ class _App:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/tokenize", self._tokenize)
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/v1/messages", self._chat)
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -138,26 +132,38 @@ class _App:
     async def _models(self, request: web.Request) -> web.Response:
         self._session(_named(request))
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"}
-        return web.json_response({"object": "list", "data": [model]})
+        model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's words
+        pages = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return web.json_response({"object": "list", "data": [model], **pages})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         session, body = await self._read(request)
         ids = await self._off_the_loop(_tokens, session, body)
         return web.json_response({"count": len(ids), "max_model_len": session.max_length, "tokens": ids})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: web.Request) -> web.Response:
         session, body = await self._read(request)
-        chat = parse_chat_request(body)
+        chat = await self._off_the_loop(ANTHROPIC.parse, body)
+        prompt = await self._off_the_loop(session.prompt, chat)
+        return web.json_response({"input_tokens": len(prompt.token_ids)})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        dialect = _dialect(request)
+        session, body = await self._read(request)
+        chat = await self._off_the_loop(dialect.parse, body)
         task = asyncio.current_task()
         assert task is not None
         session.tasks.add(task)
         try:
             with session.answering() as ticket:
                 turn = await self._off_the_loop(session.begin, chat, ticket)
+                writer = dialect.writer(
+                    request=chat, id=session.next_id(), prompt=turn.prompt, tokenizer=session.tokenizer
+                )
                 if chat.stream:
-                    return await _Stream(request, session, chat, turn).send()
+                    return await _send(request, turn, writer)
                 answer = await turn.whole()
-                return web.json_response(await self._off_the_loop(_whole, session, chat, turn, answer))
+                return web.json_response(await self._off_the_loop(writer.whole, answer, turn.written))
         finally:
             session.tasks.discard(task)
 
@@ -170,7 +176,7 @@ class _App:
         most = max((session.most_bytes for session in list(self._sessions.values())), default=LEAST_LIMIT)
         content = await _content(request, most)
         body = await self._off_the_loop(parse_body, content)
-        session = self._session(body.get("session_id"))
+        session = self._session(_named_inside(body))
         if len(content) > session.most_bytes:
             raise _too_large(session.most_bytes, session)
         return session, body
@@ -191,6 +197,20 @@ class _App:
 
 def _named(request: web.Request) -> str | None:
     return request.match_info.get("session") or request.headers.get("X-Session-Id")
+
+
+def _named_inside(body: dict[str, Any]) -> Any:
+    """Anthropic's client has `metadata` for what is the program's own, and names a `user_id` there."""
+    metadata = body.get("metadata")
+    inside = metadata if isinstance(metadata, dict) else {}
+    names = (body.get("session_id"), inside.get("session_id"), inside.get("user_id"))
+    return next((name for name in names if name is not None), None)
+
+
+def _dialect(request: web.Request) -> Dialect:
+    """The protocol that the client speaks, by the path; where there is nothing behind it, by what the client says."""
+    path = request.path.removesuffix("/count_tokens")
+    return ANTHROPIC if path.endswith("/v1/messages") or "anthropic-version" in request.headers else OPENAI
 
 
 async def _content(request: web.Request, most: int, session: ChatSession | None = None) -> bytes:
@@ -229,76 +249,26 @@ def _tokens(session: ChatSession, body: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _whole(session: ChatSession, chat: ChatRequest, turn: ChatTurn, answer: Delta) -> dict[str, Any]:
-    assert answer.reply is not None
-    assert answer.finish_reason is not None
-    return chat_completion(
-        id=session.next_id(),
-        model=chat.model,
-        content=answer.reply.content,
-        tool_calls=answer.reply.tool_calls,
-        finish_reason=answer.finish_reason,
-        prompt_ids=turn.prompt.token_ids,
-        completion_ids=turn.written,
-        logprobs=_logprobs(session, chat, answer),
-    )
-
-
-def _logprobs(session: ChatSession, chat: ChatRequest, answer: Delta) -> dict[str, Any] | None:
-    if not chat.logprobs or answer.part.logprobs is None:
-        return None
-    return write_logprobs(session.tokenizer, answer.part.token_ids, answer.part.logprobs)
-
-
-class _Stream:
+async def _send(request: web.Request, turn: ChatTurn, writer: AnswerWriter) -> web.StreamResponse:
     """One answer as server-sent events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
-    def __init__(self, request: web.Request, session: ChatSession, chat: ChatRequest, turn: ChatTurn) -> None:
-        self._request = request
-        self._session = session
-        self._chat = chat
-        self._turn = turn
-        self._id = session.next_id()
-        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async def write(events: list[str]) -> None:
+        if events:
+            await response.write("".join(events).encode())
 
-    async def send(self) -> web.StreamResponse:
-        await self._response.prepare(self._request)
-        try:
-            await self._chunk({"role": "assistant", "content": ""})
-            async with contextlib.aclosing(self._turn.parts()) as parts:
-                async for part in parts:
-                    await self._part(part)
-            if self._chat.include_usage:
-                await self._chunk(None, usage=usage(self._turn.prompt.token_ids, self._turn.written))
-            await self._event("[DONE]")
-        except ConnectionError:
-            pass  # the client has gone; what it asked for is given up
-        except Exception as error:
-            with contextlib.suppress(ConnectionError):
-                await self._event(json.dumps(_failure(error).body))
-        return self._response
-
-    async def _part(self, part: Delta) -> None:
-        logprobs = _logprobs(self._session, self._chat, part)
-        if part.content or (logprobs and part.reply is None):
-            await self._chunk({"content": part.content}, logprobs=logprobs)
-            logprobs = None
-        if part.reply is None:
-            return
-        for index, call in enumerate(write_calls(part.reply.tool_calls, id=self._id)):
-            await self._chunk({"tool_calls": [{"index": index, **call}]})
-        await self._chunk(
-            {},
-            finish_reason=part.finish_reason,
-            logprobs=logprobs,
-            token_ids=token_ids(self._turn.prompt.token_ids, self._turn.written),
-        )
-
-    async def _chunk(self, delta: dict[str, Any] | None, **others: Any) -> None:
-        await self._event(json.dumps(chunk(id=self._id, model=self._chat.model, delta=delta, **others)))
-
-    async def _event(self, data: str) -> None:
-        await self._response.write(f"data: {data}\n\n".encode())
+    await response.prepare(request)
+    try:
+        await write(writer.opening())
+        async with contextlib.aclosing(turn.parts()) as parts:
+            async for part in parts:
+                await write(writer.part(part, turn.written))
+    except ConnectionError:
+        pass  # the client has gone; what it asked for is given up
+    except Exception as error:
+        with contextlib.suppress(ConnectionError):
+            await write(writer.error(_failure(error)))
+    return response
 
 
 @web.middleware
@@ -308,10 +278,12 @@ async def _errors_as_objects(
     try:
         return await handler(request)
     except web.HTTPException as error:  # no such path, too large
-        refused = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+        twice = "; Anthropic's client adds /v1 itself: its base URL is anthropic_base_url"
+        hint = twice if "/v1/v1/" in request.path else ""
+        refused = ApiError(f"{request.method} {request.path}: {error.reason}{hint}", status=error.status)
     except Exception as error:
         refused = _failure(error)
-    return web.json_response(refused.body, status=refused.status, headers=NO_RETRY)
+    return web.json_response(_dialect(request).error(refused), status=refused.status, headers=NO_RETRY)
 
 
 @web.middleware

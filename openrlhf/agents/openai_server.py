@@ -1,4 +1,5 @@
-"""An executor for programs that speak to OpenAI: each episode gets an endpoint, and what is asked there is recorded."""
+"""An executor for programs that speak to OpenAI or Anthropic: each episode gets an endpoint, and what is asked there is
+recorded."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     from openrlhf.agents.openai_http import AgentServer
     from openrlhf.rollout.base import Engine
 
-ARGUMENTS = ("prompt", "label", "session_id", "base_url", "images")
+ARGUMENTS = ("prompt", "label", "session_id", "base_url", "images", "anthropic_base_url")
 """The arguments that `run_agent` can take: by name, or the first three in this order."""
 
 _starting = threading.Lock()
 
 
 class OpenAIServerAgentExecutor(AgentExecutorBase):
-    """Runs an agent program as it is, against the policy: any that has an `openai` client with a base URL.
+    """Runs an agent program as it is, against the policy: any that has an `openai` or `anthropic` client with a base
+    URL.
 
     >>> class AgentExecutor(OpenAIServerAgentExecutor):
     ...     async def run_agent(self, prompt, label, base_url):
@@ -63,6 +65,7 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
 
             prompt, label, images   of the record
             base_url                of this episode alone: `http://127.0.0.1:<port>/session/<id>/v1`
+            anthropic_base_url      the same for a client of Anthropic's, which adds `/v1` itself
             session_id              for a client of `self.base_url`, which all episodes share: in the path, the header
                                     `X-Session-Id` or `extra_body={"session_id": …}`
 
@@ -112,6 +115,7 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
             "label": label,
             "session_id": session.id,
             "base_url": f"{self._server.url}/session/{session.id}/v1",
+            "anthropic_base_url": f"{self._server.url}/session/{session.id}",
             "images": images if reader is None or not images else await reader.pixels(images),
         }
         self._server.open(session)
@@ -136,7 +140,10 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
             raise AgentResultError(f"{place}: {error}") from None
         segments = segments_from_calls(engine.calls, reward=judged.reward)
         if not segments:
-            raise AgentResultError(f"{place}: the agent never asked the model; its client's base URL must be base_url")
+            raise AgentResultError(
+                f"{place}: the agent never asked the model; its client's base URL must be base_url (anthropic_base_url "
+                "for Anthropic's client)"
+            )
         return Episode(
             segments=segments,
             text=prompt + _decode(hf_tokenizer, segments[-1]),
@@ -184,7 +191,7 @@ class OpenAIServerAgentExecutor(AgentExecutorBase):
         if plan is None:
             raise UserFileError(
                 f"{place_of(self.run_agent)}: run_agent is called with prompt, label and session_id, and by name with "
-                "base_url and images; it takes others"
+                "base_url, anthropic_base_url and images; it takes others"
             )
         return plan
 

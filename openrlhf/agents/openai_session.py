@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from openrlhf.agents.chat_history import ChatHistory, ChatPrompt, TemplateError
+from openrlhf.agents.chat_protocol import ApiError, ChatRequest, Delta
 from openrlhf.agents.images import BadImageError, images_of
-from openrlhf.agents.openai_protocol import ApiError, ChatRequest
 from openrlhf.agents.recording_engine import RecordingEngine
-from openrlhf.agents.tool_calls import GrowingReply, Reply
+from openrlhf.agents.tool_calls import GrowingReply
 from openrlhf.types import FinishReason, Generation, SamplingParams
 from openrlhf.utils.randomness import derive_seed
 
@@ -23,24 +23,6 @@ LEAST_LIMIT = 1 << 20
 LEAST_IMAGES = 64 << 20
 """Bytes of a request that are for images, where the policy reads some: files in base64, all that the conversation has
 shown so far."""
-
-
-class Delta(NamedTuple):
-    """The new part of an answer that is being written."""
-
-    content: str
-    part: Generation
-    reply: Reply | None
-    """All of it, with the last part."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """The finish reason in OpenAI's words."""
-        if self.reply is None:
-            return None
-        if self.part.finish_reason is not FinishReason.STOP:
-            return "length"
-        return "tool_calls" if self.reply.tool_calls else "stop"
 
 
 class ChatTurn:
@@ -148,7 +130,7 @@ class ChatSession:
 
     def next_id(self) -> str:
         self._requests += 1
-        return f"chatcmpl-{self.id}-{self._requests}"
+        return f"{self.id}-{self._requests}"
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[object]:
@@ -177,8 +159,10 @@ class ChatSession:
         if len(prompt.token_ids) >= self.max_length:
             self.refused_for_length = True
             raise ApiError(
+                # OpenAI's words, then Anthropic's: programs look for them before they shorten their history.
                 f"This model's maximum context length is {self.max_length} tokens. However, your messages resulted in "
-                f"{len(prompt.token_ids)} tokens. Please reduce the length of the messages.",
+                f"{len(prompt.token_ids)} tokens. Please reduce the length of the messages (prompt is too long: "
+                f"{len(prompt.token_ids)} tokens > {self.max_length} maximum).",
                 code="context_length_exceeded",
                 param="messages",
             )

@@ -1,5 +1,9 @@
-"""Tool calls in what the policy writes, in the form of Hermes and Qwen, and what can be shown of it while it grows.
+"""Tool calls and thoughts in what the policy writes, in the form of Hermes and Qwen, and what can be shown of it while
+it grows.
 
+<think>
+Which tool?
+</think>
 I add them.
 <tool_call>
 {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -13,6 +17,8 @@ import re
 from typing import Any, NamedTuple
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
+"""What stands before thoughts, and after them."""
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -74,7 +80,7 @@ class GrowingReply:
         if self._tools:
             certain, called, _ = self._text.partition(OPENING)
             if not called:
-                certain = certain[: len(certain) - _begun(certain)]
+                certain = certain[: len(certain) - _begun(certain, OPENING)]
             certain = certain.rstrip()
         new = certain[self._shown :]
         self._shown += len(new)
@@ -86,6 +92,66 @@ class GrowingReply:
         return reply.content[self._shown :], reply
 
 
-def _begun(text: str) -> int:
-    """How many of the last characters may begin a call."""
-    return next((n for n in range(len(OPENING) - 1, 0, -1) if text.endswith(OPENING[:n])), 0)
+def _begun(text: str, mark: str) -> int:
+    """How many of the last characters may begin the mark."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+
+
+# ------------------------------------------------------------------------------------ thoughts
+
+
+class Thoughtful(NamedTuple):
+    """The content of an answer, or a new part of it, in two."""
+
+    thoughts: str
+    answer: str
+
+
+def split_thoughts(content: str, *, begun: bool = False) -> Thoughtful | None:
+    """The thoughts at the beginning of an answer, and the rest, without the white space between; None: it has none.
+
+    `begun`: `<think>` stood before the answer already, as the templates of some models write it.
+
+    >>> split_thoughts("<think>\\nhm\\n</think>\\n\\nyes")
+    Thoughtful(thoughts='hm', answer='yes')
+    """
+    text = content.lstrip()
+    if not begun and not text.startswith(THINK):
+        return None
+    thoughts, _, answer = text.removeprefix(THINK).partition(THOUGHT)
+    return Thoughtful(thoughts.strip(), answer.lstrip())
+
+
+class GrowingThoughts:
+    """An answer in two while it is written. What `feed` and `finish` give, put together, is what `split_thoughts` does,
+    or all of the content as the answer."""
+
+    def __init__(self, *, begun: bool) -> None:
+        self._begun = begun
+        self._text = ""
+        self._shown = Thoughtful("", "")
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether the answer has thoughts for certain; they may be empty."""
+        return self._begun or self._text.lstrip().startswith(THINK)
+
+    def feed(self, content: str) -> Thoughtful:
+        """What is certain now and was not before."""
+        self._text += content
+        text = self._text.lstrip()
+        if THINK.startswith(text):  # perhaps it begins with thoughts
+            return Thoughtful("", "")
+        split = split_thoughts(self._text, begun=self._begun)
+        if split is None or THOUGHT in text:
+            return self._show(split or Thoughtful("", self._text))
+        thoughts = split.thoughts
+        return self._show(Thoughtful(thoughts[: len(thoughts) - _begun(thoughts, THOUGHT)].rstrip(), ""))
+
+    def finish(self) -> Thoughtful:
+        """The rest."""
+        return self._show(split_thoughts(self._text, begun=self._begun) or Thoughtful("", self._text))
+
+    def _show(self, certain: Thoughtful) -> Thoughtful:
+        shown, self._shown = self._shown, certain
+        return Thoughtful(certain.thoughts[len(shown.thoughts) :], certain.answer[len(shown.answer) :])

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import copy
 import gc
-import http.client
 import importlib.util
 import io
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
+from agent_program import ANY_JSON, Door, Program, places, play, put
 from chat_model import CALCULATOR, Speaker, chat_model, chat_tokenizer, learn_by_heart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,9 +23,6 @@ from patience import patience
 from scripted_engine import bpe_tokenizer
 from vision_models import TURNS, image, vision_tokenizer
 
-from openrlhf.agents.openai_http import AgentServer
-from openrlhf.agents.openai_session import ChatSession
-from openrlhf.agents.recording_engine import RecordingEngine
 from openrlhf.agents.user_calls import AgentError, AgentResultError
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.embedded import EmbeddedEngine
@@ -38,33 +35,6 @@ HI = [{"role": "user", "content": "hi"}]
 MOST_BYTES = (1 << 20) + 64 * 500
 """Of a request where prompt and answer have 500 tokens at most."""
 CALL = 'I add.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+3"}}\n</tool_call>'
-
-
-class Program(OpenAIServerAgentExecutor):
-    """An agent made of one coroutine function of a client, whose result is kept."""
-
-    def __init__(self, body, **settings):
-        super().__init__()
-        self.body = body
-        self.result = None
-        vars(self).update(settings)
-
-    async def run_agent(self, prompt, label, base_url):
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
-            self.result = await self.body(client)
-        return {"reward": 1.0}
-
-
-def play(program, engine, *, max_length=500, max_steps=None, tokenizer=TOKENIZER, **params):
-    """The episode, and what the program found."""
-    if not isinstance(program, OpenAIServerAgentExecutor):
-        program = Program(program)
-    params = SamplingParams(**{"seed": 7} | params)
-
-    async def main():
-        return await program.play("hi", "5", params, max_length, tokenizer, engine, max_steps=max_steps)
-
-    return asyncio.run(main()), getattr(program, "result", None)
 
 
 def create(client, messages=HI, **fields):
@@ -451,12 +421,12 @@ class TestErrors:
             play(body, Broken(TOKENIZER, ""))
 
     def test_a_program_that_fails_is_named(self):
-        async def body(client):
-            await create(client)
-            raise LookupError("no such tool")
+        class Agent(OpenAIServerAgentExecutor):
+            async def run_agent(self, prompt, label, base_url):
+                raise LookupError("no such tool")
 
-        with pytest.raises(AgentError, match=r"test_openai_server\.py:\d+ \(in body\): LookupError: no such tool"):
-            play(body, Speaker(TOKENIZER, "yes"))
+        with pytest.raises(AgentError, match=r"test_openai_server\.py:\d+ \(in run_agent\): LookupError: no such tool"):
+            play(Agent(), Speaker(TOKENIZER, "yes"))
 
     @pytest.mark.parametrize(
         ("returned", "expected"),
@@ -670,32 +640,6 @@ class SlowTokenizer:
         return TOKENIZER(text, **options)
 
 
-class Door:
-    """A server with one session, and requests to it as anybody on this machine could send them."""
-
-    def __init__(self, tokenizer=TOKENIZER, *, max_length=500):
-        self.server = AgentServer()
-        params = SamplingParams(seed=7)
-        engine = RecordingEngine(Speaker(TOKENIZER, "yes"), sampling_params=params, max_length=max_length)
-        self.session = ChatSession(engine, tokenizer, sampling_params=params, max_length=max_length)
-        self.server.open(self.session)
-
-    def ask(self, method, path, body=None, **headers):
-        """The status, and what is in the reply."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
-        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        with contextlib.closing(connection):
-            connection.request(method, path.replace("ID", self.session.id), content, headers)
-            reply = connection.getresponse()
-            text = reply.read().decode()
-            return reply.status, text if text.startswith("data: ") else json.loads(text)
-
-
-# What a broken client may send: any JSON in any place of a request that would be good otherwise.
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.just(10**400)
-JSON = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-)
 GOOD = {
     "messages": [
         {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
@@ -709,20 +653,6 @@ GOOD = {
     **dict.fromkeys(("top_logprobs", "logit_bias", "response_format", "functions", "modalities", "model", "stream")),
     **dict.fromkeys(("stream_options", "chat_template_kwargs", "chat_template", "session_id", "prompt")),
 }
-
-
-def places(value, path=()):
-    """All ways into it."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, item in inside for place in places(item, (*path, key)))]
-
-
-def put(value, path, new):
-    if not path:
-        return new
-    copied = value.copy()
-    copied[path[0]] = put(value[path[0]], path[1:], new)
-    return copied
 
 
 class TestDoor:
@@ -794,7 +724,7 @@ class TestDoor:
         assert door.ask("POST", "/session/ID/v1/chat/completions", GOOD)[0] == 200
 
         @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-        @given(path=st.sampled_from(places(GOOD)), new=JSON, stream=st.booleans(), route=st.booleans())
+        @given(path=st.sampled_from(places(GOOD)), new=ANY_JSON, stream=st.booleans(), route=st.booleans())
         def ask(path, new, stream, route):
             body = put(GOOD | {"stream": stream}, path, new)
             where = "/session/ID/v1/chat/completions" if route else "/session/ID/tokenize"

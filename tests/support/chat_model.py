@@ -42,6 +42,23 @@ TEMPLATES = {
         "message.content.split('</think>')[-1] if message.role == 'assistant' and loop.index0 < asked.last "
         "else message.content",
     ),
+    # As Qwen3's does: thoughts stand in every turn after the last question, spelled in one way, and in none before it;
+    # with `enable_thinking=False` the template itself writes that there are none.
+    "qwen3": (
+        "{%- set asked = namespace(last=-1) %}{%- for message in messages %}"
+        "{%- if message.role == 'user' %}{%- set asked.last = loop.index0 %}{% endif %}{% endfor %}"
+    )
+    + CHATML.replace(
+        "{{- '<|im_start|>' + message.role + '\\n' + (CONTENT) }}",
+        "{%- set parts = message.content.split('</think>') %}{%- set said = parts[-1].lstrip('\\n') %}"
+        "{%- set thoughts = parts[0].split('<think>')[-1].strip('\\n') if parts | length > 1 else '' %}"
+        "{{- '<|im_start|>' + message.role + '\\n' }}"
+        "{%- if message.role == 'assistant' and loop.index0 > asked.last and (loop.last or thoughts) %}"
+        "{{- '<think>\\n' + thoughts + '\\n</think>\\n\\n' + said }}"
+        "{%- elif message.role == 'assistant' %}{{- said }}{%- else %}{{- message.content }}{%- endif %}",
+    )
+    + "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
     # Nothing special about its marks: the tokenizer may join them with what stands beside them.
     "words": (
         "{%- for message in messages %}{{ '\\n' + message.role + ': ' + message.content }}{% endfor %}"

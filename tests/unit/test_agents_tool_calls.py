@@ -1,10 +1,10 @@
-"""Tool calls are read as they were meant, or not at all; a growing reply never takes back what it has shown."""
+"""Tool calls and thoughts are read as they were meant, or not at all; a growing reply never takes back what it has shown."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.agents.tool_calls import GrowingReply, Reply, ToolCall, parse_reply
+from openrlhf.agents.tool_calls import GrowingReply, GrowingThoughts, Reply, ToolCall, parse_reply, split_thoughts
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 GET = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
@@ -71,3 +71,51 @@ def test_the_parts_of_a_reply_are_its_content(pieces, cuts, tools):
     rest, reply = growing.finish()
     assert said + rest == reply.content
     assert reply == (parse_reply(text) if tools else Reply(text))
+
+
+@pytest.mark.parametrize(
+    ("content", "begun", "split"),
+    [
+        ("<think>\nhm\n</think>\n\nyes\n", False, ("hm", "yes\n")),
+        ("\n<think></think>yes", False, ("", "yes")),
+        ("hm\n</think>yes", True, ("hm", "yes")),
+        ("<think>hm</think>yes", True, ("hm", "yes")),  # which it has begun once more
+        ("<think>hm", False, ("hm", "")),  # cut short
+        ("<think>a</think>b</think>c", False, ("a", "b</think>c")),
+        ("yes", False, None),
+        ("yes <think>hm</think>", False, None),
+        ("hm</think>yes", False, None),
+        ("", False, None),
+        ("", True, ("", "")),
+    ],
+)
+def test_thoughts_and_what_is_said_after_them(content, begun, split):
+    assert split_thoughts(content, begun=begun) == split
+
+
+def test_thoughts_are_shown_as_they_grow():
+    growing = GrowingThoughts(begun=False)
+    said = [growing.feed(text) for text in ("\n<th", "ink>\nhm", " so", " </", "b></thi", "nk>\n", "\nyes ", "no")]
+    assert said == [("", ""), ("hm", ""), (" so", ""), ("", ""), (" </b>", ""), ("", ""), ("", "yes "), ("", "no")]
+    assert growing.finish() == ("", "")
+
+
+THOUGHT_PIECES = st.sampled_from(["<think>", "</think>", "a", " ", "\n", "<", "</", "</think", "<thinking>", "x<y"])
+
+
+@given(st.lists(THOUGHT_PIECES, max_size=6), st.lists(st.integers(1, 9), max_size=60), st.booleans())
+def test_the_parts_of_thoughts_are_the_thoughts(pieces, cuts, begun):
+    """However the text is cut: what was shown is never taken back, and all of it is what the whole text has."""
+    text = "".join(pieces)
+    growing, thoughts, answer, at = GrowingThoughts(begun=begun), "", "", 0
+    parts = []
+    for n in [*cuts, len(text)]:
+        parts.append(growing.feed(text[at : at + n]))
+        at += n
+    for part in [*parts, growing.finish()]:
+        assert not (part.thoughts and answer)  # never thoughts after the answer has begun
+        thoughts += part.thoughts
+        answer += part.answer
+    split = split_thoughts(text, begun=begun)
+    assert (thoughts, answer) == (split or ("", text))
+    assert growing.has_thoughts == (split is not None)
