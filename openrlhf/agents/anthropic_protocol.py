@@ -33,7 +33,7 @@ from openrlhf.agents.chat_protocol import (
     template_options,
 )
 from openrlhf.agents.openai_protocol import token_ids
-from openrlhf.agents.tool_calls import THINK, THOUGHT, GrowingThoughts, Thoughtful, ToolCall
+from openrlhf.agents.tool_calls import THINK, GrowingThoughts, Thoughtful, ToolCall, with_thoughts
 from openrlhf.agents.values import shown
 from openrlhf.types import FinishReason
 
@@ -148,7 +148,7 @@ def _of_assistant(content: Any, what: str) -> dict[str, Any]:
             raise ApiError(f"{place}.type must be text, thinking or tool_use, got {shown(kind)}", param=what)
     text = "\n".join(texts)
     if thoughts:
-        text = f"{THINK}\n{chr(10).join(thoughts)}\n{THOUGHT}\n\n{text}"
+        text = with_thoughts("\n".join(thoughts), text)
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 

@@ -24,12 +24,15 @@ from openrlhf.agents.chat_protocol import (
     refuse_impossible,
     template_options,
 )
-from openrlhf.agents.tool_calls import ToolCall
+from openrlhf.agents.tool_calls import THOUGHT, ToolCall, with_thoughts
 from openrlhf.agents.values import shown
 from openrlhf.types import FinishReason
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The role of a message → the role that templates know."""
+
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Where clients keep the thoughts of an answer, if not in its content."""
 
 
 def parse_chat_request(body: Any) -> ChatRequest:
@@ -77,6 +80,12 @@ def _message(value: Any, what: str, images: list[Any]) -> dict[str, Any]:
     }
     if len(images) > before and message["role"] not in ("user", "tool"):
         raise ApiError(f"{what} of the {role} has an image: those of user and tool may", param=what)
+    if message["role"] == "assistant" and THOUGHT not in message["content"]:
+        for name in THOUGHTS:
+            if given.get(name):
+                thoughts = as_text(given[name], f"{what}.{name}").strip()
+                message["content"] = with_thoughts(thoughts, message["content"])
+                break
     for name in ("name", "tool_call_id"):
         if given.get(name) is not None:
             message[name] = as_text(given[name], f"{what}.{name}")

@@ -107,6 +107,11 @@ class Thoughtful(NamedTuple):
     answer: str
 
 
+def with_thoughts(thoughts: str, answer: str) -> str:
+    """An answer with its thoughts before it, as Qwen writes them."""
+    return f"{THINK}\n{thoughts}\n{THOUGHT}\n\n{answer}"
+
+
 def split_thoughts(content: str, *, begun: bool = False) -> Thoughtful | None:
     """The thoughts at the beginning of an answer, and the rest, without the white space between; None: it has none.
 

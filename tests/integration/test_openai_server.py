@@ -23,6 +23,7 @@ from patience import patience
 from scripted_engine import bpe_tokenizer
 from vision_models import TURNS, image, vision_tokenizer
 
+from openrlhf.agents.tool_calls import split_thoughts, with_thoughts
 from openrlhf.agents.user_calls import AgentError, AgentResultError
 from openrlhf.models.policy import Policy
 from openrlhf.rollout.embedded import EmbeddedEngine
@@ -119,6 +120,19 @@ class TestReplies:
         (call,) = (call for choice in choices for call in choice.delta.tool_calls or ())
         assert (call.index, call.function.name) == (0, "calculator")
         assert choices[-1].finish_reason == "tool_calls"
+
+    @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+    def test_thoughts_that_a_client_keeps_beside_the_content(self, name):
+        """Given back where other servers put them, they are the policy's own thoughts: the conversation goes on."""
+
+        async def body(client):
+            said = (await create(client)).choices[0].message.content
+            thoughts, answer = split_thoughts(said)
+            kept = {"role": "assistant", name: thoughts, "content": answer}
+            await create(client, [*HI, kept, {"role": "user", "content": "sure?"}])
+
+        episode, _ = play(body, Speaker(TOKENIZER, with_thoughts("hm", "yes")))
+        assert len(episode.segments) == 1
 
     def test_models_and_tokens(self):
         async def body(client):
@@ -792,6 +806,51 @@ class TestRealEngine:
         episode, _ = play(body, self.engine(adept), temperature=COOL)
         assert [segment.turn_rewards.sum().item() for segment in episode.segments] == [0.0, 1.0]
         assert torch.allclose(rescored(adept, episode.segments), rollout_logprobs(episode.segments), atol=1e-4)
+
+    def test_a_model_that_thinks_and_a_program_that_rewrites(self):
+        """With a template as Qwen3's: thoughts go at the next question, the program sums up and goes on from that, and
+        edits a tool's result. Every token is trained with the log-prob that the engine sampled it with."""
+        tokenizer = chat_tokenizer("qwen3")
+        model = chat_model(tokenizer)
+        said = with_thoughts(
+            "add", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
+        )
+        dialogue = tokenizer.apply_chat_template(HI, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        learn_by_heart(model, tokenizer, f"{dialogue}{said}<|im_end|>")
+
+        async def body(client):
+            messages = list(HI)
+
+            async def ask():
+                message = (await create(client, messages, tools=[CALCULATOR], max_tokens=80)).choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                return message
+
+            (call,) = (await ask()).tool_calls  # the first sequence, with thoughts
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "1"})
+            await ask()
+            messages.append({"role": "user", "content": "so?"})
+            await ask()  # the second: the template leaves the thoughts out
+            messages[2]["content"] = "one"
+            await ask()  # the third: another result of the tool
+            messages[:] = [{"role": "system", "content": "We were kind."}, {"role": "user", "content": "hi"}]
+            await ask()  # the fourth: compacted
+
+        episode, _ = play(
+            body,
+            EmbeddedEngine(model.eval(), tokenizer, max_model_len=1000),
+            tokenizer=tokenizer,
+            temperature=COOL,
+            max_length=1000,
+        )
+        torch.set_num_threads(threads)
+        assert len(episode.segments) == 4
+        assert [segment.turn_rewards.sum().item() for segment in episode.segments] == [0.0, 0.0, 0.0, 1.0]
+        counts = [int(segment.action_mask.int().diff().eq(1).sum()) for segment in episode.segments]
+        assert counts == [2, 1, 1, 1]
+        assert torch.allclose(rescored(model, episode.segments), rollout_logprobs(episode.segments), atol=1e-4)
 
     def test_chunks_arrive_before_the_last_token_is_sampled(self):
         engine = self.engine(chat_model(TOKENIZER))

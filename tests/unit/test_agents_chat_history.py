@@ -19,11 +19,12 @@ from openrlhf.agents.chat_history import (
 )
 from openrlhf.agents.images import BadImageError
 from openrlhf.agents.recording_engine import EngineCall, segments_from_calls
-from openrlhf.agents.tool_calls import GrowingReply, Reply
+from openrlhf.agents.tool_calls import GrowingReply, Reply, with_thoughts
 from openrlhf.types import FinishReason, Generation
 
 TOKENIZER = chat_tokenizer()
 EOS = TOKENIZER.eos_token_id
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\n</tool_call>'
 
 
 def user(text):
@@ -184,6 +185,93 @@ def test_a_template_that_refuses_says_so():
     tokenizer.chat_template = "{{ raise_exception('system only') }}"
     with pytest.raises(TemplateError, match="the chat template refused these messages: system only"):
         ChatHistory(tokenizer).prompt(Conversation([user("hi")]))
+
+
+class TestRewrittenHistories:
+    """What agents and templates do to a conversation of a model that thinks, with a template as Qwen3's. Of every
+    sampled token one segment has it as an action, after the very tokens that the engine had read."""
+
+    def played(self):
+        """A question, a call, and its result: one sequence, thoughts and all."""
+        chat = Chat("qwen3", tools=True)
+        chat.say(user("1+2?"), answer=with_thoughts("add", CALL))
+        assert chat.say(tool("3"), answer=with_thoughts("easy", "3")).continues
+        return chat
+
+    def segments(self, chat):
+        segments = segments_from_calls(chat.calls, reward=1.0)
+        for call in chat.calls:
+            (found,) = (
+                segment
+                for segment in segments
+                if segment.token_ids[: len(call.token_ids)].tolist() == call.token_ids
+                and segment.action_mask[len(call.prompt_ids) : len(call.token_ids)].all()
+            )
+            assert not found.action_mask[len(call.prompt_ids) - 1]
+        actions = sum(int(segment.action_mask.sum()) for segment in segments)
+        assert actions == sum(len(call.generation.token_ids) for call in chat.calls)
+        assert [segment.turn_rewards.sum().item() for segment in segments] == [0.0] * (len(segments) - 1) + [1.0]
+        return segments
+
+    def test_the_template_leaves_thoughts_out_at_the_next_question(self):
+        """The second segment reads the calls and answers of the first without their thoughts, and goes on with thoughts
+        of its own until the next question."""
+        chat = self.played()
+        first = chat.calls[1].token_ids
+        prompt = chat.say(user("4+5?"), answer=with_thoughts("again", CALL))
+        assert not prompt.continues
+        assert "add" not in prompt.text
+        assert "3<|im_end|>" in prompt.text
+        assert prompt.token_ids == chat.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        assert chat.say(tool("9"), answer="9").continues
+        one, two = self.segments(chat)
+        assert one.token_ids.tolist() == first
+        assert [chat.text(segment.token_ids).count("<think>") for segment in (one, two)] == [2, 1]
+
+    def test_a_client_that_leaves_thoughts_out(self):
+        """Where the template would have kept them: after the result of a tool."""
+        chat = Chat("qwen3", tools=True)
+        chat.say(user("1+2?"), answer=with_thoughts("add", CALL))
+        chat.messages[-1]["content"] = ""
+        assert not chat.say(tool("3"), answer="3").continues
+        assert len(self.segments(chat)) == 2
+
+    def test_a_conversation_that_is_compacted(self):
+        """The policy sums up what was said so far, which belongs to the first sequence; the second begins with that."""
+        chat = self.played()
+        chat.say(user("Sum up."), answer="One and two are three.")
+        summary = chat.messages[-1]["content"]
+        chat.messages = [{"role": "system", "content": "So far: " + summary}]
+        prompt = chat.say(user("and 4?"), answer=with_thoughts("3+4", "7"))
+        assert not prompt.continues
+        assert "So far: One and two are three." in prompt.text
+        assert chat.say(tool("7"), answer="seven").continues
+        assert len(self.segments(chat)) == 3  # the question for a summary has left thoughts out, too
+
+    def test_a_result_of_a_tool_that_is_edited(self):
+        """A client cuts a long result after it was read. The second sequence keeps the tokens of the first call, and
+        from there on is the template's text. The answer to the long result stays an action of the first sequence."""
+        chat = Chat("qwen3", tools=True)
+        chat.say(user("1+2?"), answer=CALL)
+        chat.say(tool("3" * 40), answer=CALL)
+        chat.messages[2]["content"] = "3 and so on"
+        prompt = chat.say(tool("3"), answer="3")
+        first, second = (call.token_ids for call in chat.calls[:2])
+        assert prompt.token_ids[: len(first)] == first
+        assert prompt.token_ids[: len(second)] != second
+        one, two = self.segments(chat)
+        assert "3" * 40 in chat.text(one.token_ids)
+        assert "3" * 40 not in chat.text(two.token_ids)
+
+    def test_a_conversation_that_goes_back_and_takes_another_way(self):
+        """From the first answer on, twice: the tokens that both ways have in common are actions of one of them."""
+        chat = self.played()
+        kept = chat.messages[:2]
+        chat.messages = kept
+        prompt = chat.say(tool("4"), answer="4?")
+        assert prompt.continues
+        assert prompt.token_ids[: len(chat.calls[0].token_ids)] == chat.calls[0].token_ids
+        assert len(self.segments(chat)) == 2
 
 
 ASCII = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from openrlhf.agents.recorder import TokenRecorder
+from openrlhf.agents.recording_engine import EngineCall, segments_from_calls
 from openrlhf.algorithms.advantages import Turns, get_estimator
 from openrlhf.learners.advantages import (
     AdvantageSettings,
@@ -480,6 +481,53 @@ def test_the_gradient_of_a_game_with_branches_is_that_of_its_definition():
             trained = trained + probability / 4 * (first * logprob(0, b) + second * logprob(1 + b, c))
     (found,) = torch.autograd.grad(trained, logits)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["rloo", "dr_grpo", "reinforce"])
+def test_the_gradient_of_rewritten_histories_is_that_of_its_definition(name):
+    """A program asks twice. After answer b = 1 it rewrites what was said, so that c is sampled after other tokens and
+    belongs to another segment; after b = 0 it goes on with the same one. All 16 pairs of episodes.
+
+    The policy knows p(b = 1) = σ(u), p(c = 1 | what it reads) = σ(v_b). By definition ∇ E[R] = Σ_b Σ_c ∇(p(b) p(c | b))
+    R(b, c). Dr. GRPO's mean of two has each sample in it, so that half of the gradient is left.
+    """
+    rewards = {(0, 0): 1.0, (0, 1): -2.0, (1, 0): 0.5, (1, 1): 4.0}
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)  # u, v_0, v_1
+    rows = {(1,): 0, (1, 10, 2): 1, (3, 2): 2}  # what the policy reads → the row of its logits; it says 10 or 11
+
+    def logprob(which: int, value: int) -> torch.Tensor:
+        return torch.nn.functional.logsigmoid(logits[which] if value else -logits[which])
+
+    def episode(index: int, b: int, c: int) -> Trajectory:
+        asked = ([1], 10 + b), ([3, 2] if b else [1, 10, 2], 10 + c)
+        calls = [
+            EngineCall(
+                prompt, Generation(token_ids=[said], logprobs=[0.0], versions=[0], finish_reason=FinishReason.STOP)
+            )
+            for prompt, said in asked
+        ]
+        segments = segments_from_calls(calls, reward=rewards[b, c])
+        assert len(segments) == 1 + b
+        return Trajectory(key=SampleKey(0, index), segments=segments, outcome=Outcome.FINISHED, reward=rewards[b, c])
+
+    value = sum((logprob(0, b) + logprob(1 + b, c)).exp() * rewards[b, c] for b in (0, 1) for c in (0, 1))
+    (expected,) = torch.autograd.grad(value, logits)
+    settings = AdvantageSettings(estimator=get_estimator(name))
+    trained = torch.zeros((), dtype=torch.float64)
+    for said in itertools.product(itertools.product((0, 1), repeat=2), repeat=2):
+        probability = sum(logprob(0, b) + logprob(1 + b, c) for b, c in said).exp().detach()
+        group = Group(
+            prompt=Prompt(ordinal=0, text="x"), trajectories=tuple(episode(i, b, c) for i, (b, c) in enumerate(said))
+        )
+        samples = training_samples([group], settings).samples
+        advantages = iter(credit(samples, name).advantages_A.tolist())
+        for sample in samples:
+            tokens = sample.segment.token_ids.tolist()
+            for at in sample.segment.action_mask.nonzero().flatten().tolist():
+                taken = logprob(rows[tuple(tokens[:at])], tokens[at] - 10)
+                trained = trained + probability / 2 * next(advantages) * taken
+    (found,) = torch.autograd.grad(trained, logits)
+    torch.testing.assert_close(found, expected / (2 if name == "dr_grpo" else 1), atol=1e-6, rtol=0)
 
 
 def test_forks_of_a_sample_that_failed_share_what_they_have_of_it():
