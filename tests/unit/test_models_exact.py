@@ -151,7 +151,8 @@ def test_attention_finds_keys_wherever_they_are():
 
 
 def test_the_gpu_kernels_compute_the_same_by_rows():
-    """Triton's interpreter runs them here: their arithmetic and their masks, though not their bits."""
+    """Triton's interpreter runs them here: their arithmetic and their masks. Their bits are those of the machine's own
+    matrix product, which may treat rows differently; on a GPU `tests/gpu/test_exact.py` compares them."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     file = Path(__file__).with_name("exact_kernels.py")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
