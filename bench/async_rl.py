@@ -7,6 +7,7 @@
     python -m bench.async_rl --write             # also rewrite this bench's section of bench/RESULTS.md
     python -m bench.async_rl --pipeline sync --pipeline partial --steps 8
     python -m bench.async_rl --case gpu --launcher ray    # engine, trainer and driver are processes of their own
+    python -m bench.async_rl --keep F            # results in a folder; those that are there are not measured again
 
 environments   an agent whose every step takes a while, most of them little and a few long: log-normal, σ = 1
 gpu            every prompt has a number of tokens that its responses get, log-normal with σ = 0.8; end-of-sequence is
@@ -299,6 +300,7 @@ def main() -> None:
     parser.add_argument("--pipeline", choices=PIPELINES, action="append", help="one of them; the case's, unless given")
     parser.add_argument("--steps", type=int, help="rounds of each run; at least 6")
     parser.add_argument("--launcher", choices=("local", "ray"), default="local")
+    parser.add_argument("--keep", type=Path, help="folder of results; those that are there are not measured again")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -307,10 +309,12 @@ def main() -> None:
     case = case_of(options.case, gpu=_gpu(), shape=options.shape)
     if options.side:
         found = run(options.folder, case, pipeline=options.side, launcher=options.launcher)
-        _result_of(options.side, options.folder).write_text(json.dumps(found))
+        _result_of(options.side, options.keep).write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        options.keep = (options.keep or folder).resolve()
+        options.keep.mkdir(parents=True, exist_ok=True)
         write_case(folder, case, steps=options.steps or case.steps)
         results = {side: _in_a_process(side, folder, options) for side in options.pipeline or case.pipelines}
     body = table(results, case, launcher=options.launcher)
@@ -343,12 +347,13 @@ def _result_of(side: str, folder: Path) -> Path:
 
 def _in_a_process(side: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.async_rl", "--side", side, "--folder", str(folder), "--case", options.case]
-    command += ["--launcher", options.launcher, "--shape", options.shape]
+    command += ["--launcher", options.launcher, "--shape", options.shape, "--keep", str(options.keep)]
     start = time.perf_counter()
-    with multi_process_service() if side == "mps" else contextlib.nullcontext({}) as variables:
-        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | variables)
-    print(f"{side}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    return json.loads(_result_of(side, folder).read_text())
+    if not (result := _result_of(side, options.keep)).exists():
+        with multi_process_service() if side == "mps" else contextlib.nullcontext({}) as variables:
+            subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | variables)
+        print(f"{side}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return json.loads(result.read_text())
 
 
 if __name__ == "__main__":
