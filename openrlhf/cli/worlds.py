@@ -51,6 +51,6 @@ def show() -> int:
     for name, needs in WORLDS.items():
         where = environment_folder(name) if installed(name) else f"not installed (openrlhf worlds install {name})"
         print(f"{name:<{width}}  {needs.about}")
-        print(f"{'':<{width}}  {', '.join(needs.packages) or 'needs no package'}")
+        print(f"{'':<{width}}  {', '.join(needs.all) or 'needs no package'}")
         print(f"{'':<{width}}  {where}")
     return 0

@@ -198,6 +198,20 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, what: str) -> None:
             raise ValueError(f"{what}: a message is {expected}, got {shown(message)}")
 
 
+def tool_message(call: Mapping[str, Any], answer: str) -> dict[str, Any]:
+    """What the policy reads after one of its `tool_calls`."""
+    return {"role": "tool", "content": answer, "name": call["name"], "tool_call_id": call["id"]}
+
+
+def unreadable_call(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the policy is told where its answer has the beginning of a call and no call that could be read, so that it
+    may try again; None: it has not."""
+    if message.get("tool_calls") or "<tool_call>" not in str(message.get("content", "")):
+        return None
+    expected = '{"name": …, "arguments": {…}}'
+    return {"role": "tool", "content": f"error: the call could not be read: between its marks must stand {expected}"}
+
+
 def shown(value: Any) -> str:
     """A value for messages, on one line, cut when long."""
     text = " ".join(repr(value).split())

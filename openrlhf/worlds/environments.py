@@ -37,6 +37,12 @@ class Requirements(NamedTuple):
     """As pip reads them, pinned."""
     module: str
     """The one that is there when they are."""
+    alone: tuple[str, ...] = ()
+    """Pinned packages that are installed without what they depend on: all that is used of it is in `packages`."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.alone, *self.packages)
 
 
 WORLDS: dict[str, Requirements] = {
@@ -46,6 +52,15 @@ WORLDS: dict[str, Requirements] = {
     "gymnasium": Requirements(
         "environments of Gymnasium, shown and acted on as text", ("gymnasium==1.4.0",), "gymnasium"
     ),
+    "bfcl": Requirements(
+        "multi-turn tool worlds of the Berkeley Function Calling Leaderboard",
+        ("mpmath==1.3.0",),
+        "bfcl_eval",
+        # The whole has 33 dependencies, torch and the clients of seven model providers among them; its multi-turn
+        # tools and checks import one.
+        alone=("bfcl-eval==2026.3.23",),
+    ),
+    "mcp": Requirements("tools of any MCP server, over stdio or HTTP", ("mcp==2.3.0",), "mcp"),
 }
 """Name -> what it needs. The adapter of NAME is `openrlhf/worlds/NAME.py`."""
 
@@ -172,12 +187,12 @@ def find_python(target: str, *, wanted: str | None = None) -> WorldPython:
         python = WorldPython(Path(path))
         if needs is not None and not _has(python, needs.module):
             raise WorldMissingError(
-                f"--world.python {wanted} has no package {needs.module}: install {' '.join(needs.packages)} there, or "
+                f"--world.python {wanted} has no package {needs.module}: install {' '.join(needs.all)} there, or "
                 f"leave the flag out and run: {install_command(target)}"
             )
         return python
     ours = WorldPython(Path(sys.executable))
-    if needs is None:
+    if needs is None or not needs.all:
         return ours
     folder = environment_folder(target)
     if (folder / DONE).is_file():
@@ -185,7 +200,7 @@ def find_python(target: str, *, wanted: str | None = None) -> WorldPython:
     if _has(ours, needs.module):
         return ours
     raise WorldMissingError(
-        f"world {world_name(target)} needs {', '.join(needs.packages)} in an environment of its own, which is not in "
+        f"world {world_name(target)} needs {', '.join(needs.all)} in an environment of its own, which is not in "
         f"{folder.parent} on this machine. Run: {install_command(target)}"
     )
 
@@ -224,7 +239,7 @@ def environment_folder(target: str) -> Path:
     needs = requirements_of(target)
     assert needs is not None, target
     name = world_name(target).removesuffix(".py")
-    digest = hashlib.blake2b("\n".join(needs.packages).encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b("\n".join(needs.all).encode(), digest_size=4).hexdigest()
     return worlds_folder() / f"{name}-{digest}-py{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -249,13 +264,13 @@ def install(target: str, *, again: bool = False, say: Callable[[str], None] = la
             return folder
         if folder.exists():
             shutil.rmtree(folder)
-        say(f"{world_name(target)}: {', '.join(needs.packages)} into {folder}")
+        say(f"{world_name(target)}: {', '.join(needs.all)} into {folder}")
         try:
             _make(folder, needs)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        told = {"world": world_name(target), "packages": list(needs.packages), "python": sys.version.split()[0]}
+        told = {"world": world_name(target), "packages": list(needs.all), "python": sys.version.split()[0]}
         (folder / DONE).write_text(json.dumps(told) + "\n", encoding="utf-8")
     return folder
 
@@ -266,12 +281,14 @@ def _make(folder: Path, needs: Requirements) -> None:
     without = ["--without-pip"] if own_pip else []
     _run([sys.executable, "-m", "venv", *without, str(folder)], "the virtual environment could not be made")
     pip = [sys.executable, "-m", "pip", "--python", str(python)] if own_pip else [str(python), "-m", "pip"]
-    _run(
-        [*pip, "install", "--disable-pip-version-check", "--no-input", *needs.packages],
-        f"pip could not install {', '.join(needs.packages)}",
-    )
+    for packages, how in ((needs.alone, ["--no-deps"]), (needs.packages, [])):
+        if packages:
+            _run(
+                [*pip, "install", "--disable-pip-version-check", "--no-input", *how, *packages],
+                f"pip could not install {', '.join(packages)}",
+            )
     if not _has(WorldPython(python, own=True), needs.module):
-        raise InstallError(f"{', '.join(needs.packages)} have no module {needs.module}")
+        raise InstallError(f"{', '.join(needs.all)} have no module {needs.module}")
 
 
 def _run(command: list[str], what: str) -> None:

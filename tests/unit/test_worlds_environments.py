@@ -50,7 +50,7 @@ def world_file(folder, requirement):
 def test_every_world_names_exact_versions():
     for name, needs in WORLDS.items():
         assert (environments.Path(environments.__file__).parent / f"{name}.py").is_file(), name
-        assert all("==" in package for package in needs.packages), name
+        assert all("==" in package for package in needs.all), name
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,9 @@ def test_a_missing_package_ends_in_the_command_that_installs_it(monkeypatch):
 
 
 def test_a_name_that_no_world_has_is_told_which_there_are():
-    with pytest.raises(WorldMissingError, match="no world 'resoning_gym': there are reasoning_gym, gymnasium"):
+    with pytest.raises(
+        WorldMissingError, match="no world 'resoning_gym': there are reasoning_gym, gymnasium, bfcl, mcp"
+    ):
         find_python("openrlhf.worlds.resoning_gym")
 
 
