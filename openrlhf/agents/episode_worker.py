@@ -1,4 +1,4 @@
-"""The inside of an agent host: the user's file, loaded once, and episodes of its `AgentExecutor`."""
+"""The inside of an agent host: the user's file, loaded once, and episodes of its `AgentExecutor`; or a world."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from openrlhf.agents.images import image_tokenizer
 from openrlhf.agents.user_agent import load_agent
 from openrlhf.rollout.requests import PackedRequest, by_digest, read_generation
 from openrlhf.types import Generation, ImageInput, PlacedImage, SamplingParams
+from openrlhf.worlds.executor import WorldPlayer
+from openrlhf.worlds.process import WorldPlan
 
 _known_there: ContextVar[set[str]] = ContextVar("images of this episode that the parent has")
 
@@ -22,6 +24,7 @@ class EpisodeSettings(NamedTuple):
     """The settings that all episodes of a host have in common."""
 
     agent_file: str
+    """Or the name of a world."""
     tokenizer: str
     """The folder that the tokenizer is loaded from: it is too large to be sent with every prompt."""
     use_fast: bool
@@ -36,6 +39,8 @@ class EpisodeSettings(NamedTuple):
     images: bool = False
     """Whether the policy reads images. The processor is in the tokenizer's folder."""
     allow_image_urls: bool = False
+    world: WorldPlan | None = None
+    """The world that is played, instead of the file's agent."""
 
 
 class SentEpisode(NamedTuple):
@@ -61,11 +66,11 @@ class SentEpisode(NamedTuple):
 
 
 class EpisodeService:
-    """Plays episodes of one user's file, many at once."""
+    """Plays episodes of one user's file or of a world, many at once."""
 
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
-        self._player = load_agent(settings.agent_file)
+        self._player: Any = WorldPlayer(settings.world) if settings.world else load_agent(settings.agent_file)
         self.shared_loop = self._player.shared_loop
         # Seconds of imports, which who wrote a file that cannot be used need not wait for.
         from openrlhf.data.templates import set_chat_template
@@ -74,7 +79,12 @@ class EpisodeService:
         tokenizer = load_tokenizer(
             settings.tokenizer, use_fast=settings.use_fast, trust_remote_code=settings.trust_remote_code
         )
-        self._tokenizer = set_chat_template(tokenizer, settings.chat_template, dict(settings.template_arguments))
+        self._tokenizer = set_chat_template(
+            tokenizer,
+            settings.chat_template,
+            dict(settings.template_arguments),
+            needed=settings.world is not None,
+        )
         if settings.images:
             self._tokenizer = image_tokenizer(
                 self._tokenizer,

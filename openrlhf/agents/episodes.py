@@ -31,6 +31,7 @@ from openrlhf.rollout.base import Engine, EngineError
 from openrlhf.rollout.requests import EngineRequests, ImageStore, PackedRequest, RequestHandler
 from openrlhf.types import ImageInput, Prompt, SamplingParams
 from openrlhf.utils import waits
+from openrlhf.worlds.process import START_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class ArrivingImages:
 
 
 class AgentEpisodes:
-    """A user's agent, in host processes that load its file once each. A host asks the engine that is here.
+    """A user's agent, in host processes that load its file once each; or a world. A host asks the engine that is here.
 
     An episode in which `reset`, `step` or `execute` takes longer than `step_timeout` seconds of its own time, or ends
     its process, has failed; the others of the host go on, or begin again. `hosts` 0 plays in this process, for a
@@ -188,12 +189,15 @@ class AgentEpisodes:
         slow_seconds: float = SLOW_SECONDS,
     ) -> None:
         """`requests` passes the hosts' requests on to the engine's process; None: the engine is in this process."""
-        self._file = Path(settings.agent_file).expanduser().resolve()
+        self._world = settings.world
+        self._file = settings.agent_file if self._world else str(Path(settings.agent_file).expanduser().resolve())
+        self._name = Path(self._file).name
         self._engine = engine
         self._requests = requests or EngineRequests(engine)
         self._arriving = ArrivingImages(ImageStore())
         self._engine_failure: EngineError | None = None
-        self._step_timeout = step_timeout
+        # Each call of a world has a deadline of its own, which begins when its process gets it.
+        self._step_timeout = None if self._world else step_timeout
         self._slowest = slow_seconds
         service = "openrlhf.agents.episode_worker:EpisodeService"
         asked: dict[str, Any] = {"answer": self._answer, "answer_stream": self._answer_stream}
@@ -202,15 +206,15 @@ class AgentEpisodes:
                 HostProcess(
                     service,
                     settings,
-                    name=f"agent {self._file.name} (host {index + 1} of {hosts})",
-                    start_timeout=start_timeout,
+                    name=f"agent {self._name} (host {index + 1} of {hosts})",
+                    start_timeout=start_timeout + (START_SECONDS if self._world else 0.0),
                     max_concurrency=1024,
                     **asked,
                 )
                 for index in range(hosts)
             ]
             if hosts
-            else [LocalHost(service, settings, name=f"agent {self._file.name}", **asked)]
+            else [LocalHost(service, settings, name=f"agent {self._name}", **asked)]
         )
         self._playing = [0] * len(self._hosts)
         self.group_play = ""
@@ -221,7 +225,7 @@ class AgentEpisodes:
         return bool(self.group_play)
 
     async def start(self) -> None:
-        if not self._file.is_file():
+        if self._world is None and not Path(self._file).is_file():
             raise AgentFileError(f"--train.agent_func_path: there is no file {self._file}")
         try:
             await asyncio.gather(*(host.start() for host in self._hosts))
@@ -251,7 +255,7 @@ class AgentEpisodes:
         self._playing[index] += episodes
         before = _images.set(images)
         try:
-            with waits.doing(f"in the user's code ({self._file.name})"):
+            with waits.doing(f"in the {'world' if self._world else 'user'}'s code ({self._name})"):
                 reply = await self._hosts[index].call_timed(
                     method,
                     prompt.text,
@@ -322,7 +326,7 @@ class AgentEpisodes:
                 return RuntimeError(f"an agent host failed: {failure.kind}: {failure.text}\n{failure.traceback}")
             case HostTimeoutError():
                 return EpisodeError(
-                    f"{self._file}: {error} (--rollout.step_timeout {self._step_timeout:g})", retry=False
+                    f"{self._file}: {error} (--rollout.step_timeout {self._step_timeout or 0:g})", retry=False
                 )
             case HostCrashError():
                 return EpisodeError(f"{self._file}: {error} while it played this episode", retry=False)

@@ -36,6 +36,7 @@ from openrlhf.config.models import (
     ServedRewardSection,
     SFTModelSection,
     TrustSection,
+    split_commas,
 )
 from openrlhf.config.reporting import (
     EvalSection,
@@ -47,8 +48,9 @@ from openrlhf.config.reporting import (
     SupervisedCheckpointSection,
     logger_for,
 )
-from openrlhf.config.rl import AlgoSection, RolloutSection, VLLMSection
+from openrlhf.config.rl import AlgoSection, RolloutSection, VLLMSection, WorldSection
 from openrlhf.config.training import AdamSection, OptimizerSection, RLTrainSection, SupervisedTrainSection
+from openrlhf.worlds.environments import is_world
 
 RewardSource = Literal["agent", "function", "http", "model"]
 
@@ -84,6 +86,7 @@ class RLConfig(TrainerSection):
     algo: AlgoSection = field(default=AlgoSection())
     rollout: RolloutSection = field(default=RolloutSection())
     train: RLTrainSection = field(default=RLTrainSection())
+    world: WorldSection = field(default=WorldSection())
     vllm: VLLMSection = field(default=VLLMSection())
     ds: RLBackendSection = field(default=RLBackendSection())
     data: PromptDataSection = field(default=PromptDataSection(max_samples=100_000_000))
@@ -100,6 +103,37 @@ class RLConfig(TrainerSection):
             above=0,
         ),
     ] = None
+
+    @property
+    def plays_world(self) -> bool:
+        """The agent is a world: `openrlhf.worlds.NAME`, or a file with a class `World`."""
+        return self.train.agent_func_path is not None and is_world(self.train.agent_func_path)
+
+    @property
+    def plays_agent(self) -> bool:
+        """The agent is a user's file."""
+        return self.train.agent_func_path is not None and not self.plays_world
+
+    @property
+    def prompt_dataset(self) -> str | None:
+        """Where prompts come from: as given, else the records of the world that is played."""
+        return self.data.prompt_dataset or (self.train.agent_func_path if self.plays_world else None)
+
+    @property
+    def worlds(self) -> tuple[str, ...]:
+        """The worlds that are played, or whose records are data."""
+        data = (*split_commas(self.data.prompt_dataset), *split_commas(self.eval.dataset))
+        played = (self.train.agent_func_path or "",)
+        return tuple(dict.fromkeys(name for name in (*played, *data) if is_world(name)))
+
+    @property
+    def uses_world(self) -> bool:
+        return bool(self.worlds)
+
+    @property
+    def label_key(self) -> str | None:
+        """The record key of labels: as given; what a world is to begin is under `label`."""
+        return self.data.label_key or ("label" if self.uses_world else None)
 
     @property
     def uses_group_baseline(self) -> bool:

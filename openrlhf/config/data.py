@@ -26,7 +26,7 @@ class DataSection(TokenizerSection):
         Flag(
             "text around the prompt, with {} for it; chat templates replace it",
             flat="input_template",
-            only_with="!model.pretrain_mode_enable !.apply_chat_template",
+            only_with="!model.pretrain_mode_enable !.apply_chat_template !plays_world",
         ),
     ] = None
     apply_chat_template: Annotated[
@@ -129,7 +129,11 @@ class DPODataSection(PreferenceDataSection):
 class PromptDataSection(DataSection):
     prompt_dataset: Annotated[
         str | None,
-        Flag("prompts: comma list of files, patterns, folders, name[@folder], file://, hf://", flat="prompt_data"),
+        Flag(
+            "prompts: comma list of files, patterns, folders, name[@folder], file://, hf://, openrlhf.worlds.NAME; "
+            "unset: the records of the world that is played",
+            flat="prompt_data",
+        ),
     ] = None
     prompt_probs: Annotated[
         str | None, Flag("comma list of mixing probabilities; unset: one after the other", flat="prompt_data_probs")

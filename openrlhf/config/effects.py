@@ -20,11 +20,15 @@ NEEDED = {
     f"{', '.join(name for name, entry in ESTIMATORS.items() if entry.whiten)})",
     "!reward.remote_url|reward.weights": "--reward.weights beside --reward.remote_url, which judges alone without them",
     "corrects_off_policy": "--algo.advantage.is_correction_enable",
+    "uses_world": "a world (--train.agent_func_path openrlhf.worlds.NAME, or as a data set)",
+    "plays_agent": "a Python file with an agent (--train.agent_func_path); a world has --world.timeout",
+    "plays_world": "a world that is played (--train.agent_func_path openrlhf.worlds.NAME)",
     "ckpt.uses_folder": "checkpoints (--ckpt.save_steps, --ckpt.load_enable or --ckpt.auto_resume)",
 }
 """Conditions and properties in the words of a note: "… is not used: it needs …"."""
 UNWANTED = {
     "uses_group_baseline": "--algo.advantage.estimator {0.algo.advantage.estimator}, which has no discount",
+    "plays_world": "--train.agent_func_path {0.train.agent_func_path}, whose messages the chat template writes",
     "reference_is_base": "--ds.lora.rank: the reference is the trained model without its adapter",
 }
 """The same for those that must not hold: "… is not used with …"."""

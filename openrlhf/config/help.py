@@ -39,7 +39,7 @@ THAT_MATTER: dict[str, dict[str, dict[str, str]]] = {
         "rewards": {
             "reward.remote_url": ".py file with reward_func, or URLs",
             "reward.model_name_or_path": "reward model",
-            "train.agent_func_path": ".py file with an agent",
+            "train.agent_func_path": ".py file with an agent, or a world",
         },
         "algorithm": {
             "algo.advantage.estimator": "group_norm is GRPO, gae is PPO",

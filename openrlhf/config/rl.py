@@ -9,6 +9,7 @@ from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.algorithms.reduction import AGGREGATION_SYNONYMS, Aggregation
 from openrlhf.config.fields import Flag
+from openrlhf.worlds.base import WorldSettings, parse_options, parse_tasks
 
 SELF_CORRECTING = ",".join(name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself)
 """Policy losses that no weight of a correction is applied to."""
@@ -212,8 +213,68 @@ class RolloutSection:
         ),
     ] = None
     step_timeout: Annotated[
-        float, Flag("seconds one step of an agent's environment may take", only_with="train.agent_func_path", above=0)
+        float,
+        Flag(
+            "seconds one step of an agent's environment may take",
+            only_with="plays_agent",
+            above=0,
+        ),
     ] = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSection:
+    """Worlds: environments of existing packages (docs/worlds.md)."""
+
+    tasks: Annotated[
+        str | None,
+        Flag(
+            "tasks of the world by name, with weights: chain_sum,gcd:2; unset: what the world has as its default",
+            only_with="uses_world",
+        ),
+    ] = None
+    options: Annotated[
+        str | None,
+        Flag("what only this world knows, as key=value,…; a value is JSON, or else a text", only_with="uses_world"),
+    ] = None
+    samples: Annotated[
+        int,
+        Flag(
+            "records of a world that is the data set; the prompts of a run without another one",
+            only_with="uses_world",
+            above=0,
+        ),
+    ] = 10_000
+    eval_samples: Annotated[
+        int,
+        Flag(
+            "records of a world that is --eval.dataset; no seed of training gives them",
+            only_with="uses_world eval.dataset",
+            above=0,
+        ),
+    ] = 100
+    python: Annotated[
+        str | None,
+        Flag(
+            "interpreter that has the world's package; unset: that of `openrlhf worlds install`, else this one",
+            only_with="uses_world",
+        ),
+    ] = None
+    processes: Annotated[
+        int, Flag("world processes of each agent host, which share its episodes", only_with="plays_world", above=0)
+    ] = 1
+    timeout: Annotated[
+        float,
+        Flag(
+            "seconds the world may take for an answer; then its process is killed and replaced",
+            only_with="uses_world",
+            above=0,
+        ),
+    ] = 120.0
+
+    def settings(self, seed: int) -> WorldSettings:
+        """How a run with this seed asks for the world. Raises WorldError."""
+        return WorldSettings(parse_tasks(self.tasks or ""), parse_options(self.options or ""), seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.config.models import is_python_file, split_commas
 from openrlhf.config.schema import command_of, flags_of, value_at
 from openrlhf.config.training import MEASURING_SCHEDULES, SCHEDULES
+from openrlhf.worlds.base import WorldError, parse_options, parse_tasks
 
 Rule = Callable[[Any], Iterator[str]]
 T = TypeVar("T")
@@ -333,7 +334,8 @@ def dual_clip_has_a_ratio_to_bound(config: RLConfig) -> Iterator[str]:
 def stalls_outlast_users_code(config: RLConfig) -> Iterator[str]:
     """Nothing else may be going on while the last episode of a round is in a step."""
     allowed = {
-        "--rollout.step_timeout": config.rollout.step_timeout if config.train.agent_func_path else 0.0,
+        "--rollout.step_timeout": config.rollout.step_timeout if config.plays_agent else 0.0,
+        "--world.timeout": config.world.timeout if config.uses_world else 0.0,
         "--reward.timeout": config.reward.timeout if config.reward.remote_url else 0.0,
     }
     for flag, seconds in allowed.items():
@@ -342,6 +344,18 @@ def stalls_outlast_users_code(config: RLConfig) -> Iterator[str]:
                 f"--train.stall_timeout {config.train.stall_timeout:g} would end a run in which users' code takes no "
                 f"longer than {flag} {seconds:g} allows: raise the first above the second, or lower the second"
             )
+
+
+@contradiction
+def worlds_can_be_asked_for(config: RLConfig) -> Iterator[str]:
+    for flag, parse, text in (
+        ("--world.tasks", parse_tasks, config.world.tasks),
+        ("--world.options", parse_options, config.world.options),
+    ):
+        try:
+            parse(text or "")
+        except WorldError as error:
+            yield f"{flag}: {str(error).removeprefix(f'{flag} ')}"
 
 
 @contradiction
@@ -611,7 +625,7 @@ def model_is_named(config: TrainerConfig) -> Iterator[str]:
 @requirement
 def data_is_named(config: TrainerConfig) -> Iterator[str]:
     path = "data.prompt_dataset" if isinstance(config, RLConfig) else "data.dataset"
-    if not value_at(config, path):
+    if not (config.prompt_dataset if isinstance(config, RLConfig) else value_at(config, path)):
         yield f"--{path} is missing: a dataset name, folder or file"
 
 

@@ -161,7 +161,14 @@ class RLTrainSection(TrainSection):
             above=0,
         ),
     ] = 16192
-    agent_func_path: Annotated[str | None, Flag("Python file with class AgentExecutor", flat="agent_func_path")] = None
+    agent_func_path: Annotated[
+        str | None,
+        Flag(
+            "what plays episodes: a Python file with class AgentExecutor, or a world (openrlhf.worlds.NAME, or a file "
+            "with class World)",
+            flat="agent_func_path",
+        ),
+    ] = None
     launcher: Annotated[
         Literal["auto", "local", "ray"], Flag("one process (local) or a Ray cluster; auto picks what the run needs")
     ] = "auto"

@@ -8,7 +8,7 @@ import glob
 import importlib.metadata
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -26,6 +26,7 @@ from openrlhf.data.files import (
     read_json,
     read_table,
 )
+from openrlhf.worlds.environments import is_world, world_name
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ __all__ = ["DataError", "Record", "Records", "load_records", "named", "warn_left
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ACCEPTED = (
     "a .jsonl, .json, .csv, .parquet or .arrow file, a pattern such as 'folder/*.jsonl', a folder, "
-    "or a Hub name such as org/name"
+    "a Hub name such as org/name, or a world (openrlhf.worlds.NAME)"
 )
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -48,6 +49,10 @@ SPLIT_FLAG = {
     "--data.dataset": "--data.dataset_split",
     "--eval.dataset": "--eval.split",
 }
+
+
+WorldRecords = Callable[[str, int | None], Sequence[Record]]
+"""From a world's name, and the most records that are wanted, to its records. Raises DataError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ def load_records(
     probs: str | Sequence[float] | None = None,
     seed: int = 42,
     trust_remote_code: bool = False,
+    worlds: WorldRecords | None = None,
     flag: str = "--data.prompt_dataset",
 ) -> Records:
     """The records that `flag` names: its entries mixed, and of the mixture the first `max_samples`.
@@ -113,6 +119,8 @@ def load_records(
     whose files follow one another and are one entry. Without `probs` the entries follow one another. With them each
     next record is drawn from an entry with that probability until every entry has been read to its end; those
     that ended earlier start over (what `datasets.interleave_datasets` calls "all_exhausted").
+
+    `worlds` gives the records of an entry that names a world; None: there are none of these here.
 
     A single file has no splits: `split` applies to folders and Hub names. Raises DataError.
     """
@@ -123,7 +131,9 @@ def load_records(
         raise DataError(f"--data.max_samples must be >= 1, got {max_samples}")
     weights = None if probs is None else parse_probabilities(probs, count=len(names), flag=flag)
     entries = [
-        _load_entry(name, split=split, limit=max_samples, trust_remote_code=trust_remote_code, flag=flag)
+        [_load_world(name, worlds, limit=max_samples, flag=flag)]
+        if is_world(name)
+        else _load_entry(name, split=split, limit=max_samples, trust_remote_code=trust_remote_code, flag=flag)
         for name in names
     ]
     lengths = [sum(len(source.records) for source in entry) for entry in entries]
@@ -231,6 +241,12 @@ def _load_entry(name: str, *, split: str, limit: int | None, trust_remote_code: 
             break
         sources.append(load(path, limit=left))
     return sources
+
+
+def _load_world(name: str, worlds: WorldRecords | None, *, limit: int | None, flag: str) -> Source:
+    if worlds is None:
+        raise DataError(f"{flag}: {name} is a world, whose records only reinforcement learning can use")
+    return _source(world_name(name), worlds(name, limit), limit=limit, flag=flag)
 
 
 def _load_url(url: str, *, split: str, limit: int | None, flag: str) -> Source:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""What messages look like to a model that has no chat template of its own."""
+
 _BEFORE, _AFTER = "\ue000", "\ue001"
 """Private-use characters: no chat template writes them."""
 
@@ -166,13 +172,17 @@ def _message(item: Any, number: int, input_key: str) -> dict[str, Any]:
     return {key: value for key, value in item.items() if value is not None or key in ("role", "content")}
 
 
-def set_chat_template(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]) -> Any:
+def set_chat_template(
+    tokenizer: Any, template: str | None, arguments: Mapping[str, Any], *, needed: bool = False
+) -> Any:
     """The tokenizer, with another template (Jinja text, or a file with it) and with variables for it, if any are given.
 
-    Raises DataError for a name of a file that is not there.
+    `needed`: one that has none gets `PLAIN_TEMPLATE`. Raises DataError for a name of a file that is not there.
     """
     if template:
         tokenizer.chat_template = _template_text(template)
+    elif needed and not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = PLAIN_TEMPLATE
     if arguments:
         tokenizer.template_arguments = dict(arguments)
     return tokenizer

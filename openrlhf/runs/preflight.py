@@ -110,7 +110,12 @@ def policy_tokenizer(config: RLConfig) -> Any:
             use_fast=not config.data.disable_fast_tokenizer,
             trust_remote_code=config.actor.trust_remote_code,
         )
-    return set_chat_template(tokenizer, config.data.tokenizer_chat_template, config.data.template_arguments)
+    return set_chat_template(
+        tokenizer,
+        config.data.tokenizer_chat_template,
+        config.data.template_arguments,
+        needed=config.plays_world,
+    )
 
 
 def policy_images(config: RLConfig, tokenizer: Any) -> DataImages | None:

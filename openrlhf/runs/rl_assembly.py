@@ -68,6 +68,7 @@ from openrlhf.runs.resume import (
     with_restarts,
 )
 from openrlhf.runs.rl_models import ACTOR, CRITIC
+from openrlhf.runs.worlds import require_worlds, world_plan, world_records
 from openrlhf.trainers.callbacks import Callbacks
 from openrlhf.trainers.evaluation import BackgroundEvaluation, BestMetric, PromptEvaluation, evaluation_names
 from openrlhf.trainers.hybrid import DeviceUsage
@@ -103,6 +104,7 @@ def train(
     prepare_process(config.train)
     config = resolve_launcher(config)
     require_loggers(config.logger)
+    require_worlds(config)
     model_dir = checked_model_dir(config.ckpt.output_dir)
     local_copies(config)  # a download may take longer than a watchdog would wait
     with (
@@ -409,20 +411,21 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: Da
     """Training or evaluation prompts, rendered and checked. `images`: of `policy_images`."""
     flag = "--eval.dataset" if evaluation else "--data.prompt_dataset"
     records = load_records(
-        required(config.eval.dataset if evaluation else config.data.prompt_dataset),
+        required(config.eval.dataset if evaluation else config.prompt_dataset),
         split=config.eval.split if evaluation else config.data.prompt_split,
         max_samples=config.data.max_samples,
         probs=None if evaluation else config.data.prompt_probs,
         seed=config.train.seed,
         trust_remote_code=config.data.trust_remote_code,
+        worlds=functools.partial(world_records, config, evaluation=evaluation),
         flag=flag,
     )
     data = config.data
     given = PromptFormat(
         input_key=data.input_key,
-        label_key=data.label_key,
+        label_key=config.label_key,
         image_key=data.image_key,
-        apply_chat_template=data.apply_chat_template,
+        apply_chat_template=data.apply_chat_template or config.plays_world,
     )
     found = recognise(records, given, flag=flag)
     return PromptSet(
@@ -449,7 +452,7 @@ def build_episodes(
     *,
     requests: RequestHandler | None = None,
 ) -> Episodes:
-    """The player of episodes: a user's agent in its hosts, or our own single turn in this process. `images`: of
+    """The player of episodes: a user's agent or a world in hosts, or our own single turn in this process. `images`: of
     `policy_images`. `requests`: of `RunParts`."""
     if not config.train.agent_func_path:
         if images is not None:
@@ -469,6 +472,7 @@ def build_episodes(
         template_arguments=tuple(config.data.template_arguments.items()),
         images=images is not None,
         allow_image_urls=config.data.allow_image_urls,
+        world=world_plan(config, config.train.agent_func_path) if config.plays_world else None,
     )
     at_once = config.generate_batch_size * config.samples_per_prompt
     return AgentEpisodes(

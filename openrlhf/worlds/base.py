@@ -151,8 +151,9 @@ class Episode(Protocol):
         """Answer the policy. `message` is {"role": "assistant", "content": text, "truncated": bool, "text": str}, and
         where it called tools {"tool_calls": [{"id", "name", "arguments": dict}]}.
 
-        `content` is without special tokens and without the calls; `text` is all that was sampled, decoded with special
-        tokens; `truncated` says that a limit of tokens cut it short.
+        `content` is without special tokens, without the calls, and without the thoughts that the policy began with
+        (`<think>…</think>`), which are under "thoughts" where it had some; `text` is all that was sampled, decoded with
+        special tokens; `truncated` says that a limit of tokens cut it short.
         """
         ...
 

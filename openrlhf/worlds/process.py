@@ -63,6 +63,23 @@ class WorldTimeout(WorldFailure):
     retry = False
 
 
+class WorldPlan(NamedTuple):
+    """All that a world's processes are started with."""
+
+    target: str
+    """`openrlhf.worlds.NAME`, or the path of a file with a class `World`."""
+    settings: WorldSettings
+    python: WorldPython
+    timeout: float
+    """Seconds that each call may take."""
+    processes: int = 1
+    """How many share the episodes of a host."""
+
+    def process(self, index: int = 0) -> WorldProcess:
+        """One of them, which is not started yet."""
+        return WorldProcess(self.target, self.settings, python=self.python, timeout=self.timeout, index=index)
+
+
 class _Call(NamedTuple):
     request: dict[str, Any]
     sent: Future[None]

@@ -59,6 +59,10 @@ CONDITIONS = {
     "train.dynamic_batch_enable|uses_reward_model": ("", "--train.dynamic_batch_enable"),
     "train.enable_ema": ("", "--train.enable_ema"),
     "train.launcher=ray": ("--train.launcher local", "--train.launcher ray"),
+    "!plays_world": ("--train.agent_func_path openrlhf.worlds.gymnasium", ""),
+    "plays_agent": ("--train.agent_func_path openrlhf.worlds.gymnasium", "--train.agent_func_path a.py"),
+    "plays_world": ("", "--train.agent_func_path openrlhf.worlds.gymnasium"),
+    "uses_world": ("", "--train.agent_func_path openrlhf.worlds.gymnasium"),
     "uses_critic": ("--algo.advantage.estimator rloo", ""),
     "uses_critic|uses_reward_model": ("--algo.advantage.estimator rloo", ""),
     "uses_reference": ("--algo.kl.init_coef 0", ""),
@@ -94,6 +98,7 @@ SAMPLES = {
     "reward.remote_url": "r.py",
     "reward.weights": "1 1",
     "vllm.sync_backend": "gloo",
+    "world.options": "key=1",
 }
 # What else must be said for the flag to be accepted at all.
 COMPANIONS = {

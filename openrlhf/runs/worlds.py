@@ -1,0 +1,57 @@
+"""Binds a run to its world: from a configuration to the Python, the settings and the records of a world."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.fields import ConfigError
+from openrlhf.data.files import DataError
+from openrlhf.utils import waits
+from openrlhf.utils.randomness import derive_seed
+from openrlhf.worlds.environments import WorldMissingError, find_python, is_world, world_name
+from openrlhf.worlds.process import WorldFailure, WorldPlan
+
+logger = logging.getLogger(__name__)
+
+
+def world_plan(config: RLConfig, target: str) -> WorldPlan:
+    """How the processes of a world are started. Raises ConfigError where nothing has its package; the text ends with
+    the command that installs it."""
+    try:
+        python = find_python(target, wanted=config.world.python)
+    except WorldMissingError as error:
+        raise ConfigError(f"{_flag_of(config, target)} {target}: {error}") from error
+    return WorldPlan(
+        target, config.world.settings(config.train.seed), python, config.world.timeout, config.world.processes
+    )
+
+
+def require_worlds(config: RLConfig) -> None:
+    """Raises ConfigError where a world of this run is not installed."""
+    for target in config.worlds:
+        world_plan(config, target)
+
+
+def world_records(config: RLConfig, target: str, limit: int | None, *, evaluation: bool) -> Sequence[dict[str, Any]]:
+    """The records of a world that is a data set, `limit` at most. Those of an evaluation are drawn with another seed.
+    Raises ConfigError, and DataError with what the world says."""
+    plan = world_plan(config, target)
+    count = config.world.eval_samples if evaluation else config.world.samples
+    seed = derive_seed(config.train.seed, "held out" if evaluation else "prompts") % 2**31
+    process = plan.process()
+    try:
+        with waits.waiting(f"for the records of world {world_name(target)}"):
+            return list(process.records(count=count if limit is None else min(count, limit), seed=seed))
+    except WorldFailure as error:
+        raise DataError(f"{_flag_of(config, target)}: {error}") from error
+    finally:
+        process.close()
+
+
+def _flag_of(config: RLConfig, target: str) -> str:
+    if config.train.agent_func_path == target and is_world(target):
+        return "--train.agent_func_path"
+    return "--data.prompt_dataset" if target in (config.prompt_dataset or "") else "--eval.dataset"
