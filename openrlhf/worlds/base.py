@@ -19,6 +19,9 @@ also this file and, only when a world is made, the world's own package.
 ...         right = message["content"].strip() == str(self.number)
 ...         return Turn(reward=float(right), done=right, messages=[] if right else [{"role": "user", "content": "No."}])
 ...     def close(self): ...
+
+An episode may also be a *game* of several agents (`Game`: who moves next is the world's to say), or *drive* itself
+(`Driven`: its own loop asks the policy at a URL, as it would ask OpenAI).
 """
 
 from __future__ import annotations
@@ -142,6 +145,113 @@ class Turn:
         return Turn(**told)
 
 
+@dataclass(frozen=True)
+class GameTurn:
+    """Where a game of several agents stands: whose turn it is, and what has been earned."""
+
+    agent: str = ""
+    """Who speaks next; "": the game is over."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """What this agent reads first: all that is new to it since it spoke last. Roles `user`, `tool` and `system`."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """By agent, earned by this turn alone. The reward of an agent is the sum of its own."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """By agent, success in [0, 1]; who has none, has the rewards so far. The last one counts."""
+    logs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By agent. Of each name the last one counts."""
+
+    def __post_init__(self) -> None:
+        check_messages(self.messages, what="the messages of a turn")
+        if bool(self.agent) != bool(self.messages):
+            raise ValueError("a turn has messages for the agent that speaks next, and neither where the game is over")
+        numbers = {f"the reward of {agent}": value for agent, value in self.rewards.items()}
+        numbers |= {f"the score of {agent}": value for agent, value in self.scores.items()}
+        numbers |= {f"{name} of {agent}": value for agent, logs in self.logs.items() for name, value in logs.items()}
+        for name, value in numbers.items():
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {shown(value)}")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "agent": self.agent,
+            "messages": list(self.messages),
+            "rewards": {agent: float(value) for agent, value in self.rewards.items()},
+            "scores": {agent: float(value) for agent, value in self.scores.items()},
+            "logs": {agent: {name: float(v) for name, v in logs.items()} for agent, logs in self.logs.items()},
+        }
+
+    @staticmethod
+    def of_json(told: Mapping[str, Any]) -> GameTurn:
+        return GameTurn(**told)
+
+
+@dataclass(frozen=True)
+class GameStart:
+    """How a game of several agents begins."""
+
+    agents: Sequence[str]
+    """Their names. They are roles: samples are compared with those of the same name, so `player 0` is a better name
+    than that of who plays it."""
+    turn: GameTurn
+
+    def __post_init__(self) -> None:
+        if len(self.agents) < 2 or len(set(self.agents)) != len(self.agents) or not all(self.agents):
+            raise ValueError(f"a game has two or more agents with a name each, got {shown(self.agents)}")
+        if self.turn.agent not in self.agents:
+            raise ValueError(f"a game begins with the turn of {', '.join(self.agents)}, not of {self.turn.agent!r}")
+
+    def as_json(self) -> dict[str, Any]:
+        return {"agents": list(self.agents), "turn": self.turn.as_json()}
+
+    @staticmethod
+    def of_json(told: Mapping[str, Any]) -> GameStart:
+        return GameStart(told["agents"], GameTurn.of_json(told["turn"]))
+
+
+@dataclass(frozen=True)
+class DrivenStart:
+    """An episode that drives itself begins when it is told to `run`."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"driven": True}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode that drove itself has ended."""
+
+    reward: float
+    score: float | None = None
+    """Success in [0, 1]; None: the reward."""
+    logs: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in {"reward": self.reward, "score": self.score, **self.logs}.items():
+            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise ValueError(f"{name} of an outcome must be a finite number, got {shown(value)}")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "reward": float(self.reward),
+            "score": None if self.score is None else float(self.score),
+            "logs": {name: float(value) for name, value in self.logs.items()},
+        }
+
+    @staticmethod
+    def of_json(told: Mapping[str, Any]) -> Outcome:
+        return Outcome(**told)
+
+
+AnyStart = Start | GameStart | DrivenStart
+
+
+def start_of_json(told: Mapping[str, Any]) -> AnyStart:
+    """Which of the three an episode is."""
+    if "agents" in told:
+        return GameStart.of_json(told)
+    return DrivenStart() if "driven" in told else Start.of_json(told)
+
+
 class Episode(Protocol):
     """One episode under way."""
 
@@ -162,11 +272,47 @@ class Episode(Protocol):
         ...
 
 
+class Game(Protocol):
+    """An episode of several agents, each with a conversation of its own. The policy plays them all, or one of them
+    against an opponent."""
+
+    start: GameStart
+
+    def step(self, agent: str, message: Mapping[str, Any]) -> GameTurn:
+        """`agent`, whose turn it was, says this. `message` is that of `Episode.step`."""
+        ...
+
+    def scripted(self, agent: str, name: str) -> str:
+        """What the world's own player `name`, one of `World.opponents`, says in place of `agent`, whose turn it is.
+        It is then given to `step`."""
+        ...
+
+    def close(self) -> None:
+        """The game is over, also where a limit ended it. Called once."""
+        ...
+
+
+class Driven(Protocol):
+    """An episode whose own loop asks the policy."""
+
+    start: DrivenStart
+
+    def run(self, base_url: str, api_key: str, model: str) -> Outcome:
+        """Play it. At `base_url` the policy answers as OpenAI would (`{base_url}/chat/completions`); the URL is this
+        episode's own, and what is asked there is what the policy is trained on."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class World(Protocol):
     """An adapter's class `World`. One is made in each world process.
 
     Methods are called one after another, in the main thread, unless the class says `THREADS = True`: then calls of
     different episodes come from several threads at once.
+
+    A world with games says so with an attribute `agents`, the most that one of its games has, and may have
+    `opponents`, the names of players of its own.
     """
 
     def __init__(self, settings: WorldSettings) -> None:
@@ -183,9 +329,9 @@ class World(Protocol):
         """
         ...
 
-    def begin(self, label: Any, *, seed: int) -> Episode:
+    def begin(self, label: Any, *, seed: int) -> Episode | Game | Driven:
         """An episode of the record with this label. `seed` is this sample's own: what all samples of a prompt share is
-        in the label."""
+        in the label. Those of a game share the one game, with the seed of the first."""
         ...
 
 

@@ -61,6 +61,9 @@ WORLDS: dict[str, Requirements] = {
         alone=("bfcl-eval==2026.3.23",),
     ),
     "mcp": Requirements("tools of any MCP server, over stdio or HTTP", ("mcp==2.3.0",), "mcp"),
+    "textarena": Requirements(
+        "games for one player and for several, self-play among them", ("textarena==0.7.4", "numpy==2.4.6"), "textarena"
+    ),
 }
 """Name -> what it needs. The adapter of NAME is `openrlhf/worlds/NAME.py`."""
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from openrlhf.utils import parent_death
-from openrlhf.worlds.base import Start, Turn, WorldError, WorldSettings
+from openrlhf.worlds.base import AnyStart, GameTurn, Turn, WorldError, WorldSettings, start_of_json
 from openrlhf.worlds.environments import WorldPython, install_command, world_name
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class WorldProcess:
         start = await life.ask({"do": "begin", "episode": key, "label": label, "seed": seed}, "begin", self._timeout)
         with self._lock:
             self.playing += 1
-        return WorldEpisode(self, life, key, Start.of_json(start), self._timeout)
+        return WorldEpisode(self, life, key, start_of_json(start), self._timeout)
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """A method of the world itself, by name. Raises WorldFailure."""
@@ -181,7 +181,7 @@ class WorldProcess:
 class WorldEpisode:
     """One episode under way in a world process."""
 
-    def __init__(self, process: WorldProcess, life: _Life, key: int, start: Start, timeout: float) -> None:
+    def __init__(self, process: WorldProcess, life: _Life, key: int, start: AnyStart, timeout: float) -> None:
         self.start = start
         self._process = process
         self._life = life
@@ -191,6 +191,10 @@ class WorldEpisode:
     async def step(self, message: Mapping[str, Any]) -> Turn:
         """The world's answer to what the policy said. Raises WorldFailure."""
         return Turn.of_json(await self.call("step", message))
+
+    async def move(self, agent: str, message: Mapping[str, Any]) -> GameTurn:
+        """The same in a game of several agents. Raises WorldFailure."""
+        return GameTurn.of_json(await self.call("step", agent, message))
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """A method of the episode, by name. Raises WorldFailure."""

@@ -110,7 +110,13 @@ class Server:
         self._world = cls(settings)
         if threads := bool(getattr(cls, "THREADS", False)):
             self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="world")
-        return {"threads": threads, "python": platform.python_version(), "methods": sorted(_public(cls))}
+        return {
+            "threads": threads,
+            "python": platform.python_version(),
+            "methods": sorted(_public(cls)),
+            "agents": int(getattr(self._world, "agents", 1)),
+            "opponents": list(getattr(self._world, "opponents", ())),
+        }
 
     def _do_records(self, request: dict[str, Any]) -> dict[str, Any]:
         """A part of the records; `key` goes on with those of an earlier request."""

@@ -77,3 +77,76 @@ def counting_world(folder: Path, *, threads: bool = False, head: str = "") -> st
     text = COUNTING.replace("class World:\n", "class World:\n    THREADS = True\n\n") if threads else COUNTING
     file.write_text(head + text, encoding="utf-8")
     return str(file)
+
+
+DUEL = """
+from openrlhf.worlds.base import GameStart, GameTurn
+
+NAMES = ("player 0", "player 1", "player 2")
+
+
+class World:
+    '''Agents say a digit in turn, for some rounds; each reads what the others have said. The higher sum wins.'''
+
+    opponents = ("low", "echo")
+
+    def __init__(self, settings):
+        self.agents = settings.option("agents", 2)
+        self.rounds = settings.option("rounds", 2)
+
+    def records(self, *, count, seed):
+        for index in range(count):
+            yield {"input": f"Begin {index}.", "label": {"first": index % self.agents}, "datasource": "duel"}
+
+    def begin(self, label, *, seed):
+        return Duel(self.agents, self.rounds, label, seed)
+
+
+class Duel:
+    def __init__(self, agents, rounds, label, seed):
+        self.names, self.rounds, self.label, self.seed = NAMES[:agents], rounds, label, seed
+        self.said = []
+        self.sums = dict.fromkeys(self.names, 0)
+        self.read = dict.fromkeys(self.names, 0)
+        self.start = GameStart(self.names, self.turn())
+
+    def next(self):
+        return self.names[(self.label["first"] + len(self.said)) % len(self.names)]
+
+    def turn(self):
+        name = self.next()
+        new = [f"{who} said {digit}." for who, digit in self.said[self.read[name] :] if who != name]
+        self.read[name] = len(self.said)
+        text = " ".join(new) or f"You are {name}. Say a digit."
+        return GameTurn(name, [{"role": "user", "content": text}])
+
+    def step(self, agent, message):
+        assert agent == self.next(), (agent, self.next())
+        digit = message["content"].strip()
+        if self.label.get("misdeed") == "raise":
+            raise ValueError("no such move")
+        over = not digit.isdigit()
+        self.said.append((agent, digit))
+        self.sums[agent] += 0 if over else int(digit)
+        if over or len(self.said) == self.rounds * len(self.names):
+            best = max(self.sums.values())
+            won = {name: float(self.sums[name] == best and not over) for name in self.names}
+            logs = {name: {"sum": self.sums[name], "seed": self.seed % 1000} for name in self.names}
+            return GameTurn(rewards=won, scores=won, logs=logs)
+        return self.turn()
+
+    def scripted(self, agent, name):
+        if name == "low":
+            return "1"
+        return self.said[-1][1] if self.said else "5"
+
+    def close(self):
+        pass
+"""
+
+
+def duel_world(folder: Path) -> str:
+    """The path of a file with a game of several agents."""
+    file = folder / "duel.py"
+    file.write_text(DUEL, encoding="utf-8")
+    return str(file)

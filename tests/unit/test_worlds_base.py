@@ -4,7 +4,19 @@ import json
 
 import pytest
 
-from openrlhf.worlds.base import Start, Turn, WorldError, WorldSettings, parse_options, parse_tasks
+from openrlhf.worlds.base import (
+    DrivenStart,
+    GameStart,
+    GameTurn,
+    Outcome,
+    Start,
+    Turn,
+    WorldError,
+    WorldSettings,
+    parse_options,
+    parse_tasks,
+    start_of_json,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,5 +92,45 @@ def test_records_travel_as_json():
     ],
 )
 def test_records_check_themselves(make, why):
+    with pytest.raises(ValueError, match=why):
+        make()
+
+
+ASKED = [{"role": "user", "content": "Your move."}]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        Start([{"role": "user", "content": "hi"}], [{"type": "function"}]),
+        GameStart(["a", "b"], GameTurn("b", ASKED)),
+        DrivenStart(),
+    ],
+)
+def test_beginnings_of_each_kind_survive_json(start):
+    assert start_of_json(json.loads(json.dumps(start.as_json()))) == start
+
+
+def test_the_end_of_a_game_has_numbers_for_each_agent_and_survives_json():
+    turn = GameTurn("", [], {"a": 1, "b": -1}, scores={"a": 1.0}, logs={"b": {"invalid": 1}})
+    assert GameTurn.of_json(json.loads(json.dumps(turn.as_json()))) == turn
+    outcome = Outcome(0.5, logs={"turns": 3})
+    assert Outcome.of_json(json.loads(json.dumps(outcome.as_json()))) == outcome
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: GameTurn("a"), "messages for the agent"),
+        (lambda: GameTurn(messages=ASKED), "messages for the agent"),
+        (lambda: GameTurn(rewards={"a": float("nan")}), "the reward of a must be a finite number"),
+        (lambda: GameTurn(logs={"a": {"turns": "x"}}), "turns of a must be a finite number, got 'x'"),
+        (lambda: GameStart(["a"], GameTurn("a", ASKED)), "two or more agents"),
+        (lambda: GameStart(["a", "a"], GameTurn("a", ASKED)), "two or more agents"),
+        (lambda: GameStart(["a", "b"], GameTurn("c", ASKED)), "the turn of a, b, not of 'c'"),
+        (lambda: Outcome(float("inf")), "reward of an outcome"),
+    ],
+)
+def test_games_and_outcomes_that_say_nothing_sensible_are_refused(make, why):
     with pytest.raises(ValueError, match=why):
         make()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from patience import patience
-from world_files import counting_world
+from world_files import counting_world, duel_world
 
 from openrlhf.worlds.base import WorldSettings
 from openrlhf.worlds.environments import find_python
@@ -58,6 +58,27 @@ def test_an_episode_is_played_to_its_end(counting):
     assert (first.reward, first.done, first.messages[0]["content"]) == (1.0, False, "Again.")
     assert (last.reward, last.done, last.logs) == (0.0, True, {"turns": 2.0, "seed": 5.0})
     assert counting.playing == 0
+
+
+def test_a_game_of_several_agents_says_whose_turn_it_is(tmp_path):
+    process = world(duel_world(tmp_path), rounds=1)
+    assert {name: process.start_now()[name] for name in ("agents", "opponents")} == {
+        "agents": 2,
+        "opponents": ["low", "echo"],
+    }
+
+    async def play():
+        game = await process.begin({"first": 1}, seed=7)
+        first = game.start.turn
+        second = await game.move(first.agent, {"role": "assistant", "content": "3"})
+        said = await game.call("scripted", second.agent, "low")
+        return game.start.agents, first, second, said, await game.move(second.agent, {"content": said})
+
+    agents, first, second, said, last = asyncio.run(play())
+    process.close()
+    assert (agents, first.agent, second.agent, said) == (["player 0", "player 1"], "player 1", "player 0", "1")
+    assert second.messages == [{"role": "user", "content": "player 1 said 3."}]
+    assert (last.agent, last.rewards) == ("", {"player 0": 0.0, "player 1": 1.0})
 
 
 def test_records_are_a_pure_function_of_the_seed(counting, tmp_path):
