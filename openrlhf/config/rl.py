@@ -272,6 +272,19 @@ class WorldSection:
         ),
     ] = 120.0
 
+    opponent: Annotated[
+        str,
+        Flag(
+            "who plays against the policy in games of several agents: self, or a player of the world's own (random), a "
+            "folder with a model, or the URL of an OpenAI-compatible server",
+            only_with="plays_world",
+        ),
+    ] = "self"
+    eval_opponent: Annotated[
+        str | None,
+        Flag("the same in evaluations; unset: as in training", only_with="plays_world eval.dataset"),
+    ] = None
+
     def settings(self, seed: int) -> WorldSettings:
         """How a run with this seed asks for the world. Raises WorldError."""
         return WorldSettings(parse_tasks(self.tasks or ""), parse_options(self.options or ""), seed)

@@ -12,6 +12,7 @@ from openrlhf.data.files import DataError
 from openrlhf.utils import waits
 from openrlhf.utils.randomness import derive_seed
 from openrlhf.worlds.environments import WorldMissingError, find_python, is_world, world_name
+from openrlhf.worlds.games import OPPONENT, SELF, GamePlan
 from openrlhf.worlds.process import WorldFailure, WorldPlan
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,20 @@ def world_plan(config: RLConfig, target: str) -> WorldPlan:
         python = find_python(target, wanted=config.world.python)
     except WorldMissingError as error:
         raise ConfigError(f"{_flag_of(config, target)} {target}: {error}") from error
-    return WorldPlan(
-        target, config.world.settings(config.train.seed), python, config.world.timeout, config.world.processes
+    settings = config.world.settings(config.train.seed)
+    return WorldPlan(target, settings, python, config.world.timeout, config.world.processes, game_plan(config))
+
+
+def game_plan(config: RLConfig) -> GamePlan:
+    """Who plays whom in games of several agents."""
+    samples = [("--rollout.n_samples_per_prompt", config.samples_per_prompt)]
+    if config.eval.dataset and config.world.eval_opponent in (None, SELF):
+        samples.append(("--eval.n_samples_per_prompt", config.eval.n_samples_per_prompt))
+    return GamePlan(
+        config.world.opponent,
+        config.world.eval_opponent if config.eval.dataset else None,
+        tuple(samples),
+        members=2 if config.uses_group_baseline else 1,
     )
 
 
@@ -44,11 +57,15 @@ def world_records(config: RLConfig, target: str, limit: int | None, *, evaluatio
     process = plan.process()
     try:
         with waits.waiting(f"for the records of world {world_name(target)}"):
-            return list(process.records(count=count if limit is None else min(count, limit), seed=seed))
+            records = list(process.records(count=count if limit is None else min(count, limit), seed=seed))
     except WorldFailure as error:
         raise DataError(f"{_flag_of(config, target)}: {error}") from error
     finally:
         process.close()
+    if evaluation and config.world.eval_opponent is not None:
+        for record in records:
+            record["label"] = {**record["label"], OPPONENT: config.world.eval_opponent}
+    return records
 
 
 def _flag_of(config: RLConfig, target: str) -> str:

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.base import Episode
+from openrlhf.agents.base import Episode, FailedEpisode
 from openrlhf.agents.chat_history import ChatHistory, ChatPrompt, Conversation, TemplateError
+from openrlhf.agents.multi_turn import episodes_of
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import after_prompt
 from openrlhf.agents.tool_calls import THINK, Reply, parse_reply, split_thoughts
 from openrlhf.agents.user_calls import AgentError, AgentResultError, UserFileError
 from openrlhf.types import FinishReason, SamplingParams, Segment
 from openrlhf.utils.randomness import derive_seed
-from openrlhf.worlds.base import Start
+from openrlhf.worlds.base import GameStart, Start
+from openrlhf.worlds.games import (
+    SELF,
+    ModelSeat,
+    ScriptedSeat,
+    Seat,
+    all_of,
+    episode_of,
+    opponent_of,
+    play_game,
+    seats_of_samples,
+    uneven,
+)
+from openrlhf.worlds.opponents import LoadedModel, OpponentError, ServedModel, ServedSeat, load_model
 from openrlhf.worlds.process import WorldEpisode, WorldFailure, WorldPlan, WorldProcess
 
 if TYPE_CHECKING:
@@ -37,9 +54,51 @@ class WorldPlayer:
         self._processes = [plan.process(index) for index in range(plan.processes)]
         self._closing: set[asyncio.Task[None]] = set()
         try:
-            self._processes[0].start_now()
+            about = self._processes[0].start_now()
         except WorldFailure as error:
             raise UserFileError(str(error)) from error
+        self._scripted: list[str] = about["opponents"]
+        self._models: dict[str, LoadedModel | ServedModel] = {}
+        self.group_play = self._seat_agents(about["agents"]) if about["agents"] > 1 else ""
+        """How the samples of a prompt are played together, for people; "": they are not."""
+
+    def _seat_agents(self, agents: int) -> str:
+        """Raises UserFileError where the policy and its opponents cannot play games of so many agents."""
+        plan = self._plan.games
+        try:
+            for name in filter(None, (plan.opponent, plan.eval_opponent)):
+                self._opponent(name)
+        except OpponentError as error:
+            raise UserFileError(str(error)) from error
+        for flag, samples in plan.samples if plan.opponent == SELF else ():
+            if samples % agents:
+                raise UserFileError(uneven(agents, samples, flag))
+        for flag, samples in plan.samples[:1]:
+            if samples < agents * plan.members:
+                raise UserFileError(
+                    f"{flag} {samples}: games have {agents} agents, and each sample is compared with others of the "
+                    f"same agent: give {agents * plan.members} or more"
+                )
+        if plan.opponent == SELF:
+            return f"the samples of a prompt play games of {agents} agents among themselves"
+        return f"each sample plays one agent of a game, against {plan.opponent}"
+
+    def _opponent(self, name: str) -> LoadedModel | ServedModel | None:
+        """The model of this name; None: it is the policy, or a player of the world's own. Raises OpponentError."""
+        if name == SELF or name in self._scripted:
+            return None
+        if name not in self._models:
+            if name.startswith(("http://", "https://")):
+                self._models[name] = ServedModel(name)
+            elif Path(name).expanduser().is_dir():
+                self._models[name] = load_model(name)
+            else:
+                there = ", ".join([SELF, *self._scripted])
+                raise OpponentError(
+                    f"--world.opponent {name}: there is no such folder; of this world's players there are {there}; "
+                    "a server is named by its URL, http://…/v1"
+                )
+        return self._models[name]
 
     async def play(
         self,
@@ -58,23 +117,126 @@ class WorldPlayer:
         First messages that leave no room for a turn lose their beginning. Where a limit ends the episode, the world is
         not told more than that it is over.
         """
-        seed = _seed(sampling_params)
-        try:
-            process = self._least_busy()
-            world = await process.begin(label, seed=seed)
-            try:
-                dialogue = Dialogue(
-                    world.start,
-                    sampling_params=sampling_params,
-                    max_length=min(max_length, llm_engine.max_model_len),
-                    tokenizer=hf_tokenizer,
-                    engine=llm_engine,
+        async with self._begun(label, sampling_params) as world:
+            if not isinstance(world.start, Start):
+                raise AgentResultError(
+                    f"{self._plan.target}: a game of several agents began, but World has no `agents`"
                 )
-                return await _play(world, dialogue, prompt, max_steps=max_steps)
+            dialogue = Dialogue(
+                world.start,
+                sampling_params=sampling_params,
+                max_length=min(max_length, llm_engine.max_model_len),
+                tokenizer=hf_tokenizer,
+                engine=llm_engine,
+            )
+            return await _play(world, dialogue, prompt, max_steps=max_steps)
+
+    async def play_group(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Sequence[SamplingParams],
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_steps: int | None = None,
+    ) -> Sequence[Episode | FailedEpisode]:
+        """All samples of a prompt. In a game of several agents they play each other, or each an opponent; in a game for
+        one each plays by itself. `max_steps` holds for each agent."""
+        opponent = opponent_of(label, self._plan.games.opponent)
+
+        async def alone(params: SamplingParams) -> Episode:
+            return await self.play(
+                prompt, label, params, max_length, hf_tokenizer, llm_engine, images, max_steps=max_steps
+            )
+
+        async def game(policys: Sequence[str], params: Sequence[SamplingParams]) -> list[Episode | FailedEpisode]:
+            async with self._begun(label, params[0]) as world:
+                assert isinstance(world.start, GameStart)
+                seats: dict[str, Seat] = {
+                    agent: self._opponents_seat(opponent, world, agent, params[0], max_length)
+                    for agent in world.start.agents
+                    if agent not in policys
+                }
+                own = {}
+                for agent, sampled in zip(policys, params, strict=True):
+                    own[agent] = seats[agent] = ModelSeat(
+                        functools.partial(
+                            Dialogue,
+                            sampling_params=sampled,
+                            max_length=min(max_length, llm_engine.max_model_len),
+                            tokenizer=hf_tokenizer,
+                            engine=llm_engine,
+                        )
+                    )
+                result = await play_game(world, seats, max_steps=max_steps)
+                return [episode_of(agent, own[agent], result, prompt) for agent in policys]
+
+        agents = await self._agents_of(label, sampling_params[0])
+        failures = (AgentError, AgentResultError)
+        if not agents:
+            return episodes_of(await all_of([alone(params) for params in sampling_params], failures))
+        try:
+            seatings = seats_of_samples(agents, len(sampling_params), label, self_play=opponent == SELF)
+        except ValueError as error:
+            raise AgentResultError(str(error)) from None
+        playing, taken = [], 0
+        for policys in seatings:
+            playing.append(game(policys, sampling_params[taken : taken + len(policys)]))
+            taken += len(policys)
+        played: list[Any] = []
+        for policys, games in zip(seatings, await all_of(playing, failures), strict=True):
+            played += [games] * len(policys) if isinstance(games, Exception) else games
+        if all(isinstance(one, Exception) for one in played):
+            raise played[0]
+        return [
+            FailedEpisode(error=str(one), agent=agent) if isinstance(one, Exception) else one
+            for one, agent in zip(played, (agent for policys in seatings for agent in policys), strict=True)
+        ]
+
+    async def _agents_of(self, label: Any, params: SamplingParams) -> Sequence[str]:
+        """Those of the game that begins with this label; none: it is an episode of one agent."""
+        async with self._begun(label, params) as world:
+            return world.start.agents if isinstance(world.start, GameStart) else ()
+
+    def _opponents_seat(
+        self, name: str, world: WorldEpisode, agent: str, params: SamplingParams, max_length: int
+    ) -> Seat:
+        try:
+            model = self._opponent(name)
+        except OpponentError as error:
+            raise AgentResultError(str(error)) from error
+        seed = None if params.seed is None else derive_seed(params.seed, "opponent", agent)
+        params = params.copy(seed=seed, logprobs=False)
+        if isinstance(model, ServedModel):
+            return ServedSeat(model, params)
+        if model is None:
+            return ScriptedSeat(world, agent, name)
+        return ModelSeat(
+            functools.partial(
+                Dialogue,
+                sampling_params=params,
+                max_length=min(max_length, model.engine.max_model_len),
+                tokenizer=model.tokenizer,
+                engine=model.engine,
+            )
+        )
+
+    @contextlib.asynccontextmanager
+    async def _begun(self, label: Any, params: SamplingParams) -> AsyncGenerator[WorldEpisode]:
+        """An episode, and the errors of what is done with it as those of an agent."""
+        try:
+            world = await self._least_busy().begin(label, seed=_seed(params))
+            try:
+                yield world
             finally:
                 await self._close(world)
         except WorldFailure as error:
             raise (AgentError if error.retry else AgentResultError)(str(error)) from error
+        except OpponentError as error:
+            raise AgentError(str(error)) from error
         except TemplateError as error:
             raise AgentResultError(f"{self._plan.target}: {error}") from error
 
@@ -252,6 +414,6 @@ def _seed(params: SamplingParams) -> int:
 
 
 if TYPE_CHECKING:
-    from openrlhf.agents.base import Player
+    from openrlhf.agents.base import GroupPlayer
 
-    _: type[Player] = WorldPlayer
+    _: type[GroupPlayer] = WorldPlayer

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from openrlhf.utils import parent_death
 from openrlhf.worlds.base import AnyStart, GameTurn, Turn, WorldError, WorldSettings, start_of_json
 from openrlhf.worlds.environments import WorldPython, install_command, world_name
+from openrlhf.worlds.games import GamePlan
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class WorldPlan(NamedTuple):
     """Seconds that each call may take."""
     processes: int = 1
     """How many share the episodes of a host."""
+    games: GamePlan = GamePlan()
 
     def process(self, index: int = 0) -> WorldProcess:
         """One of them, which is not started yet."""

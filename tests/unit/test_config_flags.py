@@ -72,6 +72,8 @@ ADDED = {
     ("world.python", "str", None): ("train_ppo_ray",),
     ("world.processes", "int", 1): ("train_ppo_ray",),
     ("world.timeout", "float", 120.0): ("train_ppo_ray",),
+    ("world.opponent", "str", "self"): ("train_ppo_ray",),
+    ("world.eval_opponent", "str", None): ("train_ppo_ray",),
     ("vllm.logits_dtype", "str auto/fp32/model", "auto"): ("train_ppo_ray",),
     ("vllm.pipeline_parallel_size", "int", 1): ("train_ppo_ray",),
     ("vllm.health_timeout", "float", 120.0): ("train_ppo_ray",),
