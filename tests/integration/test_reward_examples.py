@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from patience import patience
 
 from openrlhf.rewards.base import RewardError, RewardRequest
 from openrlhf.rewards.function_file import FunctionFileReward
+from openrlhf.utils import sandbox
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 
@@ -134,10 +133,9 @@ class TestCode:
         tests = ["assert 'MY_TOKEN' not in os.environ", "assert os.listdir() == []", "assert 'tests' not in globals()"]
         assert self.judge(code("import os"), tests=tests) == [(1.0, 1.0)]
 
-    def test_it_has_no_network_where_that_is_possible(self):
-        command = ["unshare", "--user", "--map-root-user", "--net", "true"]
-        if not shutil.which("unshare") or subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("this machine lets nobody unshare")
+    def test_it_has_no_network(self):
+        if sandbox.level() < sandbox.Level.FILTERS:
+            pytest.skip(sandbox.describe())
         answer = code(
             "import socket",
             "def reach():",
@@ -145,3 +143,10 @@ class TestCode:
             "    socket.create_connection(server.getsockname(), timeout=2)",
         )
         assert self.judge(answer, tests=["reach()"]) == [(0.0, 0.0)]
+
+    def test_inputs_and_outputs(self):
+        """Two of three outputs are right; a program that fails after the right output has not passed."""
+        program = code("a, b = map(int, input().split())", "print(a + b)", "assert a > 0")
+        (judged,) = judge("code_reward_func.py", [program], [[["1 2\n", "3\n"], ["2 2", "4"], ["-1 1", "0"]]])
+        assert judged.reward == pytest.approx(2 / 3)
+        assert judged.score == 0.0

@@ -1,0 +1,614 @@
+"""A sandbox for code that nobody has read: what a policy has written, run to see whether it is right.
+
+    from openrlhf.utils import sandbox
+
+    result = sandbox.run_python("print(input()[::-1])", stdin="abc")
+    result.stdout, result.exit_status, result.limit       # "cba\\n", 0, None
+
+    graded = sandbox.grade_outputs(code, [("1 2\\n", "3\\n"), ("-1 1\\n", "0\\n")])      # stdin and expected stdout
+    graded = await sandbox.grade_asserts_async(code, ["assert add(1, 2) == 3"])
+    graded.share                                          # of the tests that passed
+
+A run has an empty folder, no environment, no network, and limits on time, memory, files, processes and output; whatever
+it starts ends with it. What becomes of it is data (`Result`): a program that fails raises nothing here. How much the
+machine protects depends on what its kernel lets us do: `level()` says so, `describe()` in a sentence, and
+`at_least=` refuses to run below a level. docs/rewards.md has the table of what each level holds.
+
+At most as many runs as there are cores run at once in a process (`set_at_once`); the others wait, and waiting does not
+count towards their time. All functions may be called from any thread and from any number of event loops. Imports the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import marshal
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GRACE_SECONDS = 60.0
+"""How much longer than its own limit a run may take until it is given up: for a machine that is busy."""
+
+
+class Level(IntEnum):
+    """How much is held, from less to more."""
+
+    LIMITS = 1
+    """Limits and a process that watches, but the code has the network and the files of the user who runs it."""
+    FILTERS = 2
+    """Landlock and seccomp besides: no network, no files but its own and the system's, no other process."""
+    NAMESPACES = 3
+    """Its own network, processes, file system and users besides: there is nothing else to reach."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Limit(StrEnum):
+    """The limit that ended a run, or that made it fail."""
+
+    TIME = "time"
+    MEMORY = "memory"
+    DISK = "disk"
+    """Bytes of all files, or their number."""
+    FILE_SIZE = "file_size"
+    PROCESSES = "processes"
+    OUTPUT = "output"
+    WATCHER = "watcher"
+    """The code ended the process that watched it (possible at `Level.LIMITS` only)."""
+
+
+class SandboxError(Exception):
+    """A run could not be started as wanted. What the code does is never one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one run may use."""
+
+    seconds: float = 5.0
+    """On the clock. CPU seconds of each process have the same limit."""
+    memory: int = 512 << 20
+    """Bytes: of address space for each process, and of memory for all together."""
+    disk: int = 64 << 20
+    """Bytes of all files together."""
+    file_size: int = 16 << 20
+    files: int = 256
+    """The number of files and folders."""
+    open_files: int = 64
+    """For each process."""
+    processes: int = 16
+    """Processes and threads that it may have besides the first."""
+    output: int = 64 << 10
+    """Bytes of stdout, and of stderr."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < (0 if name == "processes" else 1e-3):
+                raise ValueError(f"Limits.{name} must be greater, got {value}")
+
+
+DEFAULT = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of a run."""
+
+    stdout: str
+    stderr: str
+    exit_status: int | None
+    """Negative: the number of the signal that ended it. None: it was ended from outside, by a limit."""
+    limit: Limit | None
+    seconds: float
+    peak_memory: int
+    """Bytes: the most that one of its processes, or a look at all of them, has found."""
+    level: Level
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_status == 0 and self.limit is None
+
+
+class Graded(NamedTuple):
+    """Which tests passed, and the runs that showed it."""
+
+    passed: tuple[bool, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def share(self) -> float:
+        return sum(self.passed) / len(self.passed)
+
+
+# ------------------------------------------------------------------------------------ what the machine offers
+
+
+@functools.cache
+def _probed() -> tuple[Level, dict[Level, str]]:
+    """The highest level that a program was really run at, and why those above it were not."""
+    refused: dict[Level, str] = {}
+    if os.name != "posix":
+        raise SandboxError("the sandbox needs Linux or macOS")
+    for wanted in sorted(Level, reverse=True):
+        try:
+            with _Job([sys.executable, "-I", "-S", "-c", "print(1)"], b"", {}, PROBE, wanted, (), {}) as job:
+                result = job.read(*job.run())
+        except SandboxError as error:
+            refused[wanted] = str(error)
+            continue
+        if result.stdout == "1\n":
+            return wanted, refused
+        refused[wanted] = f"a program that prints 1 did not: {result}"
+    raise SandboxError("no program can be run here: " + "; ".join(f"{lev}: {why}" for lev, why in refused.items()))
+
+
+PROBE = Limits(seconds=30.0)
+
+
+def level() -> Level:
+    """What protects this machine. The first call tries it out (a tenth of a second), later ones know."""
+    return _probed()[0]
+
+
+def describe() -> str:
+    """`level()` in one line, with what it does not hold and why there is no more."""
+    found, refused = _probed()
+    held = {
+        Level.NAMESPACES: "own network, processes, users and file system, system calls filtered",
+        Level.FILTERS: "no network, no files but its own and the system's, system calls filtered",
+        Level.LIMITS: "limits only: code that is run HAS the network and the files of this user",
+    }[found]
+    reasons = "".join(f"; no {lev}: {why}" for lev, why in refused.items())
+    return f"sandbox: {found} ({held}{reasons})"
+
+
+_said = False
+_said_lock = threading.Lock()
+
+
+def _say_once() -> None:
+    """Where the log of this process goes, because this is not known here: to stderr."""
+    global _said
+    with _said_lock:
+        if _said:
+            return
+        _said = True
+    print(describe(), file=sys.stderr, flush=True)
+
+
+def _level_for(at_least: Level | None) -> Level:
+    found, refused = _probed()
+    if at_least is not None and found < at_least:
+        why = "; ".join(f"no {lev}: {reason}" for lev, reason in refused.items())
+        raise SandboxError(
+            f"at_least={at_least} is wanted, and this machine offers {found} ({why}). Allow unprivileged user "
+            f"namespaces, or run in a container that does; or accept {found} with at_least=Level.{found.name}"
+        )
+    _say_once()
+    return found
+
+
+# ------------------------------------------------------------------------------------ how many at once
+
+
+class _Turns:
+    """Places that threads and coroutines of any loop wait for, first come, first served."""
+
+    def __init__(self, number: int) -> None:
+        self._lock = threading.Lock()
+        self._free = number
+        self._waiting: deque[Future[None]] = deque()
+
+    def change(self, more: int) -> None:
+        with self._lock:
+            self._free += more
+        self._serve()
+
+    def ask(self) -> Future[None]:
+        turn: Future[None] = Future()
+        with self._lock:
+            self._waiting.append(turn)
+        self._serve()
+        return turn
+
+    def give_back(self, turn: Future[None]) -> None:
+        """Also of a turn that has not come yet."""
+        if not turn.cancel():
+            self.change(1)
+
+    def _serve(self) -> None:
+        with self._lock:
+            while self._free > 0 and self._waiting:
+                turn = self._waiting.popleft()
+                if turn.set_running_or_notify_cancel():
+                    self._free -= 1
+                    turn.set_result(None)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_at_once = _cores()
+_turns = _Turns(_at_once)
+
+
+def at_once() -> int:
+    """How many runs of this process run at the same time."""
+    return _at_once
+
+
+def set_at_once(number: int) -> None:
+    """From now on; for example fewer in each of several agent hosts."""
+    global _at_once
+    if number < 1:
+        raise ValueError(f"the number of runs at once must be >= 1, got {number}")
+    _turns.change(number - _at_once)
+    _at_once = number
+
+
+# ------------------------------------------------------------------------------------ one run
+
+WORKER = Path(__file__).with_name("sandbox_worker.py")
+# Imported, so that it is not compiled for each run; its folder comes last, where it hides no module of Python.
+COMMAND = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import sys; sys.path.append(sys.argv[1]); import sandbox_worker; sandbox_worker.main()",
+    str(WORKER.parent),
+)
+
+
+LIBRARIES = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+"""All that a run keeps of the environment: where this Python finds its own libraries."""
+
+
+def _python_folders() -> list[str]:
+    """Where this Python and its packages are, for a run that sees nothing else."""
+    libraries = [name for value in LIBRARIES.values() for name in value.split(":") if os.path.isabs(name)]
+    return [sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).parent.parent), *libraries]
+
+
+@functools.cache
+def _readable(more: tuple[str, ...]) -> list[str]:
+    """Absolute paths that a run may read, besides the system's, those above others first."""
+    given = [*_python_folders(), *more]
+    paths = {path for name in given for path in (os.path.abspath(name), os.path.realpath(name))}
+    home = os.path.realpath(os.path.expanduser("~"))
+    # A Python that is installed right there shows its programs and libraries only.
+    for path in [path for path in paths if path in ("/", home) and path not in more]:
+        paths.remove(path)
+        paths |= {os.path.join(path, name) for name in ("bin", "lib") if path != "/"}
+    system = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
+    return sorted(
+        path for path in paths if os.path.exists(path) and not any(f"{path}/".startswith(f"{s}/") for s in system)
+    )
+
+
+class _Job:
+    """One run: its folder, the process that watches it, and what that reports. A context manager."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        stdin: bytes,
+        files: Mapping[str, bytes],
+        limits: Limits,
+        level: Level,
+        readable: Sequence[str | os.PathLike[str]],
+        environment: Mapping[str, str],
+    ) -> None:
+        executable = shutil.which(command[0])
+        if executable is None:
+            raise SandboxError(f"there is no program {command[0]}")
+        for name in files:
+            if os.path.isabs(name) or ".." in Path(name).parts or not name:
+                raise ValueError(f"files are named relative to the run's folder, got {name!r}")
+        self.level = level
+        self.limits = limits
+        self.seconds = limits.seconds + GRACE_SECONDS
+        self.folder = tempfile.mkdtemp(prefix="openrlhf-sandbox-")
+        home = "/tmp/home" if level == Level.NAMESPACES else self.folder
+        self.payload = marshal.dumps(
+            {
+                "command": [os.path.abspath(executable), *command[1:]],
+                "stdin": stdin,
+                "files": dict(files),
+                "limits": asdict(limits),
+                "level": str(level),
+                "root": os.geteuid() == 0,
+                "folder": self.folder,
+                "readable": _readable(tuple(os.path.abspath(path) for path in readable)),
+                "more_readable": [os.path.abspath(path) for path in readable],
+                "environment": {
+                    "PATH": "/usr/local/bin:/usr/bin:/bin",
+                    "HOME": home,
+                    "TMPDIR": "/tmp" if level == Level.NAMESPACES else home,
+                    "LANG": "C.UTF-8",
+                    # Threads are counted, and a run has a core.
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    **LIBRARIES,
+                    **environment,
+                },
+            }
+        )
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Nothing of the run is alive now, so what is a folder stays one.
+        ahead = [self.folder]
+        while ahead:
+            with contextlib.suppress(OSError):
+                os.chmod(ahead[-1], 0o700)
+            with contextlib.suppress(OSError), os.scandir(ahead.pop()) as entries:
+                ahead += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def process_arguments(self) -> dict[str, Any]:
+        return {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+            "cwd": "/",
+            "env": LIBRARIES,
+            "start_new_session": True,
+        }
+
+    def run(self) -> tuple[bytes, int]:
+        """What was reported, and the exit status of the process that watched."""
+        with subprocess.Popen(COMMAND, **self.process_arguments) as process:
+            try:
+                report, _ = process.communicate(self.payload, timeout=self.seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise SandboxError(f"a run did not end within {self.seconds:g} s") from None
+            except BaseException:
+                process.terminate()  # whereupon it ends what it has started
+                raise
+        return report, process.returncode
+
+    async def run_async(self) -> tuple[bytes, int]:
+        process = await asyncio.create_subprocess_exec(*COMMAND, **self.process_arguments)
+        try:
+            report, _ = await asyncio.wait_for(process.communicate(self.payload), self.seconds)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise SandboxError(f"a run did not end within {self.seconds:g} s") from None
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+            raise
+        return report, process.returncode or 0
+
+    def read(self, report: bytes, status: int) -> Result:
+        if not report:
+            if status >= 0:
+                raise SandboxError(f"{WORKER.name} ended with status {status} and no report")
+            told: dict[str, Any] = {"limit": Limit.WATCHER, "seconds": 0.0, "peak_memory": 0, "status": None}
+            told |= {"stdout": b"", "stderr": b""}
+        else:
+            told = marshal.loads(report)
+        if "setup_error" in told:
+            raise SandboxError(told["setup_error"])
+        stdout, stderr = (told[name].decode(errors="replace") for name in ("stdout", "stderr"))
+        limit = Limit(told["limit"]) if told["limit"] else _limit_behind(told["status"], stderr)
+        return Result(
+            stdout=stdout,
+            stderr=stderr,
+            exit_status=told["status"],
+            limit=limit,
+            seconds=told["seconds"],
+            peak_memory=told["peak_memory"],
+            level=self.level,
+        )
+
+
+SIGNS = {
+    "MemoryError": Limit.MEMORY,
+    "std::bad_alloc": Limit.MEMORY,
+    "Cannot allocate memory": Limit.MEMORY,
+    "[Errno 27]": Limit.FILE_SIZE,
+    "File too large": Limit.FILE_SIZE,
+    "No space left on device": Limit.DISK,
+    "Resource temporarily unavailable": Limit.PROCESSES,
+    "can't start new thread": Limit.PROCESSES,
+}
+"""What the last line of a failed program says about the limit that it met. (The kernel refuses, and tells only it.)"""
+
+
+def _limit_behind(status: int | None, stderr: str) -> Limit | None:
+    if status is None or status == 0:
+        return None
+    named = {-24: Limit.TIME, -25: Limit.FILE_SIZE}  # SIGXCPU, SIGXFSZ
+    lines = stderr.strip().splitlines()
+    found = [limit for sign, limit in SIGNS.items() if lines and sign in lines[-1]]
+    return named.get(status) or (found[0] if found else None)
+
+
+def _encoded(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+
+
+def _job(
+    command: Sequence[str],
+    stdin: str | bytes,
+    files: Mapping[str, str | bytes],
+    limits: Limits,
+    at_least: Level | None,
+    readable: Sequence[str | os.PathLike[str]],
+    environment: Mapping[str, str],
+) -> _Job:
+    named = {name: _encoded(content) for name, content in files.items()}
+    return _Job(command, _encoded(stdin), named, limits, _level_for(at_least), readable, environment)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    stdin: str | bytes = "",
+    files: Mapping[str, str | bytes] = {},
+    limits: Limits = DEFAULT,
+    at_least: Level | None = None,
+    readable: Sequence[str | os.PathLike[str]] = (),
+    environment: Mapping[str, str] = {},
+) -> Result:
+    """Run `command` in a folder with `files` (names relative to it), and give its result.
+
+    `readable` are further paths that it may read; where the run is started by root, only if everybody may, because then
+    it has a user of its own. Raises SandboxError if it could not be run, and where the machine
+    offers less than `at_least`.
+    """
+    turn = _turns.ask()
+    try:
+        turn.result()
+        with _job(command, stdin, files, limits, at_least, readable, environment) as job:
+            return job.read(*job.run())
+    finally:
+        _turns.give_back(turn)
+
+
+async def run_async(
+    command: Sequence[str],
+    *,
+    stdin: str | bytes = "",
+    files: Mapping[str, str | bytes] = {},
+    limits: Limits = DEFAULT,
+    at_least: Level | None = None,
+    readable: Sequence[str | os.PathLike[str]] = (),
+    environment: Mapping[str, str] = {},
+) -> Result:
+    """As `run`. A run whose caller is cancelled ends."""
+    await asyncio.to_thread(level)
+    turn = _turns.ask()
+    try:
+        await asyncio.wrap_future(turn)
+        with _job(command, stdin, files, limits, at_least, readable, environment) as job:
+            return job.read(*await job.run_async())
+    finally:
+        _turns.give_back(turn)
+
+
+# ------------------------------------------------------------------------------------ Python, and tests of it
+
+PYTHON = (sys.executable, "-I", "-B", "main.py")
+
+
+def run_python(code: str, **options: Any) -> Result:
+    """Run `code` as a Python program, with this Python and its packages. `options` are those of `run`."""
+    return run(PYTHON, **_with_main(code, options))
+
+
+async def run_python_async(code: str, **options: Any) -> Result:
+    """As `run_python`."""
+    return await run_async(PYTHON, **_with_main(code, options))
+
+
+def _with_main(code: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "files": {**options.get("files", {}), "main.py": _encoded(code)}}
+
+
+def same_output(given: str, expected: str) -> bool:
+    """Whether two outputs have the same lines; spaces at the ends of lines and empty lines at the end do not count."""
+    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (given, expected))
+    return lines == wanted
+
+
+def grade_outputs(code: str, cases: Sequence[tuple[str, str]], **options: Any) -> Graded:
+    """Run a Python program once for each (stdin, expected stdout), many at once. The expected output never is where
+    the program is, so a program passes only by writing it. Each case has the limits of `run` for itself."""
+    _no_cases(cases)
+    with ThreadPoolExecutor(min(len(cases), at_once())) as threads:
+        results = list(threads.map(lambda case: run_python(code, stdin=case[0], **options), cases))
+    return _graded(results, cases)
+
+
+async def grade_outputs_async(code: str, cases: Sequence[tuple[str, str]], **options: Any) -> Graded:
+    """As `grade_outputs`."""
+    _no_cases(cases)
+    async with asyncio.TaskGroup() as group:
+        runs = [group.create_task(run_python_async(code, stdin=stdin, **options)) for stdin, _ in cases]
+    return _graded([run.result() for run in runs], cases)
+
+
+def _no_cases(cases: Sequence[Any]) -> None:
+    if not cases:
+        raise ValueError("there are no tests")  # a made-up share would be worse than none
+
+
+def _graded(results: Sequence[Result], cases: Sequence[tuple[str, str]]) -> Graded:
+    passed = (run.ok and same_output(run.stdout, case[1]) for run, case in zip(results, cases, strict=True))
+    return Graded(tuple(passed), tuple(results))
+
+
+# Results go to a private descriptor with a secret in front, test by test: so that the code cannot print them, and so
+# that a test that never ends does not take the others' with it. A test sees what the code defined, and nothing that
+# another test did to it by assignment.
+_ASSERTS = """
+import json, os, sys
+job = json.load(sys.stdin)
+results = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def run(job, results):
+    code, tests, secret = job.pop("code"), job.pop("tests"), job.pop("secret")
+    defined = {"__name__": "answer"}
+    exec(compile(code, "answer.py", "exec"), defined)
+    for number, test in enumerate(tests):
+        try:
+            exec(compile(test, "test", "exec"), dict(defined))
+        except BaseException:
+            pass
+        else:
+            os.write(results, f"{secret} {number}\\n".encode())
+run(job, results)
+"""
+ASSERTS = (sys.executable, "-I", "-c", _ASSERTS)
+
+
+def grade_asserts(code: str, tests: Sequence[str], **options: Any) -> Graded:
+    """Run Python code once, and then each of `tests`, statements that raise when the code is wrong.
+
+    All share the limits of one run; what passed before a limit was met has passed. Code that goes looking for the
+    tests finds them, because they run where it runs: `grade_outputs` is for code that must not.
+    """
+    _no_cases(tests)
+    secret = secrets.token_hex(8)
+    result = run(ASSERTS, stdin=_asserts_job(code, tests, secret), **options)
+    return _graded_asserts(result, tests, secret)
+
+
+async def grade_asserts_async(code: str, tests: Sequence[str], **options: Any) -> Graded:
+    """As `grade_asserts`."""
+    _no_cases(tests)
+    secret = secrets.token_hex(8)
+    result = await run_async(ASSERTS, stdin=_asserts_job(code, tests, secret), **options)
+    return _graded_asserts(result, tests, secret)
+
+
+def _asserts_job(code: str, tests: Sequence[str], secret: str) -> str:
+    return json.dumps({"code": code, "tests": list(tests), "secret": secret})
+
+
+def _graded_asserts(result: Result, tests: Sequence[str], secret: str) -> Graded:
+    lines = set(result.stdout.splitlines())
+    return Graded(tuple(f"{secret} {number}" in lines for number in range(len(tests))), (result,))

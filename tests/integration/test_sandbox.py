@@ -1,0 +1,352 @@
+"""The sandbox for code: escapes, each tried at each level that this machine has, and what becomes of runs."""
+
+import asyncio
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import sandbox_escapes
+from patience import patience
+from processes import wait_until
+
+from openrlhf.utils import sandbox
+from openrlhf.utils.sandbox import Level, Limit, Limits, SandboxError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+AS_NOBODY = f"""
+import os, sys
+os.setgroups([])
+os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+os.execve(sys.argv[1], sys.argv[1:], {{"PATH": os.defpath, "HOME": "/nonexistent"}})
+"""
+
+
+def system_python_is_new_enough():
+    asked = [SYSTEM_PYTHON, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+    return os.path.exists(SYSTEM_PYTHON) and subprocess.run(asked, check=False).returncode == 0
+
+
+def escapes_of(*command):
+    """What became of all attempts. They run from a folder that every user may read, because `nobody` has to."""
+    with tempfile.TemporaryDirectory(prefix="sandbox-test-") as folder:
+        os.chmod(folder, 0o755)
+        for path in (*(REPOSITORY / "openrlhf" / "utils").glob("sandbox*.py"), Path(sandbox_escapes.__file__)):
+            shutil.copy(path, folder)
+            os.chmod(Path(folder) / path.name, 0o644)
+        done = subprocess.run(
+            [*command, "-I", f"{folder}/sandbox_escapes.py", folder],
+            capture_output=True,
+            text=True,
+            timeout=patience(300),
+            cwd="/",
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@functools.cache
+def escapes(who):
+    if who == "this user":
+        return escapes_of(sys.executable)
+    if os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+    if not system_python_is_new_enough():
+        pytest.skip("no Python 3.11 that everybody may read")
+    return escapes_of(sys.executable, "-I", "-c", AS_NOBODY, SYSTEM_PYTHON)
+
+
+def table():
+    """{attempt: {level: cell}} of docs/rewards.md"""
+    text = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    head = next(row for row in rows if row[0] == "attempt")
+    found = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows if row[0] in sandbox_escapes.ATTEMPTS}
+    assert head[1:] == [f"`{level}`" for level in sorted(Level, reverse=True)]
+    return found
+
+
+TABLE = table()
+HELD = {"held", "watched"} | ({"Linux"} if sys.platform == "linux" else set())
+
+
+@pytest.mark.parametrize("name", sandbox_escapes.ATTEMPTS)
+def test_every_attempt_is_in_the_table(name):
+    assert set(TABLE[name].values()) <= {"held", "watched", "Linux", "no"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["this user", "nobody"])
+@pytest.mark.parametrize("level", [str(level) for level in Level])
+def test_what_the_table_says_is_held(who, level):
+    outcome = escapes(who)[level]
+    if "" in outcome:
+        pytest.skip(f"no {level} here: {outcome['']}")
+    promised = {name: "held" for name, cells in TABLE.items() if cells[f"`{level}`"] in HELD}
+    assert len(promised) >= 13
+    assert {name: outcome[name] for name in promised} == promised
+
+
+@pytest.fixture(params=list(Level), ids=str)
+def level(request, monkeypatch):
+    """Each level that this machine has."""
+    if request.param > sandbox.level():
+        pytest.skip(sandbox.describe())
+    monkeypatch.setattr(sandbox, "_probed", lambda: (request.param, {}))
+    return request.param
+
+
+class TestResults:
+    def test_streams_and_status(self, level):
+        result = sandbox.run_python(
+            "import sys; print(input()[::-1]); sys.stderr.write('é'); sys.exit(3)", stdin="abc\n"
+        )
+        assert (result.stdout, result.stderr, result.exit_status, result.limit) == ("cba\n", "é", 3, None)
+        assert result.level == level
+        assert not result.ok
+        assert 0 < result.seconds < patience(20)
+        assert result.peak_memory > 1 << 20
+
+    def test_a_signal_is_a_negative_status(self, level):
+        result = sandbox.run_python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+        assert (result.exit_status, result.limit) == (-signal.SIGSEGV, None)
+
+    def test_files_input_and_any_command(self, level, tmp_path):
+        (tmp_path / "data").write_text("readable ")
+        result = sandbox.run(
+            ["sh", "-c", f"cat a/b.txt {tmp_path}/data; echo $MORE; wc -c"],
+            files={"a/b.txt": "file ", "c": b"\xff"},
+            stdin=b"x" * 200_000,
+            readable=[tmp_path / "data"],
+            environment={"MORE": " more"},
+        )
+        assert result.stdout.split() == ["file", "readable", "more", "200000"], result
+
+    def test_it_begins_in_an_empty_folder_without_environment(self, level, monkeypatch):
+        monkeypatch.setenv("MY_TOKEN", "secret")
+        code = "import os; print(os.listdir(), sorted(os.environ), open('new', 'w').write('x'))"
+        result = sandbox.run_python(code)
+        # LC_CTYPE is Python's own doing where the locale is C.
+        names = set(eval(result.stdout.split("] ", 1)[1].rsplit(" ", 1)[0])) - {"LC_CTYPE", "LD_LIBRARY_PATH"}
+        assert result.stdout.startswith("['main.py'] ")
+        assert names == {"HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"}
+
+    def test_nothing_is_left_on_disk(self, level, monkeypatch, tmp_path):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        code = "import os; os.makedirs('a/b'); open('a/b/c', 'w'); os.fchmod(os.open('a', os.O_RDONLY), 0)"
+        assert sandbox.run_python(code).ok
+        assert list(tmp_path.iterdir()) == []
+
+    def test_packages_of_this_python_are_there(self, level):
+        result = sandbox.run_python("import numpy; print(numpy.arange(4).sum())", limits=Limits(seconds=60))
+        assert result.stdout == "6\n", result
+
+    @pytest.mark.parametrize(
+        ("limit", "limits", "code"),
+        [
+            (Limit.TIME, {"seconds": 0.5}, "while True: pass"),
+            (Limit.TIME, {"seconds": 0.5}, "import time; time.sleep(60)"),
+            (Limit.MEMORY, {"memory": 128 << 20}, "x = bytearray(1 << 30)"),
+            (Limit.FILE_SIZE, {"file_size": 1 << 20}, "open('x', 'wb').write(bytes(1 << 22))"),
+            (Limit.OUTPUT, {"output": 1000}, "while True: print('x' * 100)"),
+            (Limit.PROCESSES, {"processes": 2}, sandbox_escapes.BOMB),
+            (Limit.DISK, {"disk": 4 << 20}, sandbox_escapes.FILL),
+        ],
+        ids=lambda value: str(value) if isinstance(value, Limit) else "",
+    )
+    def test_the_limit_that_was_hit(self, level, limit, limits, code):
+        result = sandbox.run_python(code, limits=Limits(**{"seconds": 30.0, **limits}))
+        assert result.limit == limit, result
+        assert not result.ok
+
+    def test_output_up_to_the_limit_is_kept(self, level):
+        limits = Limits(output=1000)
+        assert sandbox.run_python("print('x' * 999)", limits=limits).ok
+        over = sandbox.run_python("print('x' * 1000)", limits=limits)
+        assert (over.limit, over.stdout) == (Limit.OUTPUT, "x" * 1000)
+
+    def test_an_answer_that_does_not_read_its_input(self, level):
+        assert sandbox.run_python("print(1)", stdin="x" * 1_000_000).ok
+
+
+class TestRefusals:
+    def test_a_wanted_level_that_is_not_there(self, monkeypatch):
+        monkeypatch.setattr(sandbox, "_probed", lambda: (Level.LIMITS, {Level.FILTERS: "no Landlock"}))
+        with pytest.raises(SandboxError, match=r"at_least=filters is wanted.*offers limits \(no filters: no Landlock"):
+            sandbox.run_python("print(1)", at_least=Level.FILTERS)
+        assert "HAS the network" in sandbox.describe()
+        assert sandbox.run_python("print(1)", at_least=Level.LIMITS).ok
+
+    def test_the_machine_is_described_once_on_stderr(self, monkeypatch, capsys):
+        monkeypatch.setattr(sandbox, "_said", False)
+        for _ in range(2):
+            sandbox.run_python("pass")
+        assert capsys.readouterr().err == sandbox.describe() + "\n"
+        assert sandbox.describe().startswith(f"sandbox: {sandbox.level()} (")
+
+    def test_what_cannot_be_run_is_the_callers_error(self):
+        with pytest.raises(SandboxError, match="there is no program nothing-of-this-name"):
+            sandbox.run(["nothing-of-this-name"])
+        with pytest.raises(ValueError, match=r"relative to the run's folder, got '\.\./x'"):
+            sandbox.run_python("", files={"../x": ""})
+        with pytest.raises(ValueError, match=r"Limits\.seconds"):
+            Limits(seconds=0)
+
+    def test_a_setup_that_fails_is_no_result(self, level, monkeypatch):
+        """Never is code run with less than was promised."""
+        with sandbox._Job(["true"], b"", {}, Limits(), level, (), {}) as job:
+            os.rmdir(job.folder)
+            with pytest.raises(SandboxError):
+                job.read(*job.run())
+
+
+class TestGrading:
+    def test_outputs(self):
+        code = "a, b = map(int, input().split())\nprint(a + b, ' ')\nprint()"
+        graded = sandbox.grade_outputs(code, [("1 2\n", "3"), ("1 1", "2\n"), ("1 1", "3"), ("x", "")])
+        assert graded.passed == (True, True, False, False)
+        assert graded.share == 0.5
+        assert [result.ok for result in graded.results] == [True, True, True, False]
+
+    def test_statements(self):
+        """A test that never ends takes no others with it, and one cannot be passed by printing."""
+        code = "import sys\ndef add(a, b):\n    return a + b\nprint('0', '1', '2')"
+        tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "add = None; assert add is None", "add(1, 1)"]
+        assert sandbox.grade_asserts(code, tests).passed == (True, False, True, True)
+        slow = ["assert add(1, 2) == 3", "while True: pass"]
+        graded = sandbox.grade_asserts(code, slow, limits=Limits(seconds=2))
+        assert graded.passed == (True, False)
+        assert graded.results[0].limit == Limit.TIME
+
+    def test_no_tests_are_an_error(self):
+        with pytest.raises(ValueError, match="no tests"):
+            sandbox.grade_outputs("", [])
+
+    def test_many_at_once_on_an_event_loop(self):
+        async def main():
+            return await asyncio.gather(
+                *(sandbox.grade_outputs_async("print(int(input()) * 2)", [(str(n), str(2 * n))]) for n in range(8)),
+                sandbox.grade_asserts_async("x = 1", ["assert x == 1", "assert x == 2"]),
+            )
+
+        shares = [graded.share for graded in asyncio.run(main())]
+        assert shares == [1.0] * 8 + [0.5]
+
+
+class TestTurns:
+    def test_at_most_so_many_at_once(self):
+        """Three places: while three are taken a fourth waits, and one that has given up is passed over."""
+        turns = sandbox._Turns(3)
+        first = [turns.ask() for _ in range(5)]
+        assert [turn.done() for turn in first] == [True, True, True, False, False]
+        turns.give_back(first[3])
+        turns.give_back(first[0])
+        assert first[4].done()
+        turns.change(-1)
+        last = turns.ask()
+        turns.give_back(first[1])
+        assert not last.done()
+        turns.give_back(first[2])
+        assert last.done()
+
+    def test_waiting_does_not_count(self, monkeypatch):
+        monkeypatch.setattr(sandbox, "_turns", sandbox._Turns(1))
+        results = []
+        code = "import time; time.sleep(1)"
+        threads = [
+            threading.Thread(target=lambda: results.append(sandbox.run_python(code, limits=Limits(seconds=10))))
+            for _ in range(3)
+        ]
+        before = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - before >= 3
+        assert all(result.ok for result in results)
+
+
+def processes_with(marker):
+    """Whose last argument it is."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().endswith(f"\0{marker}\0".encode()):
+                found.append(int(path.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+class TestEnds:
+    """Whoever goes, nothing stays."""
+
+    def command(self, marker):
+        return [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", marker]
+
+    def test_a_cancelled_run_ends(self, level):
+        marker = f"sandbox-cancelled-{os.getpid()}-{level}"
+
+        async def main():
+            task = asyncio.create_task(sandbox.run_async(self.command(marker), limits=Limits(seconds=600)))
+            while not processes_with(marker):
+                await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(asyncio.wait_for(main(), patience(60)))
+        assert processes_with(marker) == []
+
+    @pytest.mark.parametrize("victim", ["caller", "watcher"])
+    def test_a_killed_process_takes_the_run_with_it(self, level, victim):
+        if victim == "watcher" and level != Level.NAMESPACES:
+            pytest.skip("there the first process ends, and what it has started is found by nobody")
+        marker = f"sandbox-{victim}-{os.getpid()}-{level}"
+        program = (
+            "import sys, json; from openrlhf.utils import sandbox; "
+            f"sandbox._probed = lambda: (sandbox.Level({int(level)}), {{}}); "
+            "sandbox.run(json.loads(sys.argv[1]), limits=sandbox.Limits(seconds=600))"
+        )
+        caller = subprocess.Popen(
+            [sys.executable, "-c", program, json.dumps(self.command(marker))],
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            assert wait_until(lambda: processes_with(marker) != [], patience(60))
+            (inner,) = processes_with(marker)
+            watcher = caller.pid if victim == "caller" else grandparent(inner)
+            os.kill(watcher, signal.SIGKILL)
+            assert wait_until(lambda: inner not in processes_with(marker), patience(30))
+        finally:
+            caller.kill()
+            caller.wait()
+
+
+def grandparent(process):
+    for _ in range(2):
+        process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return process
+
+
+def test_the_documentation_names_every_limit():
+    text = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
+    for name in Limits.__dataclass_fields__:
+        assert re.search(rf"`{name}`", text), name
