@@ -24,6 +24,7 @@ TAKEN = frozenset(
     }
 )
 """Its flags that have an effect here, beside all about data."""
+OF_CURRICULA = ("data.curriculum", "data.difficulty_key")
 OWN = {
     "data.prompt_dataset": "--data",
     "data.max_samples": "--limit",
@@ -74,7 +75,7 @@ def _settings(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         for path in words.sets(Given(name=name, raw=raw, where=f"--{name}")) or (name,):
             if path in OWN:
                 raise ConfigError(f"--{name}: give {OWN[path]} here")
-            if path not in TAKEN and not path.startswith("data."):
+            if path.startswith(OF_CURRICULA) or (path not in TAKEN and not path.startswith("data.")):
                 raise ConfigError(f"--{name} is about training, and changes nothing in an evaluation: leave it out")
     reward = given.reward or ""
     is_model = reward and not reward.endswith(".py") and "://" not in reward

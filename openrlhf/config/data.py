@@ -139,6 +139,42 @@ class PromptDataSection(DataSection):
         str | None, Flag("comma list of mixing probabilities; unset: one after the other", flat="prompt_data_probs")
     ] = None
     prompt_split: Annotated[str, Flag("split of the prompts", flat="prompt_split")] = "train"
+    curriculum: Annotated[
+        Literal["off", "success", "difficulty", "solved_last"],
+        Flag("which prompts come next: any; those solved now and then; easy before hard; solved ones at a pass's end"),
+    ] = "off"
+    curriculum_explore: Annotated[
+        float,
+        Flag(
+            "share of the curriculum's draws that are from all prompts alike",
+            only_with=".curriculum=success,difficulty",
+            within=(0, 1),
+        ),
+    ] = 0.1
+    curriculum_half_life: Annotated[
+        float | None,
+        Flag(
+            "rounds after which a result counts half in success rates; unset: 5 for difficulty, 50 for the others",
+            only_with=".curriculum!=off",
+            above=0,
+        ),
+    ] = None
+    curriculum_threshold: Annotated[
+        float,
+        Flag(
+            "success rate from which a level is mastered, or a prompt solved",
+            only_with=".curriculum=difficulty,solved_last",
+            above=0,
+        ),
+    ] = 0.8
+    curriculum_score_range: Annotated[
+        tuple[float, float],
+        Flag("scores of failure and of success; those outside count as its ends", only_with=".curriculum!=off"),
+    ] = (0.0, 1.0)
+    difficulty_key: Annotated[
+        str,
+        Flag("record key of a prompt's difficulty, a number", only_with=".curriculum=difficulty"),
+    ] = "difficulty"
     input_key: Annotated[str, Flag("record key of the prompt: text or messages", flat="input_key")] = "input"
     label_key: Annotated[
         str | None, Flag("record key of the ground truth given to rewards and agents", flat="label_key")

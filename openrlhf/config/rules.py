@@ -174,6 +174,13 @@ def sampling_is_valid(config: RLConfig) -> Iterator[str]:
 
 
 @contradiction
+def curriculum_range_is_ordered(config: RLConfig) -> Iterator[str]:
+    low, high = config.data.curriculum_score_range
+    if low >= high:
+        yield f"--data.curriculum_score_range {low:g} {high:g}: the first must be less than the second"
+
+
+@contradiction
 def template_arguments_are_an_object(config: Config) -> Iterator[str]:
     given = getattr(getattr(config, "data", None), "chat_template_kwargs", None)
     if given is None:

@@ -1,23 +1,28 @@
-"""Prompts, checked before training, in an order that is a pure function of (seed, ordinal)."""
+"""Prompts, checked before training, in an order that is a pure function of (seed, ordinal), or that of a curriculum."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from openrlhf.data.boundaries import HUGE, longest_token
+from openrlhf.data.curricula import Curriculum
 from openrlhf.data.files import DataError
 from openrlhf.data.image_places import DataImages, PlacedText, listed_images
 from openrlhf.data.sources import Record, Records, named, warn_left_out
 from openrlhf.data.templates import known_keys, render_prompt, usable_template
 from openrlhf.models.image_processor import ImageProcessorError
+from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Prompt
 from openrlhf.utils.randomness import shuffled
 
@@ -109,6 +114,21 @@ class PromptSet(Sequence[Prompt]):
     def datasources(self) -> set[str]:
         """The names of the prompts' sources, as metrics use them. Reads all records."""
         return {_datasource(self._records[int(row)]) for row in self._kept}
+
+    def difficulties(self, key: str) -> np.ndarray:
+        """float64 [N]: what records have under `key`. Reads all records; raises DataError for one without a number."""
+        found = np.empty(len(self))
+        for index, row in enumerate(self._kept.tolist()):
+            record = self._records[row]
+            value = record.get(key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                problem = f"its {key!r} is no number: {value!r}" if key in record else f"it has no {key!r}"
+                raise DataError(
+                    f"{self._flag}, {self._records.where(row)}: {problem}: --data.curriculum difficulty needs one in "
+                    f"every record, under --data.difficulty_key (this one has {known_keys(record)})"
+                )
+            found[index] = value
+        return found
 
     def where(self, index: int) -> str:
         """`record 12 of train.jsonl`, for messages about prompt `index`."""
@@ -274,14 +294,23 @@ class PromptSet(Sequence[Prompt]):
 
 
 class PromptStream:
-    """The tasks of a run, numbered from 0: each pass over the prompts is in a new order.
+    """The tasks of a run, numbered from 0: each pass over the prompts is in a new order, or in that of a curriculum.
 
     With N prompts, ordinal o is prompt π_e(o mod N) of pass e = o div N, where the permutation π_e is a function
     of (seed, e) alone. So a retry or a resumed run gets the same task from the same ordinal.
+
+    A curriculum chooses the prompt of an ordinal when it is first taken, and what it chose is kept. Whoever takes
+    prompts tells at each round what became of them (`settle`). The number of tasks is the same: N for each pass.
     """
 
     def __init__(
-        self, prompt_set: PromptSet, *, seed: int, shuffle: bool = True, num_episodes: int | None = None
+        self,
+        prompt_set: PromptSet,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        num_episodes: int | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """`num_episodes` passes; None: endless."""
         if num_episodes is not None and num_episodes < 1:
@@ -290,8 +319,13 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._num_episodes = num_episodes
+        self._curriculum = curriculum
         self._next = 0
         self._again: list[int] = []
+        self._drawn: list[int] = []
+        """The prompts behind the first ordinals, up to the last that a curriculum has drawn."""
+        self._in_play: Counter[int] = Counter()
+        """How often each prompt is behind an ordinal that was taken and is not settled; kept for a curriculum alone."""
         self._order = lru_cache(maxsize=2)(lambda episode: shuffled(len(prompt_set), seed=seed, epoch=episode))
 
     def __len__(self) -> int:
@@ -311,6 +345,7 @@ class PromptStream:
         return None if self._num_episodes is None else len(self._again) + len(self) - self._next
 
     def prompt_at(self, ordinal: int) -> Prompt:
+        """With a curriculum, of an ordinal that was taken."""
         return self._prompts.prompt(self._index(ordinal), ordinal=ordinal)
 
     def where(self, ordinal: int) -> str:
@@ -323,6 +358,7 @@ class PromptStream:
             n = min(n, self.remaining)
         again, self._again = self._again[:n], self._again[n:]
         first_new, self._next = self._next, self._next + n - len(again)
+        self._draw(first_new)
         return [self.prompt_at(ordinal) for ordinal in (*again, *range(first_new, self._next))]
 
     def give_back(self, ordinals: Iterable[int]) -> None:
@@ -332,12 +368,25 @@ class PromptStream:
             raise ValueError(f"prompt ordinals {sorted(never_taken)} were never taken")
         self._again = sorted(returned)
 
+    def settle(self, scores: Mapping[int, Sequence[float]]) -> None:
+        """A round is handed to training: what its prompts, and those that were turned away for it, have scored, by
+        ordinal. What is taken from now on may depend on it."""
+        if self._curriculum is None:
+            return
+        results = [(self._index(ordinal), scores[ordinal]) for ordinal in sorted(scores)]
+        self._in_play -= Counter(index for index, _ in results)
+        self._curriculum.learn(results)
+
+    def metrics(self) -> Metrics:
+        """What a curriculum knows."""
+        return Metrics() if self._curriculum is None else self._curriculum.metrics()
+
     def __iter__(self) -> Iterator[Prompt]:
         while prompts := self.take(1):
             yield prompts[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state: dict[str, Any] = {
             "next_ordinal": self._next,
             "again": list(self._again),
             "seed": self._seed,
@@ -345,9 +394,19 @@ class PromptStream:
             "size": len(self._prompts),
             "digest": self._prompts.digest,
         }
+        if self._drawn:
+            state["drawn"] = torch.tensor(self._drawn, dtype=torch.int64)
+        if self._curriculum is not None:
+            state["curriculum"] = self._curriculum.state_dict()
+            state["in_play"] = sorted(self._in_play.elements())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when ordinals would mean other prompts."""
+        """Continue where `state` was taken. Raises DataError when ordinals would mean other prompts.
+
+        The curriculum may be another one than that of `state`: what was taken stays what it was, and success rates
+        that are known stay known.
+        """
         if state["seed"] != self._seed or state["shuffle"] != self._shuffle:
             raise DataError(
                 f"the checkpoint's prompt order was made with --train.seed {state['seed']}, now it is {self._seed}: "
@@ -362,9 +421,26 @@ class PromptStream:
             logger.warning("the prompts' texts or labels are not those the checkpoint was made with")
         self._next = state["next_ordinal"]
         self._again = list(state["again"])
+        self._drawn = state["drawn"].tolist() if "drawn" in state else []
+        if self._curriculum is not None and "curriculum" in state:
+            self._curriculum.load_state_dict(state["curriculum"])
+            self._in_play = Counter(state["in_play"])
+
+    def _draw(self, first: int) -> None:
+        """Have the curriculum choose the prompts from ordinal `first` on. Those before it that no curriculum has chosen
+        are in the order without one: the run had none then."""
+        if self._curriculum is None:
+            return
+        self._drawn += [self._index(ordinal) for ordinal in range(len(self._drawn), first)]
+        for ordinal in range(first, self._next):
+            self._drawn.append(index := self._curriculum.draw(ordinal, self._in_play))
+            self._in_play[index] += 1
 
     def _index(self, ordinal: int) -> int:
+        if 0 <= ordinal < len(self._drawn):
+            return self._drawn[ordinal]
         episode, position = divmod(ordinal, len(self._prompts))
-        if ordinal < 0 or (self._num_episodes is not None and episode >= self._num_episodes):
+        never_drawn = self._curriculum is not None and ordinal >= self._next
+        if ordinal < 0 or never_drawn or (self._num_episodes is not None and episode >= self._num_episodes):
             raise IndexError(f"prompt ordinal {ordinal} is outside the stream")
         return int(self._order(episode)[position]) if self._shuffle else position

@@ -84,6 +84,18 @@ CATALOG = (
         },
     ),
     Section(
+        "The curriculum",
+        "RL, with `--data.curriculum`. Success rates are those of the curriculum, in which old results count less.",
+        {
+            "curriculum/seen": Metric(SHARE, "prompts of which a sample was judged"),
+            "curriculum/success": Metric(SHARE, "success rate of a prompt, mean over those"),
+            "curriculum/spread": Metric(
+                SHARE, "prompts that draws are spread over: 1/(N Σ P²); 1: all alike (not with `solved_last`)"
+            ),
+            "curriculum/level": Metric(NONE, "difficulty of the present level (with `difficulty`)"),
+        },
+    ),
+    Section(
         "The policy's update",
         "RL. Means over the action tokens of the round's optimizer steps that had a forward, unless it says otherwise.",
         {

@@ -34,7 +34,14 @@ from openrlhf.proving.reference import PlainModel
 from openrlhf.runs.launchers import LauncherFactory, RunParts, make_launcher
 from openrlhf.runs.preflight import policy_images, policy_tokenizer
 from openrlhf.runs.process import process_device
-from openrlhf.runs.rl_assembly import build_pipeline, event_loop, open_parts, prompts_of, sampling_params
+from openrlhf.runs.rl_assembly import (
+    build_pipeline,
+    curriculum_of,
+    event_loop,
+    open_parts,
+    prompts_of,
+    sampling_params,
+)
 from openrlhf.runs.rl_models import RLModels, RLTraining
 from openrlhf.runs.supervised_assembly import LoopParts, Place, loop_parts
 from openrlhf.trainers.pipelines import Pipeline
@@ -403,7 +410,7 @@ def open_rl(
     tokenizer = policy_tokenizer(config)
     images = policy_images(config, tokenizer)
     usable = prompts_of(config, tokenizer, evaluation=False, images=images)
-    stream = PromptStream(usable, seed=config.train.seed, num_episodes=None)
+    stream = PromptStream(usable, seed=config.train.seed, num_episodes=None, curriculum=curriculum_of(config, usable))
     engines: list[RecordedEngine] = []
 
     def record(parts: RunParts) -> RunParts:

@@ -173,7 +173,9 @@ class AsyncCollector:
         for saved in state["waiting"]:
             group = group_from(saved, self._prompts.prompt_at(saved["ordinal"]))
             self._finished[group.prompt.ordinal] = _Finished(group, saved["version"])
-        self._verdicts.rejected_prompts += state["turned_away"]
+        # Checkpoints of earlier versions have no scores of them.
+        scores = state.get("turned_away_scores") or [[] for _ in state["turned_away"]]
+        self._verdicts.rejected |= zip(state["turned_away"], scores, strict=True)
 
     async def _next_batch(self) -> Round:
         self._resting = False
@@ -198,7 +200,9 @@ class AsyncCollector:
         if not groups:
             raise PromptsExhausted(self._verdicts.exhausted(), rejected_prompts=self._verdicts.rejected_prompts)
         verdicts, self._verdicts = self._verdicts, Verdicts(self._filter)
+        self._prompts.settle(verdicts.scores(groups))
         metrics = self._metrics(groups, verdicts)
+        metrics.merge(self._prompts.metrics())
         self._resting = not self._ahead
         self._start_due()  # there is room now, and `next_batch` is not called before the round is trained
         return Round(groups, metrics, verdicts.rejected_prompts)
@@ -226,7 +230,8 @@ class AsyncCollector:
             "prompts": self._prompts.state_dict(),
             "unserved": sorted(self._tasks),
             "waiting": [group_state(one.group) | {"version": one.version} for one in finished],
-            "turned_away": list(self._verdicts.rejected_prompts),
+            "turned_away": self._verdicts.rejected_prompts,
+            "turned_away_scores": list(self._verdicts.rejected.values()),
         }
 
     def _start_due(self) -> None:

@@ -68,7 +68,7 @@ class Draw:
         """Prompts that should be started now."""
         if self.lacking <= 0:
             return 0
-        return self.lacking + max(self.surplus, len(self.verdicts.rejected_prompts)) - self.started
+        return self.lacking + max(self.surplus, len(self.verdicts.rejected)) - self.started
 
 
 class SyncCollector:
@@ -112,7 +112,10 @@ class SyncCollector:
         draw.verdicts.require_success(groups, batch_size=self._batch_size)
         if not groups:
             raise PromptsExhausted(draw.verdicts.exhausted(), rejected_prompts=draw.verdicts.rejected_prompts)
-        return Round(groups, draw.verdicts.metrics(buffered=len(self._waiting)), draw.verdicts.rejected_prompts)
+        self._prompts.settle(draw.verdicts.scores(groups))
+        metrics = draw.verdicts.metrics(buffered=len(self._waiting))
+        metrics.merge(self._prompts.metrics())
+        return Round(groups, metrics, draw.verdicts.rejected_prompts)
 
     def state_dict(self) -> dict[str, Any]:
         """Groups that wait are kept whole; prompts in play as ordinals: a resumed run asks them again, first."""

@@ -99,14 +99,22 @@ class Verdicts:
 
     def __init__(self, score_filter: ScoreFilter | None) -> None:
         self._filter = score_filter
-        self.rejected_prompts: list[int] = []
-        """Prompts whose groups ended without being accepted: rejected or failed."""
+        self.rejected: dict[int, list[float]] = {}
+        """Prompts whose groups ended without being accepted, rejected or failed, with the scores of judged samples."""
         self._judged = 0
         self._rejected = 0
         self._failed: list[Group] = []
         """Groups without a judged member, or without enough of them, in the order in which they ended."""
         self._failed_samples = 0
         """Failed samples of the groups turned away."""
+
+    @property
+    def rejected_prompts(self) -> list[int]:
+        return list(self.rejected)
+
+    def scores(self, groups: Sequence[Group]) -> dict[int, list[float]]:
+        """What is known of prompts when a round of these groups is handed to training, by ordinal."""
+        return self.rejected | {group.prompt.ordinal: group.scores for group in groups}
 
     def accepts(self, group: Group) -> bool:
         """Whether a group that ended is trained on."""
@@ -119,7 +127,7 @@ class Verdicts:
             self._failed.append(group)
             accepted = self._filter is None
         if not accepted:
-            self.rejected_prompts.append(group.prompt.ordinal)
+            self.rejected[group.prompt.ordinal] = group.scores
             self._failed_samples += sum(t.failed for t in group.trajectories)
         return accepted
 

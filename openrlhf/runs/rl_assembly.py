@@ -22,6 +22,7 @@ from openrlhf.checkpoint.manager import CheckpointedModel, Checkpointer, Checkpo
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.rules import required
+from openrlhf.data.curricula import CURRICULA, Curriculum, CurriculumSettings
 from openrlhf.data.image_places import DataImages
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.recognition import PromptFormat, recognise
@@ -400,11 +401,30 @@ def _state_after(
 
 def prompt_stream(config: RLConfig, tokenizer: Any, images: DataImages | None) -> PromptStream:
     """The prompts of a run, in their order."""
+    prompts = prompts_of(config, tokenizer, evaluation=False, images=images)
     return PromptStream(
-        prompts_of(config, tokenizer, evaluation=False, images=images),
+        prompts,
         seed=config.train.seed,
         num_episodes=config.train.num_episodes,
+        curriculum=curriculum_of(config, prompts),
     )
+
+
+def curriculum_of(config: RLConfig, prompts: PromptSet) -> Curriculum | None:
+    """What chooses the order of prompts by their results. Raises DataError for records without what it needs."""
+    data = config.data
+    if data.curriculum == "off":
+        return None
+    choice = CURRICULA[data.curriculum]
+    settings = CurriculumSettings(
+        seed=config.train.seed,
+        half_life=data.curriculum_half_life or choice.half_life,
+        explore=data.curriculum_explore,
+        threshold=data.curriculum_threshold,
+        score_range=data.curriculum_score_range,
+    )
+    needed = {"difficulty_N": prompts.difficulties(data.difficulty_key)} if choice.takes_difficulty else {}
+    return choice.make(len(prompts), settings, **needed)
 
 
 def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: DataImages | None = None) -> PromptSet:

@@ -42,13 +42,15 @@ VARIANTS = {
         "train__max_epochs": 2,
     },
 }
+VARIANTS["curriculum"] = VARIANTS["waiting groups"] | {"data__curriculum": "success"}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_continues_to_the_bit(cli, inputs, tmp_path, name):
     """Interrupted after round 4 of 6, in the second pass over the prompts."""
     # Every group is accepted, and three of seven are too many for a round.
-    extra = ["--algo.dynamic_filtering_range", "-1", "2"] if name == "waiting groups" else []
+    waits = "algo__dynamic_filtering_enable" in VARIANTS[name]
+    extra = ["--algo.dynamic_filtering_range", "-1", "2"] if waits else []
     flags = RUN | VARIANTS[name] | {"eval__dataset": inputs.data, "eval__steps": 3}
     straight = cli(*extra, **flags, ckpt__path=tmp_path / "a", ckpt__output_dir=tmp_path / "out_a")
     assert straight.rc == 0, straight.err
@@ -68,9 +70,10 @@ def test_it_continues_to_the_bit(cli, inputs, tmp_path, name):
         assert_equal(weights(tmp_path / "out_a_critic"), weights(tmp_path / "out_b_critic"))
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "b" / "global_step6" / "critic", num_labels=1)
     assert history(tmp_path / "run") == history(tmp_path / "first", after=4) != []
-    if name == "waiting groups":
+    if waits:
         (record,) = (r for r in history(tmp_path / "first") if (r["step"], r["kind"]) == (4, "train"))
         assert record["rollout/buffered"] > 0, "there was something to keep"
+        assert record.get("curriculum/seen", 0) > 0 or name != "curriculum"
     AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "global_step6" / "actor")
 
 

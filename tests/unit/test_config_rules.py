@@ -59,6 +59,7 @@ CASES = [
     ("sampling_is_valid", "train_ppo_ray", "--top_p 0", ["--rollout.top_p"], "--top_p 0.5"),
     ("sampling_is_valid", "train_ppo_ray", "--top_k 0", ["--rollout.top_k 0", "-1"], "--top_k 20"),
     ("reward_clip_is_ordered", "train_ppo_ray", "--reward_clip_range 5 -5", ["--reward.clip_range"], "--reward_clip_range 0 1"),
+    ("curriculum_range_is_ordered", "train_ppo_ray", "--data.curriculum_score_range 1 1", ["--data.curriculum_score_range 1 1"], "--data.curriculum_score_range -1 1 --data.curriculum success"),
     ("correction_thresholds_are_ordered", "train_ppo_ray", "--vllm_is_truncated_threshold 2 1", ["--algo.advantage.is_correction_threshold"], ""),
     ("filtering_is_possible", "train_ppo_ray", "--dynamic_filtering", ["--algo.dynamic_filtering_enable", "--rollout.n_samples_per_prompt"], "--dynamic_filtering --n_samples_per_prompt 2"),
     ("filtering_is_possible", "train_ppo_ray", "--dynamic_filtering --n_samples_per_prompt 2 --dynamic_filtering_reward_range 1 0", ["--algo.dynamic_filtering_range"], "--dynamic_filtering_reward_range 1 0"),

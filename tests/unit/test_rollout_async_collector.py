@@ -310,6 +310,7 @@ def test_a_prompt_turned_away_after_the_last_round_is_accounted_for_after_a_resu
     runner.finish(2)
     while not (state := collector.state_dict())["turned_away"]:
         pass
+    assert state["turned_away_scores"] == [[0.0, 0.0]]
     resumed, other, _ = make(script, filtered=True)
     resumed.load_state_dict(state)
     other.finish(*range(5))

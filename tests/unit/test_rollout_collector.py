@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.checkpoint.training_state import read_state, write_state
+from openrlhf.data.curricula import BySuccess, CurriculumSettings
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
 from openrlhf.rollout.collector import PromptsExhausted, SyncCollector, group_from, group_state, rollout_metrics
@@ -57,6 +58,7 @@ class ScriptedRunner:
         self.version = 0
         self.events: list[tuple[str, int]] = []
         self.breaks_on: int | None = None
+        self.texts: dict[int, str] = {}
         self.with_logprobs: list[int] = []
         """Ordinals of the prompts that were to have sampled log-probs."""
 
@@ -66,6 +68,7 @@ class ScriptedRunner:
 
     async def play(self, prompt: Prompt, *, n: int, sampling_params: SamplingParams) -> Group:
         self.events.append(("start", prompt.ordinal))
+        self.texts[prompt.ordinal] = prompt.text
         if sampling_params.wants_logprobs:
             self.with_logprobs.append(prompt.ordinal)
         for _ in range(self.turns.get(prompt.ordinal, 0)):
@@ -101,10 +104,12 @@ def make(loop, records):
         filtered: bool = True,
         logprobs_every: int = 1,
         members: int = 1,
+        curriculum: bool = False,
     ):
         data = PromptSet(load_records(str(records), max_samples=len(runner.script)))
+        chooses = BySuccess(len(data), CurriculumSettings(seed=0, half_life=5)) if curriculum else None
         return SyncCollector(
-            prompts=PromptStream(data, seed=0, num_episodes=1),
+            prompts=PromptStream(data, seed=0, num_episodes=1, curriculum=chooses),
             runner=runner,
             loop=loop,
             batch_size=batch,
@@ -343,6 +348,37 @@ def rounds_by_the_rule(script: Script, *, batch: int, at_once: int) -> list[list
 def test_rounds_do_not_depend_on_who_ends_first(make, script, turns, batch, at_once):
     collector = make(ScriptedRunner(script, turns), batch=batch, at_once=at_once)
     assert rounds_of(collector) == rounds_by_the_rule(script, batch=batch, at_once=at_once)
+
+
+@given(
+    script=st.lists(st.sampled_from([GOOD, BAD, (1.0, 1.0), FAILS]), min_size=6, max_size=24),
+    turns=st.dictionaries(st.integers(0, 23), st.integers(0, 9)),
+    at_once=st.integers(1, 6),
+    killed=st.integers(0, 5),
+)
+@settings(max_examples=30)
+def test_a_curriculum_draws_the_same_whoever_ends_first_and_after_a_resume(make, script, turns, at_once, killed):
+    """Prompts are drawn while a round is played, by what was known when it began: rejections, waiting groups and all."""
+    plain, late = ScriptedRunner(script), ScriptedRunner(script, turns)
+    collector, other = (make(runner, batch=2, at_once=at_once, curriculum=True) for runner in (plain, late))
+    rounds = []
+    with contextlib.suppress(PromptsExhausted, RolloutError):
+        for number in itertools.count():
+            rounds.append((ordinals(collector.next_batch().groups), dict(plain.texts)))
+            assert (ordinals(other.next_batch().groups), dict(late.texts)) == rounds[-1]
+            if number == killed:
+                resumed = make(late, batch=2, at_once=at_once, curriculum=True)
+                resumed.load_state_dict(as_kept(other.state_dict()))
+                other = resumed
+
+
+def test_a_curriculum_knows_what_was_turned_away(make):
+    """Round 1 trains on 1 and 2; 0 was all wrong, which is known of its prompt as well; 3 waits and is not known yet.
+    Four prompts: 3/4 seen, of success 0, ½ and ½."""
+    collector = make(ScriptedRunner([BAD, GOOD, GOOD, GOOD]), at_once=4, curriculum=True)
+    values = collector.next_batch().metrics.values()
+    assert values["curriculum/seen"] == 3 / 4
+    assert values["curriculum/success"] == pytest.approx(1 / 3)
 
 
 # ------------------------------------------------------------------------------------------- prompts running out
