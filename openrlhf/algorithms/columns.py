@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 def sequence_means(values_A: Tensor, sequences_A: Tensor) -> Tensor:
     """Each token's entry becomes the mean over its own sample; differentiable."""
     counts_N = sequences_A.bincount().clamp(min=1)
-    totals_N = values_A.new_zeros(len(counts_N)).index_add(0, sequences_A, values_A)
-    return (totals_N / counts_N)[sequences_A]
+    return sequence_sums(values_A, sequences_A) / counts_N[sequences_A]
+
+
+def sequence_sums(values_A: Tensor, sequences_A: Tensor) -> Tensor:
+    """Each token's entry becomes the sum over its own sample; differentiable."""
+    return values_A.new_zeros(len(sequences_A.bincount())).index_add(0, sequences_A, values_A)[sequences_A]
 
 
 def shift_left(values_A: Tensor, offsets: Sequence[int]) -> Tensor:

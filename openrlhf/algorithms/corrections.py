@@ -7,6 +7,7 @@ multiply the token's loss.
 
 TIS:    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 IcePop: Ling Team, Ring-1T, arXiv:2510.18855
+KPop:   Guo et al. 2026, Ant Group, https://ringtech.notion.site/kpop
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from openrlhf.algorithms.columns import sequence_means
+from openrlhf.algorithms.losses import binary_kl
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+KPOP_BOUND = 0.1
+"""φ of KPop: its authors'."""
 
 
 class CorrectionInputs(NamedTuple):
@@ -69,6 +75,18 @@ def seq_mask_tis(inputs: CorrectionInputs, *, low: float, high: float) -> Correc
     return Correction(weights_A, dropped_A | (ratio_A > high))
 
 
+def kpop(inputs: CorrectionInputs, *, low: float, high: float) -> Correction:
+    """w_t where D(p‖q) <= φ and D(q‖p) <= φ, else 0;  p = π_old(t), q = π_rollout(t), φ = 0.1.
+
+    IcePop with another sense of "outside": D is the KL of the two events "this token" and "any other"
+    (`losses.binary_kl`), so that a rare token may be off by a large factor, and a likely one by a small one. `low` and
+    `high` are not used.
+    """
+    ratio_A, old_A, rollout_A = _ratio(_gap(inputs)), inputs.old_logprobs_A.detach(), inputs.rollout_logprobs_A
+    outside_A = (binary_kl(old_A, rollout_A) > KPOP_BOUND) | (binary_kl(rollout_A, old_A) > KPOP_BOUND)
+    return Correction(ratio_A.masked_fill(outside_A, 0.0), outside_A)
+
+
 def _gap(inputs: CorrectionInputs) -> Tensor:
     return (inputs.old_logprobs_A - inputs.rollout_logprobs_A).detach()
 
@@ -84,12 +102,15 @@ class CorrectionEntry(NamedTuple):
     corrector: Corrector
     summary: str
     """For the help of --algo.advantage.is_correction_type."""
+    takes_bounds: bool = True
+    """Whether it reads `low` and `high`."""
 
 
 CORRECTIONS: dict[str, CorrectionEntry] = {
     "tis": CorrectionEntry(tis, summary="clamp"),
     "icepop": CorrectionEntry(icepop, summary="drop tokens"),
     "seq-mask-tis": CorrectionEntry(seq_mask_tis, summary="drop sequences"),
+    "kpop": CorrectionEntry(kpop, summary="drop tokens by their KL", takes_bounds=False),
 }
 
 

@@ -1,7 +1,7 @@
 """Losses of policy and critic, one number per action token (`reduction` sums them), and of routers.
 
-At π = π_old every policy loss here has the gradient −A_t ∇log π(t) of the plain policy gradient (for gspo too, see
-there); they differ in what becomes of it as the ratio ρ_t = π(t) / π_old(t) moves away from 1.
+At π = π_old every policy loss here has the gradient −A_t ∇log π(t) of the plain policy gradient (for losses of whole
+sequences too, see there); they differ in what becomes of it as the ratio ρ_t = π(t) / π_old(t) moves away from 1.
 
 Adding a policy loss is one entry in `POLICY_LOSSES`: the command line reads its choices there, which is why this file
 imports no torch.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from openrlhf.algorithms.columns import sequence_means
+from openrlhf.algorithms.columns import sequence_means, sequence_sums
 from openrlhf.algorithms.reduction import Aggregation
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 SAPO_TEMPERATURE_POSITIVE = 1.0
 SAPO_TEMPERATURE_NEGATIVE = 1.05
 """The paper's: tokens with negative advantages, whose gradients spread over the vocabulary, fade a little faster."""
+DPPO_LARGEST_RATIO = 20.0
+"""C of DPPO: section 5.4 of its paper bounds weights, and finds that a tight bound hurts."""
+VESPO_POSITIVE = (2.0, 3.0)
+VESPO_NEGATIVE = (3.0, 2.0)
+"""(c1, c2) of VESPO's kernel by the sign of the advantage: the paper's."""
 
 
 class LossInputs(NamedTuple):
@@ -107,6 +112,82 @@ def sapo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
     return TokenLoss(-gate_A * inputs.advantages_A, ratio_A.new_zeros(ratio_A.shape).bool())
 
 
+def gmpo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t = −A_t g,  g = exp(mean over the sequence of c_t),  c_t = d_t, but at most ε_high where A_t > 0, and at least
+    −ε_low where A_t < 0;  d_t = log π(t) − log π_old(t).
+
+    GMPO (arXiv:2507.20673): the geometric mean of the clipped ratios where GRPO takes the arithmetic one. The bounds
+    are those of log ρ_t, as in the paper, where both are 0.4. In a token form, as `gspo_loss`: every token has the
+    value of g and the gradient −A_t g ∇c_t, so that the mean over a sequence of one advantage is −A g with the
+    gradient of that.
+    """
+    difference_A, advantages_A = inputs.logprobs_A - inputs.old_logprobs_A, inputs.advantages_A
+    above_A = (advantages_A > 0) & (difference_A > settings.clip_high)
+    below_A = (advantages_A < 0) & (difference_A < -settings.clip_low)
+    held_A = difference_A.masked_fill(above_A, settings.clip_high).masked_fill(below_A, -settings.clip_low)
+    mean_A = _ratio(sequence_means(held_A, inputs.sequences_A)).detach()
+    return TokenLoss(-mean_A * (held_A - held_A.detach()).exp() * advantages_A, above_A | below_A)
+
+
+def vespo_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t = −sg(φ(W)) A_t log π(t),  φ(W) = W^c1 exp(c2 (1 − W)),  W = Π over the sequence of π(t) / π_old(t).
+
+    VESPO (arXiv:2602.10693): the weight of a whole sequence, without its length taken out, through a kernel that is 1
+    at W = 1, at most (c1/c2)^c1 exp(c2 − c1), and fades towards 0 on both sides; (c1, c2) is (2, 3) where A_t > 0,
+    else (3, 2). No token is clipped, and ε is not used. log W is held within ±20.
+    """
+    import torch  # here, so that the registry imports without it
+
+    sums_A = sequence_sums(inputs.logprobs_A - inputs.old_logprobs_A, inputs.sequences_A)
+    log_weight_A = sums_A.detach().clamp(-20.0, 20.0)
+    positive_A = inputs.advantages_A > 0
+    c1_A, c2_A = (torch.where(positive_A, *both) for both in zip(VESPO_POSITIVE, VESPO_NEGATIVE, strict=True))
+    kernel_A = (c1_A * log_weight_A + c2_A * (1.0 - log_weight_A.exp())).exp()
+    return TokenLoss(-kernel_A * inputs.advantages_A * inputs.logprobs_A, positive_A.new_zeros(positive_A.shape))
+
+
+def dppo_tv_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t = −m_t sg(min(ρ_t, 20)) A_t log π(t),  m_t = 0 where D_t is above its bound and ρ_t is on the side that A_t
+    pulls to (ρ_t > 1 with A_t > 0, ρ_t < 1 with A_t < 0), else 1;  D_t = |π(t) − π_old(t)|.
+
+    DPPO (arXiv:2602.04879), total variation between "this token" and "any other", its binary approximation. The bound
+    is ε_high where A_t > 0, else ε_low; the paper's is 0.15. Rare tokens, whose ratios are wild, stay in; likely ones,
+    whose ratio hardly moves while the distribution does, are stopped.
+    """
+    current_A, old_A = (_probability(column_A) for column_A in (inputs.logprobs_A, inputs.old_logprobs_A))
+    return _trusted(inputs, (current_A - old_A).abs(), settings)
+
+
+def dppo_kl_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """As `dppo_tv_loss` with D_t = q log(q/p) + (1 − q) log((1 − q)/(1 − p)),  p = π(t), q = π_old(t).
+
+    DPPO (arXiv:2602.04879), KL(π_old‖π) of the same two events; the paper's bound is 0.05.
+    """
+    return _trusted(inputs, binary_kl(inputs.old_logprobs_A, inputs.logprobs_A.detach()), settings)
+
+
+def binary_kl(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
+    """KL(p‖q) = p log(p/q) + (1 − p) log((1 − p)/(1 − q)) of "this token" and "any other", from log p and log q.
+
+    1 − p is held above 1e-8, as DPPO's authors do: a token that was certain has a finite divergence.
+    """
+    log_p_A, log_q_A = logprobs_A.clamp(max=0.0), other_logprobs_A.clamp(max=0.0)
+    other_p_A, other_q_A = ((-column_A.expm1()).clamp(min=1e-8) for column_A in (log_p_A, log_q_A))
+    return log_p_A.exp() * (log_p_A - log_q_A) + other_p_A * (other_p_A / other_q_A).log()
+
+
+def _probability(logprobs_A: Tensor) -> Tensor:
+    return logprobs_A.detach().clamp(max=0.0).exp()
+
+
+def _trusted(inputs: LossInputs, divergence_A: Tensor, settings: LossSettings) -> TokenLoss:
+    ratio_A = _ratio(inputs.logprobs_A - inputs.old_logprobs_A).detach()
+    risen_A = (inputs.advantages_A > 0) & (ratio_A > 1.0) & (divergence_A > settings.clip_high)
+    fallen_A = (inputs.advantages_A < 0) & (ratio_A < 1.0) & (divergence_A > settings.clip_low)
+    weights_A = ratio_A.clamp(max=DPPO_LARGEST_RATIO).masked_fill(risen_A | fallen_A, 0.0)
+    return TokenLoss(-weights_A * inputs.advantages_A * inputs.logprobs_A, risen_A | fallen_A)
+
+
 def _ratio(log_ratio_A: Tensor) -> Tensor:
     """The exponent is held within ±20, so that no ratio overflows."""
     return log_ratio_A.clamp(-20.0, 20.0).exp()
@@ -170,6 +251,42 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         clips=False,
         summary="a soft gate",
         paper="arXiv:2511.20347",
+    ),
+    "gmpo": PolicyLoss(
+        function=gmpo_loss,
+        aggregation=Aggregation.SEQUENCE,
+        summary="geometric mean of clipped ratios, eps bounds log ratios",
+        paper="arXiv:2507.20673",
+    ),
+    # GSPO whose samples weigh as many times as they have tokens: LUSPO is its loss without the 1/|o|.
+    "luspo": PolicyLoss(
+        function=gspo_loss,
+        aggregation=Aggregation.TOKEN_SUM,
+        corrects_itself=True,
+        summary="gspo times the sample's length",
+        paper="arXiv:2602.05261",
+    ),
+    "vespo": PolicyLoss(
+        function=vespo_loss,
+        aggregation=Aggregation.TOKEN,
+        corrects_itself=True,
+        clips=False,
+        summary="a kernel of the whole sequence's weight",
+        paper="arXiv:2602.10693",
+    ),
+    "dppo_tv": PolicyLoss(
+        function=dppo_tv_loss,
+        aggregation=Aggregation.TOKEN,
+        corrects_itself=True,
+        summary="tokens masked by total variation, eps bounds it",
+        paper="arXiv:2602.04879",
+    ),
+    "dppo_kl": PolicyLoss(
+        function=dppo_kl_loss,
+        aggregation=Aggregation.TOKEN,
+        corrects_itself=True,
+        summary="tokens masked by KL, eps bounds it",
+        paper="arXiv:2602.04879",
     ),
 }
 

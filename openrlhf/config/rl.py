@@ -13,6 +13,8 @@ from openrlhf.worlds.base import WorldSettings, parse_options, parse_tasks
 
 SELF_CORRECTING = ",".join(name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself)
 """Policy losses that no weight of a correction is applied to."""
+BOUNDLESS = ",".join(name for name, entry in CORRECTIONS.items() if not entry.takes_bounds)
+"""Corrections that read no thresholds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class AdvantageSection:
             flat="vllm_is_truncated_threshold",
             one_value="upper",
             unlimited=True,
-            only_with=f"corrects_off_policy actor.policy_loss_type!={SELF_CORRECTING}",
+            only_with=f"corrects_off_policy actor.policy_loss_type!={SELF_CORRECTING} .is_correction_type!={BOUNDLESS}",
         ),
     ] = (0.5, 5.0)
     is_correction_type: Annotated[

@@ -139,10 +139,12 @@ def played(trial: RLTrial) -> PlainRound:
 
 
 def spread(count: int, *, config: Any, shift: int = 0) -> Tensor:
-    """Log-ratios on both sides of every clip bound, one after the other."""
+    """Log-ratios on both sides of every clip bound, one after the other; of a loss that multiplies those of a sequence
+    such that the product stays near 1."""
+    scale = 0.2 if config.actor.policy_loss_type == "vespo" else 1.0
     far = math.log(config.actor.dual_clip) + 0.5 if config.actor.dual_clip else 1.5
     pattern = [0.05, far, -0.05, 0.6, -0.6, -1.5, 0.15, -0.25, 1.0]
-    return torch.tensor([pattern[(i + shift) % len(pattern)] for i in range(count)])
+    return scale * torch.tensor([pattern[(i + shift) % len(pattern)] for i in range(count)])
 
 
 def worst(ours: Tensor, theirs: Tensor) -> float:

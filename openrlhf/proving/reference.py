@@ -396,25 +396,60 @@ def kl_estimate(difference: Tensor, name: str) -> Tensor:
 def _token_losses(sample: PlainSample, config: Any) -> Tensor:
     kind, (low, high) = config.actor.policy_loss_type, config.actor.clip_range
     advantage, corrects = sample.advantages, config.corrects_off_policy
-    base = sample.rollout if corrects and kind == "gspo" and sample.rollout is not None else sample.old
+    own_correction = kind in ("gspo", "luspo", "vespo", "dppo_tv", "dppo_kl")
+    base = sample.rollout if corrects and own_correction and sample.rollout is not None else sample.old
     log_ratio = (sample.current - base).clamp(-20, 20)
     ratio = log_ratio.exp()
-    if kind == "gspo":
+    if kind in ("gspo", "luspo"):
         mean = (sample.current - base).mean().clamp(-20, 20).exp().detach()
         ratio = mean * (sample.current - sample.current.detach()).exp()
-    if kind in ("ppo", "gspo"):
+    if kind in ("ppo", "gspo", "luspo"):
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
         if config.actor.dual_clip is not None and kind == "ppo":
             gain = torch.where(advantage < 0, torch.maximum(gain, config.actor.dual_clip * advantage), gain)
         losses = -gain
     elif kind == "cispo":
         losses = -ratio.detach().clamp(1 - low, 1 + high) * advantage * sample.current
-    else:  # sapo
+    elif kind == "sapo":
         tau = torch.where(advantage > 0, 1.0, 1.05)
         losses = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
-    if not corrects or kind == "gspo" or sample.rollout is None:
+    elif kind == "gmpo":
+        held = [
+            min(d, high) if a > 0 else max(d, -low) if a < 0 else d
+            for d, a in zip((sample.current - base).tolist(), advantage.tolist(), strict=True)
+        ]
+        free = torch.tensor([h == d for h, d in zip(held, (sample.current - base).tolist(), strict=True)])
+        mean = math.exp(sum(held) / len(held))
+        losses = -mean * advantage * torch.where(free, (sample.current - sample.current.detach()).exp(), 1.0)
+    elif kind == "vespo":
+        weight = (sample.current - base).detach().sum().clamp(-20, 20).exp()
+        up, down = weight**2 * torch.exp(3 * (1 - weight)), weight**3 * torch.exp(2 * (1 - weight))
+        losses = -torch.where(advantage > 0, up, down) * advantage * sample.current
+    else:  # dppo
+        trusted = _trusted(sample.current.tolist(), base.tolist(), advantage.tolist(), kind, low, high)
+        losses = -torch.tensor(trusted) * ratio.detach().clamp(max=20) * advantage * sample.current
+    if not corrects or own_correction or sample.rollout is None:
         return losses
     return _correction(sample, config) * losses
+
+
+def _trusted(
+    current: Sequence[float], old: Sequence[float], advantages: Sequence[float], kind: str, low: float, high: float
+) -> list[float]:
+    """1 for each token that DPPO trains on, else 0."""
+    result = []
+    for log_p, log_q, advantage in zip(current, old, advantages, strict=True):
+        p, q = math.exp(min(log_p, 0.0)), math.exp(min(log_q, 0.0))
+        distance = abs(p - q) if kind == "dppo_tv" else _two_event_kl(q, p)
+        risen = advantage > 0 and log_p > log_q and distance > high
+        fallen = advantage < 0 and log_p < log_q and distance > low
+        result.append(0.0 if risen or fallen else 1.0)
+    return result
+
+
+def _two_event_kl(p: float, q: float) -> float:
+    """KL of (p, 1 − p) from (q, 1 − q)."""
+    return p * math.log(p / q) + max(1 - p, 1e-8) * math.log(max(1 - p, 1e-8) / max(1 - q, 1e-8))
 
 
 def _correction(sample: PlainSample, config: Any) -> Tensor:
@@ -426,6 +461,13 @@ def _correction(sample: PlainSample, config: Any) -> Tensor:
         return weight.clamp(low, high)
     if name == "icepop":
         return torch.where((weight < low) | (weight > high), 0.0, weight)
+    if name == "kpop":
+        pairs = [
+            (math.exp(min(a, 0.0)), math.exp(min(b, 0.0)))
+            for a, b in zip(sample.old.tolist(), sample.rollout.tolist(), strict=True)
+        ]
+        far = [_two_event_kl(p, q) > 0.1 or _two_event_kl(q, p) > 0.1 for p, q in pairs]
+        return torch.where(torch.tensor(far), 0.0, weight)
     whole = gap.mean().clamp(-20, 20).exp()
     return weight.clamp(max=high) if low <= whole <= high else torch.zeros_like(weight)
 

@@ -36,6 +36,21 @@ def test_weights_by_hand(name, weights, touched):
     assert changed == touched
 
 
+def test_kpop_by_hand():
+    """The bound is 0.1 nats in both directions, of the events "this token" and "any other".
+
+    π_old   π_rollout   KL one way, the other              weight
+    0.5     0.75        −½ log 0.75 = 0.144, …             0
+    0.5     0.6         0.0204, 0.0201                     5/6
+    0.01    0.001       0.0141, 0.0067                     10: rare tokens may be off by a large factor
+    0.99    0.85        0.121, 0.275                       0, though the factor is 1.16
+    """
+    old, rollout = torch.tensor([0.5, 0.5, 0.01, 0.99]).log(), torch.tensor([0.75, 0.6, 0.001, 0.85]).log()
+    result = get_correction("kpop")(CorrectionInputs(old, rollout, torch.zeros(4).long()), low=0.9, high=1.1)
+    assert result.weights_A.tolist() == pytest.approx([0, 5 / 6, 10, 0], rel=1e-4)
+    assert result.touched_A.tolist() == [True, False, False, True]
+
+
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_corrections_change_nothing_where_engine_and_trainer_agree(name):
     assert weights_of(name, [1.0, 1.0, 1.0], [0, 0, 1]) == ([1, 1, 1], [False, False, False])

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings, TokenLoss, get_policy_loss, value_loss
+from openrlhf.algorithms.losses import (
+    POLICY_LOSSES,
+    LossInputs,
+    LossSettings,
+    TokenLoss,
+    binary_kl,
+    get_policy_loss,
+    value_loss,
+)
 from openrlhf.algorithms.reduction import sample_weights
 
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3)
@@ -40,12 +49,13 @@ def loss_of(
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_loss_reads_the_bounds_that_its_entry_says(name):
     """Ratios far below and above 1, advantages of both signs: another clip range changes the result of a loss that
-    clips, and of no other; so does a dual clip where the entry takes one."""
+    clips, and of no other; so does a dual clip where the entry takes one. The token of ratio 0.3 goes from a
+    probability of 0.5 to 0.15: a total variation of 0.35 and a KL of 0.34, between the two ranges."""
 
     def result(**settings):
         given = LossSettings(**{"clip_low": 0.2, "clip_high": 0.2} | settings)
         loss, gradient = loss_of(
-            name, [0.5, 5.0, 0.5, 5.0], [1.0, 1.0, -1.0, -1.0], settings=given, sequences=[0, 1, 2, 3]
+            name, [0.3, 5.0, 0.3, 5.0], [1.0, 1.0, -1.0, -1.0], settings=given, sequences=[0, 1, 2, 3], old=-0.7
         )
         return [*loss.loss_A.tolist(), *gradient.tolist()]
 
@@ -180,6 +190,140 @@ def test_sapo_by_hand():
     assert result.loss_A.tolist() == pytest.approx([-4, 2 / 1.05, -3, 3 / 1.05], rel=1e-6)
     assert gradient.tolist() == pytest.approx([-2, 1, -0.75 * likelier, 0.75 * likelier_negative], rel=1e-5)
     assert not result.clipped_A.any()
+
+
+def test_gmpo_by_hand():
+    """ε bounds log ratios d: at most 0.3 where A > 0, at least −0.2 where A < 0. g = exp(mean of what is left).
+
+    d             A    c            g          loss per token    d (Σ loss) / d logp
+    log 2, −0.1    1    0.3, −0.1    e^0.1      −g                0, −g           (the first is clipped)
+    0.5, −0.4     −2    0.5, −0.2    e^0.15     2 g               2 g, 0          (the second is)
+    """
+    ratios = [2.0, math.exp(-0.1), math.exp(0.5), math.exp(-0.4)]
+    result, gradient = loss_of("gmpo", ratios, [1.0, 1.0, -2.0, -2.0], sequences=[0, 0, 1, 1], old=-1.0)
+    up, down = math.exp(0.1), math.exp(0.15)
+    assert result.loss_A.tolist() == pytest.approx([-up, -up, 2 * down, 2 * down], rel=1e-5)
+    assert result.clipped_A.tolist() == [True, False, False, True]
+    assert gradient.tolist() == pytest.approx([0, -up, 2 * down, 0], rel=1e-5, abs=1e-6)
+
+
+def sequence_form(name: str, paper: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    """Three sequences of one advantage each: the loss under its aggregation is the mean of `paper` (of the log ratios of
+    a sequence and its advantage), with the same gradient."""
+    sizes, advantages = [1, 3, 2], [2.0, 1.0, -1.0]
+    differences = torch.tensor([0.1, 0.5, 0.2, 0.9, 1.0, -0.4])
+    sequences = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+    ours = differences.clone().requires_grad_()
+    loss = get_policy_loss(name)
+    result = loss.function(LossInputs(ours, torch.zeros(6), torch.tensor(advantages)[sequences], sequences), SETTINGS)
+    total = (torch.tensor(sample_weights(loss.aggregation, sizes))[sequences] * result.loss_A).sum()
+    total.backward()
+    direct = differences.clone().requires_grad_()
+    pieces = zip(direct.split(sizes), advantages, strict=True)
+    expected = torch.stack([paper(piece, advantage) for piece, advantage in pieces]).mean()
+    expected.backward()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(ours.grad, direct.grad)
+
+
+def test_gmpo_is_the_sequence_loss_of_its_paper():
+    """−A Π_t |min(ρ_t^s A', clip(ρ_t^s) A')|^(1/|o|) with s the sign of A and A' = 1: the minimum is taken of log ratios
+    here, which is the same."""
+
+    def paper(differences: torch.Tensor, advantage: float) -> torch.Tensor:
+        sign = math.copysign(1, advantage)
+        least = torch.minimum(sign * differences, sign * differences.clamp(-0.2, 0.3))
+        return -advantage * (sign * least).mean().exp()
+
+    sequence_form("gmpo", paper)
+
+
+def test_luspo_is_gspo_times_the_length():
+    """Equation of arXiv:2602.05261: the mean over samples of −min(s A, clip(s) A) · |o|."""
+
+    def paper(differences: torch.Tensor, advantage: float) -> torch.Tensor:
+        ratio = differences.mean().exp()
+        return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage) * len(differences)
+
+    sequence_form("luspo", paper)
+
+
+def test_vespo_by_hand():
+    """φ(W) = W² e^{3(1 − W)} for A > 0, W³ e^{2(1 − W)} for A < 0; W of a sequence is the product of its ratios.
+
+    ratios       A    W      φ             loss per token       d loss / d logp
+    2, 1/2       3    1      1             −3 log π             −3
+    2            1    2      4 e^−3        −φ log π             −φ
+    1/2, 1/2    −1    1/4    e^1.5 / 64     φ log π              φ
+    """
+    ratios, advantages = [2.0, 0.5, 2.0, 0.5, 0.5], [3.0, 3.0, 1.0, -1.0, -1.0]
+    result, gradient = loss_of("vespo", ratios, advantages, sequences=[0, 0, 1, 2, 2], old=-1.0)
+    kernel = [1, 1, 4 * math.exp(-3), math.exp(1.5) / 64, math.exp(1.5) / 64]
+    expected = [-k * a for k, a in zip(kernel, advantages, strict=True)]
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-5)
+    logprobs = [math.log(ratio) - 1 for ratio in ratios]
+    assert result.loss_A.tolist() == pytest.approx([g * p for g, p in zip(expected, logprobs, strict=True)], rel=1e-5)
+    assert not result.clipped_A.any()
+
+
+def test_vespo_has_its_largest_weight_where_the_paper_says():
+    """c1/W = c2 at W = c1/c2: φ is (2/3)² e for A > 0 and (3/2)³ / e for A < 0, and less on both sides."""
+    for advantage, peak, largest in ((1.0, 2 / 3, 4 / 9 * math.e), (-1.0, 3 / 2, 27 / 8 / math.e)):
+        weights = [
+            abs(float(loss_of("vespo", [peak * factor], [advantage])[1])) for factor in (0.01, 0.9, 1.0, 1.1, 30.0)
+        ]
+        assert weights[2] == pytest.approx(largest, rel=1e-5)
+        assert weights[0] < weights[1] < weights[2] > weights[3] > weights[4]
+
+
+HALF = math.log(0.5)
+
+
+def test_dppo_with_total_variation_by_hand():
+    """π_old = 1/2, so D = |ρ − 1|/2; its bound is 0.3 where A > 0, and 0.2 where A < 0. Weight min(ρ, 20) where kept.
+
+    ρ      A    D       kept?                                   d loss / d logp
+    1.5    2    0.25    yes                                     −3
+    1.8    2    0.4     no: above the bound, and A pulls up      0
+    1.8   −1    0.4     yes: A pulls back                        1.8
+    0.5   −1    0.25    no: above the bound, and A pulls down    0
+    0.5    2    0.25    yes: A pulls back                       −1
+
+    With π_old = e^−7 a ratio of 25 moves 0.02 of probability: kept, with the weight 20.
+    """
+    ratios, advantages = [1.5, 1.8, 1.8, 0.5, 0.5], [2.0, 2.0, -1.0, -1.0, 2.0]
+    result, gradient = loss_of("dppo_tv", ratios, advantages, old=HALF)
+    assert result.clipped_A.tolist() == [False, True, False, True, False]
+    expected = [-3, 0, 1.8, 0, -1]
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-5)
+    logprobs = [math.log(ratio / 2) for ratio in ratios]
+    assert result.loss_A.tolist() == pytest.approx([g * p for g, p in zip(expected, logprobs, strict=True)], rel=1e-5)
+    result, gradient = loss_of("dppo_tv", [25.0], [1.0], old=-7.0)
+    assert not result.clipped_A.any()
+    assert gradient.tolist() == pytest.approx([-20], rel=1e-5)
+
+
+def test_dppo_with_kl_by_hand():
+    """π_old = 1/2: KL = −½ log(4 p (1 − p)), with bounds of 0.3 where A > 0 and 0.2 where A < 0.
+
+    p       ρ      A    KL       kept?
+    0.75    1.5    1    0.144    yes
+    0.9     1.8    1    0.511    no
+    0.9     1.8   −1    0.511    yes: A pulls back
+    0.2     0.4   −1    0.223    no
+    0.2     0.4    1    0.223    yes: A pulls back
+    """
+    ratios, advantages = [1.5, 1.8, 1.8, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
+    result, gradient = loss_of("dppo_kl", ratios, advantages, old=HALF)
+    assert result.clipped_A.tolist() == [False, True, False, True, False]
+    assert gradient.tolist() == pytest.approx([-1.5, 0, 1.8, 0, -0.4], rel=1e-5)
+
+
+def test_the_kl_of_two_events_by_hand():
+    """½ log(½/¾) + ½ log(½/¼) = −½ log ¾; of equal ones 0; of a token that was certain, and is at ½: log 2."""
+    p, q = torch.tensor([0.5, 0.3, 1.0]).log(), torch.tensor([0.75, 0.3, 0.5]).log()
+    assert binary_kl(p, q).tolist() == pytest.approx([-0.5 * math.log(0.75), 0, math.log(2)], abs=1e-6)
+    assert torch.isfinite(binary_kl(q, p)).all()
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

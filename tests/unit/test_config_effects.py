@@ -20,7 +20,8 @@ PAIRS = [(command, path) for command in ROOTS for path in flags_of(command)]
 
 # condition -> flags with which it does not hold, and with which it does. Where commands differ, by command.
 CONDITIONS = {
-    "actor.policy_loss_type!=gspo": ("--actor.policy_loss_type gspo", ""),
+    "actor.policy_loss_type!=gspo,luspo,vespo,dppo_tv,dppo_kl": ("--actor.policy_loss_type gspo", ""),
+    "algo.advantage.is_correction_type!=kpop": ("--algo.advantage.is_correction_type kpop", ""),
     "!actor.eps_clip_low_high": ("--actor.eps_clip_low_high 0.1 0.2", ""),
     "!data.apply_chat_template": ("--data.apply_chat_template", ""),
     "!model.ipo_enable": ("--model.ipo_enable", ""),
@@ -81,7 +82,7 @@ for owner in ("", "actor.", "critic.", "model."):
         f"{owner}lr_scheduler!=constant": (f"--{owner}lr_scheduler constant", ""),
         f"{owner}lr_scheduler=cosine_with_min_lr,cosine_warmup_with_min_lr": (f"--{owner}lr_scheduler linear", ""),
         f"{owner}optim=muon": ("", f"--{owner}optim muon"),
-        f"{owner}policy_loss_type!=sapo": (f"--{owner}policy_loss_type sapo", ""),
+        f"{owner}policy_loss_type!=sapo,vespo": (f"--{owner}policy_loss_type sapo", ""),
     }
 
 # A value that differs from the default, where the usual one is not allowed.

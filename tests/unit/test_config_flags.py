@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.config import ROOTS, parse
 from openrlhf.config.document import render
@@ -35,6 +36,7 @@ CHANGED_CHOICES = {
     "ds.grad_accum_dtype": ["bf16", "fp16", "fp32"],  # what the backend takes, so that a slip is found at once
     "actor.policy_loss_type": list(POLICY_LOSSES),
     "algo.advantage.estimator": list(ESTIMATORS),
+    "algo.advantage.is_correction_type": list(CORRECTIONS),
 }
 
 TRAINERS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray")

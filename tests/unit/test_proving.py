@@ -1,5 +1,6 @@
 """The parts of `openrlhf prove` that need no trial: how proofs are tried, sizes, words of a command, the plain formulas."""
 
+import dataclasses
 import io
 import math
 from types import SimpleNamespace
@@ -7,12 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from openrlhf.algorithms.corrections import CORRECTIONS, CorrectionInputs, get_correction
+from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs
+from openrlhf.algorithms.reduction import sample_weights
 from openrlhf.cli.prove import _command, _launcher, _own
 from openrlhf.config import parse
 from openrlhf.proving import reference
 from openrlhf.proving.registry import Disproved, Proof, Status, Verdict, tried
 from openrlhf.proving.report import Report, print_report
 from openrlhf.proving.sizes import LARGEST, SMALLEST, sizes_for
+from openrlhf.runs.rl_models import policy_settings
 
 
 def made(name: str, run, **changes) -> Proof:
@@ -149,6 +154,59 @@ def test_plain_loss_by_hand():
     assert float(reference.policy_loss([sample], config, kl_coef=0.0)) == pytest.approx((3 - 2) / 2)
     without = rl(advantage_estimator="group_norm")
     assert float(reference.policy_loss([sample], without, kl_coef=0.0)) == pytest.approx((4 - 2) / 2)
+
+
+def both_losses(config, samples: list[reference.PlainSample]) -> list[tuple[float, list[float]]]:
+    """The policy loss of a step and its gradient along the log-probs: by the trainer's functions, and by the plain one."""
+    leaf = torch.cat([sample.current for sample in samples]).requires_grad_()
+    sizes = [len(sample.current) for sample in samples]
+    old, advantages, rollout = (
+        torch.cat([getattr(sample, name) for sample in samples]) for name in ("old", "advantages", "rollout")
+    )
+    sequences = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
+    settings = policy_settings(config)
+    base = rollout if config.corrects_off_policy and settings.loss.corrects_itself else old
+    token_losses = settings.loss.function(LossInputs(leaf, base, advantages, sequences), settings.clip).loss_A
+    if settings.correction is not None and not settings.loss.corrects_itself:
+        name, low, high = settings.correction.name, settings.correction.low, settings.correction.high
+        inputs = CorrectionInputs(old, rollout, sequences)
+        token_losses = get_correction(name)(inputs, low=low, high=high).weights_A * token_losses
+    weights = sample_weights(config.loss_aggregation, sizes, prompts=[sample.prompt for sample in samples])
+    ours = (torch.tensor(weights, dtype=leaf.dtype)[sequences] * token_losses).sum()
+    pieces = leaf.split(sizes)
+    plain = reference.policy_loss(
+        [dataclasses.replace(sample, current=piece) for sample, piece in zip(samples, pieces, strict=True)],
+        config,
+        kl_coef=0.0,
+    )
+    return [(loss.item(), torch.autograd.grad(loss, leaf, retain_graph=True)[0].tolist()) for loss in (ours, plain)]
+
+
+@pytest.mark.parametrize("correction", [None, *CORRECTIONS])
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_the_plain_loss_is_the_trainer_s(loss, correction):
+    """Five samples of two prompts, probabilities from rare to certain, ratios on both sides of every bound."""
+    flags = {"policy_loss_type": loss, "advantage_estimator": "group_norm"}
+    if correction is not None:
+        flags |= {"enable_vllm_is_correction": True, "vllm_is_correction_type": correction}
+    if loss == "ppo":
+        flags["actor.dual_clip"] = 3
+    random, samples = torch.Generator().manual_seed(1), []
+    for index, size in enumerate((1, 7, 4, 12, 6)):
+        current = (0.02 + 0.98 * torch.rand(size, generator=random, dtype=torch.float64)).log()
+        old, rollout = (
+            current + 0.5 * torch.randn(size, generator=random, dtype=torch.float64) - gap for gap in (0.1, 0.2)
+        )
+        advantages = torch.randn(size, generator=random, dtype=torch.float64)
+        samples.append(
+            reference.PlainSample(
+                episode=index, prompt=index // 3, current=current, old=old, advantages=advantages, rollout=rollout
+            )
+        )
+    (ours, gradient), (plain, plain_gradient) = both_losses(rl(**flags), samples)
+    assert ours == pytest.approx(plain, rel=1e-6)
+    assert gradient == pytest.approx(plain_gradient, rel=1e-6, abs=1e-12)
+    assert max(map(abs, gradient)) > 1e-3
 
 
 def test_a_gradient_that_is_missing_is_a_difference():
