@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.algorithms.columns import sequence_means, sequence_sums
+from openrlhf.algorithms.covariance import TokenChoice
 from openrlhf.algorithms.reduction import Aggregation
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ VESPO_NEGATIVE = (3.0, 2.0)
 """(c1, c2) of VESPO's kernel by the sign of the advantage: the paper's."""
 
 
+KL_COV_COEF = 1.0
+"""What a unit of |log π − log π_old| costs a chosen token under kl_cov: the paper's."""
+
+
 class LossInputs(NamedTuple):
     """The action tokens of one micro-batch; its samples are whole."""
 
@@ -39,6 +44,8 @@ class LossInputs(NamedTuple):
     advantages_A: Tensor
     sequences_A: Tensor
     """int64 [A]: which sample each token belongs to, ascending."""
+    chosen_A: Tensor | None = None
+    """bool [A]: the tokens that `PolicyLoss.chosen` stands for; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +173,30 @@ def dppo_kl_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
     return _trusted(inputs, binary_kl(inputs.old_logprobs_A, inputs.logprobs_A.detach()), settings)
 
 
+def clip_cov_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t of `ppo_loss`, and 0 for chosen tokens: 0.02 % of the step's, drawn among those with 1 < cov_t < 5.
+
+    Clip-Cov (arXiv:2505.22617). A token that is chosen, and leaves the clip range later on, is not replaced by another.
+    """
+    result = ppo_loss(inputs, settings)
+    if inputs.chosen_A is None:
+        return result
+    return TokenLoss(result.loss_A.masked_fill(inputs.chosen_A, 0.0), result.clipped_A | inputs.chosen_A)
+
+
+def kl_cov_loss(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """l_t = −ρ_t A_t, and + |log π(t) − log π_old(t)| for chosen tokens: the 0.02 % with the largest cov_t of the step.
+
+    KL-Cov (arXiv:2505.22617), whose coefficient is 1 and whose estimate of the KL to π_old is that absolute value.
+    Nothing is clipped, and ε is not used. At π = π_old the estimate has no gradient.
+    """
+    difference_A = inputs.logprobs_A - inputs.old_logprobs_A
+    loss_A = -_ratio(difference_A) * inputs.advantages_A
+    if inputs.chosen_A is not None:
+        loss_A = loss_A + KL_COV_COEF * difference_A.abs().masked_fill(~inputs.chosen_A, 0.0)
+    return TokenLoss(loss_A, difference_A.new_zeros(difference_A.shape).bool())
+
+
 def binary_kl(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
     """KL(p‖q) = p log(p/q) + (1 − p) log((1 − p)/(1 − q)) of "this token" and "any other", from log p and log q.
 
@@ -216,6 +247,9 @@ class PolicyLoss:
     corrects_itself: bool = False
     """With off-policy correction on, its ratio is taken against the rollout's log-probs instead of the old ones,
     which covers the gap between engine and trainer: no weight of `corrections` is applied on top."""
+    chosen: TokenChoice | None = None
+    """The tokens that it treats differently, by numbers of the whole optimizer step. They are chosen from the log-probs
+    before the update of every sample, whatever its advantage."""
     takes_dual_clip: bool = False
     clips: bool = True
     """Whether it reads ε_low and ε_high."""
@@ -287,6 +321,21 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         corrects_itself=True,
         summary="tokens masked by KL, eps bounds it",
         paper="arXiv:2602.04879",
+    ),
+    "clip_cov": PolicyLoss(
+        function=clip_cov_loss,
+        aggregation=Aggregation.TOKEN,
+        chosen=TokenChoice(share=2e-4, between=(1.0, 5.0)),
+        summary="ppo without some tokens that lower the entropy",
+        paper="arXiv:2505.22617",
+    ),
+    "kl_cov": PolicyLoss(
+        function=kl_cov_loss,
+        aggregation=Aggregation.TOKEN,
+        chosen=TokenChoice(share=2e-4),
+        clips=False,
+        summary="no clip, a KL on the tokens that lower the entropy most",
+        paper="arXiv:2505.22617",
     ),
 }
 

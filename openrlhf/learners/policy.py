@@ -209,7 +209,10 @@ class PolicyLearner:
         )
         current_A = output.logprobs_A
         old_A = current_A.detach() if packed.old_logprobs_A is None else packed.old_logprobs_A
-        result, correction_A = self._policy_loss(packed, current_A, old_A, metrics)
+        if settings.loss.chosen is not None and micro.chosen_A is None and not micro.is_filler:
+            raise ValueError("this policy loss needs tokens that were chosen over the whole step, and none were")
+        chosen_A = None if micro.chosen_A is None else moved(micro.chosen_A, self._device)
+        result, correction_A = self._policy_loss(packed, current_A, old_A, chosen_A, metrics)
         policy_A = result.loss_A if correction_A is None else correction_A * result.loss_A
         policy_loss = (micro.policy_weights_A.to(self._device) * policy_A).sum()
         loss = policy_loss
@@ -250,7 +253,7 @@ class PolicyLearner:
         return policy_loss
 
     def _policy_loss(
-        self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, metrics: Metrics
+        self, packed: PackedBatch, current_A: Tensor, old_A: Tensor, chosen_A: Tensor | None, metrics: Metrics
     ) -> tuple[TokenLoss, Tensor | None]:
         """The loss of each token, and its factor where an off-policy correction has one."""
         settings, sequences_A = self._settings, packed.tokens.action_sequences()
@@ -259,9 +262,9 @@ class PolicyLearner:
         base_A = old_A
         if correction and settings.loss.corrects_itself:
             base_A = _needed(packed.rollout_logprobs_A, "rollout log-probs")
-        result = settings.loss.function(
-            LossInputs(current_A, base_A, _needed(packed.advantages_A, "advantages"), sequences_A), settings.clip
-        )
+        advantages_A = _needed(packed.advantages_A, "advantages")
+        inputs = LossInputs(current_A, base_A, advantages_A, sequences_A, chosen_A)
+        result = settings.loss.function(inputs, settings.clip)
         metrics.mean("ppo_clip_ratio", result.clipped_A.sum(), count)
         if correction is None or settings.loss.corrects_itself:
             return result, None

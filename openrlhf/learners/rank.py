@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,11 @@ class RankLearners:
         if self._kl is not None and not self._kl.as_loss:
             return self._policy_scorer.score(batch)  # a cost in the reward is that of the policy as it sampled
         on_policy = self._steps.on_policy(self._episodes(batch))
-        if on_policy or self._is_frozen:  # the single step of a round begins with these very weights
+        if self._is_frozen:
+            return None
+        if self._steps.chosen is not None:
+            return self._policy_scorer.score(batch)
+        if on_policy:  # the single step of a round begins with these very weights
             return None
         trained = may_get_advantages(batch, self._advantages) if self._steps.skip_idle else None
         return self._policy_scorer.score(batch, trained)
@@ -129,7 +134,7 @@ class RankLearners:
         seen = SeenColumns() if keep else None
         self._rounds += 1
         own = Metrics()
-        steps = self._cut(batch)
+        steps = self._cut(batch, frozen=frozen)
         if self._critic is not None:
             own.merge(self._critic.learner.update(steps))
         if not frozen:
@@ -151,8 +156,9 @@ class RankLearners:
         """Whether the policy waits for its critic in this round."""
         return self._rounds <= self._freezing_steps
 
-    def _cut(self, batch: TrainingBatch) -> list[Step]:
-        return optimizer_steps(batch, self._steps, round_index=self._rounds, fitting=self._fitting, ranks=self._ranks)
+    def _cut(self, batch: TrainingBatch, *, frozen: bool) -> list[Step]:
+        steps = dataclasses.replace(self._steps, chosen=None) if frozen else self._steps
+        return optimizer_steps(batch, steps, round_index=self._rounds, fitting=self._fitting, ranks=self._ranks)
 
     def _episodes(self, batch: TrainingBatch) -> int:
         """The number of episodes of the round, on all ranks. Collective."""
@@ -181,7 +187,7 @@ class CriticLearners:
 
     def __init__(self, critic: CriticPart, steps: StepSettings, *, ranks: Ranks = ALONE) -> None:
         self._critic = critic
-        self._steps = steps
+        self._steps = dataclasses.replace(steps, chosen=None)  # that is the policy's loss's business
         self._ranks = ranks
         self._fitting = MicroBatchSizer(steps.batching)
         self._rounds = 0

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.covariance import TokenChoice, chosen_tokens
 from openrlhf.algorithms.reduction import Aggregation, sample_weights
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.data.packing import by_middle, evenly
 from openrlhf.learners.accumulation import MicroBatching, MicroBatchSizer
 from openrlhf.types import PackedBatch, PackedTokens, SampleKey, TrainingBatch, TrainingSample
-from openrlhf.utils.randomness import derive_seed
+from openrlhf.utils.randomness import derive_seed, uniforms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,9 @@ class StepSettings:
     """Divisor of constant aggregation."""
     skip_idle: bool = False
     """Samples whose advantages are all 0 get no forward. Right only where nothing but the advantage pulls at them."""
+    chosen: TokenChoice | None = None
+    """Tokens that the policy loss treats differently, chosen from old log-probs, which every sample needs then.
+    None: there are none."""
     seed: int
 
     def steps_per_epoch(self, samples: int) -> int:
@@ -64,6 +68,8 @@ class MicroBatch(NamedTuple):
     """It weighs nothing and is in no metric."""
     keys: tuple[SampleKey, ...] = ()
     """The keys of its samples."""
+    chosen_A: Tensor | None = None
+    """bool [A]: the tokens that were chosen by `StepSettings.chosen`."""
 
 
 def filler() -> PackedBatch:
@@ -147,16 +153,18 @@ class Step:
         columns: list[Tensor],
         *,
         tokens: int,
+        chosen_A: Tensor | None,
         fitting: MicroBatchSizer,
         ranks: Ranks,
     ) -> None:
         """`kept`: samples of this rank that are run. `columns`: what each action token of the batch weighs, in the
-        order of `MicroBatch`. `tokens`: of the step, on all ranks."""
+        order of `MicroBatch`. `tokens`: of the step, on all ranks. `chosen_A`: of the batch, as in `MicroBatch`."""
         self.fitting = fitting
         self._batch = batch
         self._kept = kept
         self._columns = columns
         self._tokens = tokens
+        self._chosen_A = chosen_A
         self._ranks = ranks
         self._cut_by = fitting.batching
         self._micro_batches = self._cut()
@@ -216,7 +224,8 @@ class Step:
         share = packed.tokens.num_tokens / self._tokens
         policy_A, regulariser_A, value_A = (column[packed.rows] for column in self._columns)
         keys = tuple(self._batch.samples[i].key for i in micro)
-        return MicroBatch(packed, policy_A, regulariser_A, value_A, token_share=share, keys=keys)
+        chosen_A = None if self._chosen_A is None else self._chosen_A[packed.rows]
+        return MicroBatch(packed, policy_A, regulariser_A, value_A, token_share=share, keys=keys, chosen_A=chosen_A)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -271,7 +280,8 @@ def optimizer_steps(
     steps = []
     for epoch in range(settings.epochs):
         parts = split(listed, settings, round_index=round_index, epoch=epoch)
-        steps += [_step(batch, [listed[i] for i in part], settings, fitting, ranks) for part in parts]
+        draws_A = None if settings.chosen is None else _draws(batch, round_index, epoch)
+        steps += [_step(batch, [listed[i] for i in part], settings, fitting, ranks, draws_A) for part in parts]
     sizes = zip(*ranks.gather([len(step) for step in steps]), strict=True)
     for step, size in zip(steps, sizes, strict=True):
         step.fill_up(max(size))
@@ -304,8 +314,31 @@ def trained_samples(batch: TrainingBatch, settings: StepSettings) -> list[int]:
     return [i for i in range(len(batch)) if bool(batch.advantages_A[batch.actions_of(i)].any())]
 
 
+def _draws(batch: TrainingBatch, round_index: int, epoch: int) -> Tensor:
+    """float64 [A] in [0, 1): of each token of the round its own, whatever stands beside it."""
+    seeds = [derive_seed("chosen", round_index, epoch, *sample.key) for sample in batch.samples]
+    sizes = [end - start for start, end in itertools.pairwise(batch.action_offsets)]
+    drawn = [torch.from_numpy(uniforms(size, seed=seed)) for seed, size in zip(seeds, sizes, strict=True)]
+    return torch.cat(drawn) if drawn else torch.empty(0, dtype=torch.float64)
+
+
+def _chosen(batch: TrainingBatch, rows: Tensor, choice: TokenChoice, draws_A: Tensor, ranks: Ranks) -> Tensor:
+    """bool [A] over this rank's batch: the chosen ones among `rows`, which are its tokens of a step. Collective."""
+    if batch.old_logprobs_A is None or batch.advantages_A is None:
+        raise ValueError("tokens are chosen by their advantages and old log-probs, and the batch has none")
+    columns = (batch.advantages_A[rows], batch.old_logprobs_A[rows], draws_A[rows])
+    chosen_A = torch.zeros(batch.num_actions, dtype=torch.bool)
+    chosen_A[rows] = chosen_tokens(*columns, choice, gather=ranks.gather)
+    return chosen_A
+
+
 def _step(
-    batch: TrainingBatch, members: Sequence[SampleInfo], settings: StepSettings, fitting: MicroBatchSizer, ranks: Ranks
+    batch: TrainingBatch,
+    members: Sequence[SampleInfo],
+    settings: StepSettings,
+    fitting: MicroBatchSizer,
+    ranks: Ranks,
+    draws_A: Tensor | None,
 ) -> Step:
     tokens, rank = sum(member.tokens for member in members), ranks.index
     weights = functools.partial(
@@ -319,9 +352,14 @@ def _step(
         _column(batch, members, weights(aggregation), rank)
         for aggregation in (settings.aggregation, settings.regulariser_aggregation, Aggregation.TOKEN)
     ]
+    own = [member.index for member in members if member.rank == rank]
+    chosen_A = None
+    if settings.chosen is not None and draws_A is not None:
+        rows = [torch.arange(batch.num_actions)[batch.actions_of(index)] for index in own]
+        chosen_A = _chosen(batch, torch.cat([*rows, torch.empty(0).long()]), settings.chosen, draws_A, ranks)
     trained = set(trained_samples(batch, settings))
-    kept = [member.index for member in members if member.rank == rank and member.index in trained]
-    return Step(batch, kept, columns, tokens=tokens, fitting=fitting, ranks=ranks)
+    kept = [index for index in own if index in trained]
+    return Step(batch, kept, columns, tokens=tokens, chosen_A=chosen_A, fitting=fitting, ranks=ranks)
 
 
 def _column(batch: TrainingBatch, members: Sequence[SampleInfo], weights: Sequence[float], rank: int) -> Tensor:

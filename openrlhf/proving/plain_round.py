@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openrlhf.proving import reference
 from openrlhf.proving.trial import RLTrial
-from openrlhf.types import Group, Outcome, Segment, Trajectory
+from openrlhf.types import Group, Outcome, SampleKey, Segment, Trajectory
 
 LOGPROB_TOLERANCE = 2e-3
 """Two right ways to compute a log-prob in fp32 were less than 1e-4 apart on models of up to 30 layers."""
@@ -66,6 +66,8 @@ class PlainRound:
         self.segments: list[Segment] = []
         self.owners: list[int] = []
         """The episode of each segment."""
+        self.keys: list[SampleKey] = []
+        """Of each segment."""
         self.episodes: list[reference.PlainEpisode] = []
         for group in groups:
             judged = [t for t in group.trajectories if t.outcome is not Outcome.FAILED and t.reward is not None]
@@ -96,10 +98,11 @@ class PlainRound:
     def _add(self, member: Trajectory) -> None:
         lengths: list[int] = []
         rewards: list[float] = []
-        for segment in member.segments:
+        for index, segment in enumerate(member.segments):
             if not segment.num_actions:
                 continue
             self.segments.append(segment)
+            self.keys.append(member.key._replace(segment=index))
             self.owners.append(len(self.episodes))
             length, earned = 0, segment.turn_rewards[segment.action_mask].double().tolist()
             for place, ends in enumerate(segment.turn_ends_A.tolist()):

@@ -103,13 +103,14 @@ def loss(trial: RLTrial) -> str:
     pieces = zip(
         plain.segments,
         plain.owners,
+        plain.keys,
         plain.split(old_A),
         plain.split(advantages_A),
         plain.split(rollout_A),
         plain.reference_logprobs or no_reference,
         strict=True,
     )
-    for segment, owner, old, advantage, rollout, ref in pieces:
+    for segment, owner, key, old, advantage, rollout, ref in pieces:
         logits = trial.plain.logits(segment.token_ids, **inputs_of(segment, trial.device))
         mask = segment.action_mask.to(logits.device)
         column = reference.logprobs(logits, segment.token_ids, temperature=config.rollout.temperature)
@@ -125,6 +126,7 @@ def loss(trial: RLTrial) -> str:
                 rollout=rollout if config.corrects_off_policy else None,
                 reference=ref,
                 entropy=entropy if config.actor.entropy_coef is not None else None,
+                key=key,
             )
         )
     wanted = reference.policy_loss(samples, config, kl_coef=config.algo.kl.init_coef)

@@ -6,6 +6,7 @@ numbers or plain autograd. Only settings (`config`) and records of samples (`typ
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import re
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -345,6 +347,8 @@ class PlainSample:
     rollout: Tensor | None = None
     reference: Tensor | None = None
     entropy: Tensor | None = None
+    key: tuple[int, ...] = ()
+    """(prompt, sample, segment)"""
 
 
 def policy_loss(samples: Sequence[PlainSample], config: Any, *, kl_coef: float) -> Tensor:
@@ -355,8 +359,8 @@ def policy_loss(samples: Sequence[PlainSample], config: Any, *, kl_coef: float) 
         lengths[sample.episode] = lengths.get(sample.episode, 0) + len(sample.current)
         prompts[sample.prompt] = prompts.get(sample.prompt, 0) + len(sample.current)
     total, regulariser = torch.zeros(()), torch.zeros(())
-    for sample in samples:
-        token_losses = _token_losses(sample, config)
+    for sample, chosen in zip(samples, _chosen(samples, config.actor.policy_loss_type), strict=True):
+        token_losses = _token_losses(sample, config, chosen)
         weight = _weight(config.loss_aggregation, lengths, prompts, sample, config)
         total = total + weight * token_losses.sum().cpu()
         weight = _weight(config.regulariser_aggregation, lengths, prompts, sample, config)
@@ -393,7 +397,33 @@ def kl_estimate(difference: Tensor, name: str) -> Tensor:
     return (torch.exp(-bounded) - 1 + bounded).clamp(-10, 10)
 
 
-def _token_losses(sample: PlainSample, config: Any) -> Tensor:
+def _chosen(samples: Sequence[PlainSample], kind: str) -> list[Tensor]:
+    """bool [A] each: under `kl_cov` the 0.02 % of the step's tokens with the largest covariance of advantage and old
+    log-prob, under `clip_cov` as many at random of those between 1 and 5; at least one."""
+    nothing = [torch.zeros(len(sample.old), dtype=torch.bool) for sample in samples]
+    if kind not in ("clip_cov", "kl_cov"):
+        return nothing
+    tokens = [(i, t) for i, sample in enumerate(samples) for t in range(len(sample.old))]
+    mean_a = sum(float(samples[i].advantages[t]) for i, t in tokens) / len(tokens)
+    mean_p = sum(float(samples[i].old[t]) for i, t in tokens) / len(tokens)
+    found = {(i, t): float(samples[i].advantages[t] - mean_a) * float(samples[i].old[t] - mean_p) for i, t in tokens}
+    if kind == "clip_cov":
+        draws = [_draws(sample.key, len(sample.old)) for sample in samples]
+        found = {(i, t): draws[i][t] for (i, t), covariance in found.items() if 1 < covariance < 5}
+    count = max(1, int(2e-4 * len(tokens)))
+    for i, t in sorted(found, key=lambda place: found[place], reverse=True)[:count]:
+        nothing[i][t] = True
+    return nothing
+
+
+def _draws(key: Sequence[int], count: int) -> list[int]:
+    """The random numbers of a sample's tokens in the first epoch of the first round, by its key alone."""
+    digest = hashlib.blake2b("\x1f".join(map(str, ("chosen", 1, 0, *key))).encode(), digest_size=8).digest()
+    words = np.random.PCG64(np.random.SeedSequence(int.from_bytes(digest, "little") >> 1)).random_raw(count)
+    return [int(word) for word in words]
+
+
+def _token_losses(sample: PlainSample, config: Any, chosen: Tensor) -> Tensor:
     kind, (low, high) = config.actor.policy_loss_type, config.actor.clip_range
     advantage, corrects = sample.advantages, config.corrects_off_policy
     own_correction = kind in ("gspo", "luspo", "vespo", "dppo_tv", "dppo_kl")
@@ -403,11 +433,13 @@ def _token_losses(sample: PlainSample, config: Any) -> Tensor:
     if kind in ("gspo", "luspo"):
         mean = (sample.current - base).mean().clamp(-20, 20).exp().detach()
         ratio = mean * (sample.current - sample.current.detach()).exp()
-    if kind in ("ppo", "gspo", "luspo"):
+    if kind in ("ppo", "gspo", "luspo", "clip_cov"):
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
         if config.actor.dual_clip is not None and kind == "ppo":
             gain = torch.where(advantage < 0, torch.maximum(gain, config.actor.dual_clip * advantage), gain)
-        losses = -gain
+        losses = torch.where(chosen, 0.0, -gain) if kind == "clip_cov" else -gain
+    elif kind == "kl_cov":
+        losses = -ratio * advantage + torch.where(chosen, (sample.current - base).abs(), 0.0)
     elif kind == "cispo":
         losses = -ratio.detach().clamp(1 - low, 1 + high) * advantage * sample.current
     elif kind == "sapo":
@@ -419,8 +451,8 @@ def _token_losses(sample: PlainSample, config: Any) -> Tensor:
             for d, a in zip((sample.current - base).tolist(), advantage.tolist(), strict=True)
         ]
         free = torch.tensor([h == d for h, d in zip(held, (sample.current - base).tolist(), strict=True)])
-        mean = math.exp(sum(held) / len(held))
-        losses = -mean * advantage * torch.where(free, (sample.current - sample.current.detach()).exp(), 1.0)
+        geometric = math.exp(sum(held) / len(held))
+        losses = -geometric * advantage * torch.where(free, (sample.current - sample.current.detach()).exp(), 1.0)
     elif kind == "vespo":
         weight = (sample.current - base).detach().sum().clamp(-20, 20).exp()
         up, down = weight**2 * torch.exp(3 * (1 - weight)), weight**3 * torch.exp(2 * (1 - weight))

@@ -287,6 +287,7 @@ def advantage_settings(config: RLConfig) -> AdvantageSettings:
 
 
 def step_settings(config: RLConfig) -> StepSettings:
+    chosen = get_policy_loss(config.actor.policy_loss_type).chosen
     return StepSettings(
         epochs=config.train.max_epochs,
         batch_size=config.train.batch_size,
@@ -294,11 +295,14 @@ def step_settings(config: RLConfig) -> StepSettings:
         aggregation=config.loss_aggregation,
         regulariser_aggregation=config.regulariser_aggregation,
         constant_length=config.response_limit,
-        # A critic, a KL term, the entropy and the balance of experts want every sample, whatever its advantage.
+        # A critic, a KL term, the entropy and the balance of experts want every sample, whatever its advantage, and so
+        # does a loss that adds a term to chosen tokens.
         skip_idle=not config.uses_critic
+        and chosen is None
         and config.actor.entropy_coef is None
         and not config.actor.aux_loss_coef
         and not (config.uses_reference and config.algo.kl.use_loss),
+        chosen=chosen,
         seed=config.train.seed,
     )
 

@@ -20,3 +20,9 @@ def shuffled(n: int, *, seed: int, epoch: int) -> np.ndarray:
     """int64 [n]: ranks of n raw random words. Raw words never change between numpy versions; `permutation` may."""
     words = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])).random_raw(n)
     return np.argsort(words, kind="stable")
+
+
+def uniforms(n: int, *, seed: int) -> np.ndarray:
+    """float64 [n] in [0, 1), from raw random words, which never change between numpy versions."""
+    words = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
+    return (words >> np.uint64(11)) * 2.0**-53

@@ -119,6 +119,7 @@ POLICY = PolicySettings(
 def update(policy: Policy, batch: TrainingBatch, batching: MicroBatching, settings: PolicySettings = POLICY, **changes):
     backend = RecordingBackend(policy)
     learner = PolicyLearner(backend, settings, device=CPU)
+    changes = {"chosen": settings.loss.chosen} | changes
     metrics = learner.update(make_steps(batch, batching, **changes), kl_coef=0.3)
     return backend.gradients, metrics.values()
 
@@ -180,7 +181,8 @@ def test_nothing_is_read_from_a_device_before_all_micro_batches_are_launched(pol
     """A GPU would be idle after each of them, until the next one has reached it."""
     batch = make_batch([(3, 5), (2, 7), (4, 4), (1, 8)])
     batch.old_logprobs_A = batch.reference_logprobs_A = torch.full((batch.num_actions,), -2.0)
-    backend, steps = RecordingBackend(policy), make_steps(batch, MicroBatching(samples=1))
+    chosen = get_policy_loss(name).chosen
+    backend, steps = RecordingBackend(policy), make_steps(batch, MicroBatching(samples=1), chosen=chosen)
     reads = Reads()
     backend.backward = lambda loss: (loss.backward(), reads.events.append("backward"))
     learner = PolicyLearner(backend, EVERYTHING[name], device=CPU)
@@ -232,11 +234,12 @@ def test_with_every_term_switched_on_too(policy, name, lengths, budget, seed):
     noise = torch.Generator().manual_seed(seed)
     for column in ("old_logprobs_A", "reference_logprobs_A", "rollout_logprobs_A"):
         setattr(batch, column, current + 0.4 * torch.randn(len(current), generator=noise))
-    (whole,), values = update(policy, batch, WHOLE, EVERYTHING[name], aggregation=Aggregation.SEQUENCE)
+    flags = {"aggregation": Aggregation.SEQUENCE}
+    if (chosen := EVERYTHING[name].loss.chosen) is not None:  # many tokens, of these few
+        flags["chosen"] = dataclasses.replace(chosen, share=0.3, between=chosen.between and (0.0, 1.0))
+    (whole,), values = update(policy, batch, WHOLE, EVERYTHING[name], **flags)
     for cut in (MicroBatching(tokens=budget), MicroBatching(samples=1), MicroBatching(samples=3)):
-        (gradient,), cut_values = update(
-            policy, batch, cut, EVERYTHING[name], aggregation=Aggregation.SEQUENCE, seed=seed
-        )
+        (gradient,), cut_values = update(policy, batch, cut, EVERYTHING[name], **flags, seed=seed)
         assert relative_gap(gradient, whole) < 1e-5
         assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
 

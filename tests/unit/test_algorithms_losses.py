@@ -326,6 +326,29 @@ def test_the_kl_of_two_events_by_hand():
     assert torch.isfinite(binary_kl(q, p)).all()
 
 
+def test_clip_cov_and_kl_cov_by_hand():
+    """ρ = 1.5, 1.2, 0.5, 1.2 with A = 2, −1, 2, 1; the last two tokens are chosen.
+
+    clip_cov   −min(ρA, clip(ρ)A) = −2.6, 1.2, −1 → 0, −1.2 → 0          gradients 0 (clipped), 1.2, 0, 0
+    kl_cov     −ρA = −3, 1.2, and −1 + log 2, −1.2 + log 1.2             gradients −3, 1.2, −1 − 1, −1.2 + 1
+    """
+    ratios, advantages = [1.5, 1.2, 0.5, 1.2], torch.tensor([2.0, -1.0, 2.0, 1.0])
+    found = {}
+    for name in ("clip_cov", "kl_cov"):
+        logprobs = torch.tensor(ratios).log().requires_grad_()
+        chosen = torch.tensor([False, False, True, True])
+        inputs = LossInputs(logprobs, torch.zeros(4), advantages, torch.zeros(4).long(), chosen)
+        result = get_policy_loss(name).function(inputs, SETTINGS)
+        result.loss_A.sum().backward()
+        found[name] = (result.loss_A.tolist(), logprobs.grad.tolist(), result.clipped_A.tolist())
+    assert found["clip_cov"][0] == pytest.approx([-2.6, 1.2, 0, 0])
+    assert found["clip_cov"][1] == pytest.approx([0, 1.2, 0, 0], abs=1e-6)
+    assert found["clip_cov"][2] == [True, False, True, True]
+    assert found["kl_cov"][0] == pytest.approx([-3, 1.2, -1 + math.log(2), -1.2 + math.log(1.2)])
+    assert found["kl_cov"][1] == pytest.approx([-3, 1.2, -2, -0.2])
+    assert not any(found["kl_cov"][2])
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_at_the_old_policy_every_loss_has_the_plain_gradient(name):
     """ρ = 1: d loss / d logp = −A, whatever the loss."""

@@ -82,7 +82,7 @@ for owner in ("", "actor.", "critic.", "model."):
         f"{owner}lr_scheduler!=constant": (f"--{owner}lr_scheduler constant", ""),
         f"{owner}lr_scheduler=cosine_with_min_lr,cosine_warmup_with_min_lr": (f"--{owner}lr_scheduler linear", ""),
         f"{owner}optim=muon": ("", f"--{owner}optim muon"),
-        f"{owner}policy_loss_type!=sapo,vespo": (f"--{owner}policy_loss_type sapo", ""),
+        f"{owner}policy_loss_type!=sapo,vespo,kl_cov": (f"--{owner}policy_loss_type sapo", ""),
     }
 
 # A value that differs from the default, where the usual one is not allowed.

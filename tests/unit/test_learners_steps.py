@@ -7,6 +7,7 @@ import pytest
 import torch
 from thread_ranks import together
 
+from openrlhf.algorithms.covariance import TokenChoice
 from openrlhf.algorithms.reduction import Aggregation
 from openrlhf.learners.accumulation import MicroBatching
 from openrlhf.learners.steps import (
@@ -187,6 +188,60 @@ def test_ranks_have_the_same_steps_as_one_process(ranks, aggregation):
         found = {token: weight for part in parts for token, weight in weighed(part[number]).items()}
         assert found == pytest.approx(weighed(step))
         assert sum(micro.token_share for part in parts for micro in part[number]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("between", [None, (-1.0, 5.0)])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_chosen_tokens_are_those_of_the_step(ranks, between):
+    """The same tokens on any number of ranks, in any micro-batches and in another order; in each of two epochs others
+    may be drawn."""
+    shapes = [(0, 2), (0, 1), (1, 3), (1, 2), (2, 1), (2, 4), (3, 2)]
+    generator = torch.Generator().manual_seed(3)
+    columns = {name: torch.randn(15, generator=generator) for name in ("advantages_A", "old_logprobs_A")}
+
+    def filled(batch: TrainingBatch) -> TrainingBatch:
+        places = {sample.key: whole.actions_of(i) for i, sample in enumerate(whole.samples)}
+        for name, column in columns.items():
+            setattr(
+                batch, name, torch.cat([column[places[sample.key]] for sample in batch.samples] or [torch.empty(0)])
+            )
+        return batch
+
+    whole = make_batch(shapes)
+    settings = make_settings(epochs=2, chosen=TokenChoice(share=0.3, between=between))
+    alone = [chosen(step) for step in optimizer_steps(filled(whole), settings, round_index=1)]
+    assert [len(found) for found in alone] == [4, 4]
+    assert (alone[0] == alone[1]) == (between is None)
+    shares = assign_to_ranks(whole.samples, settings, round_index=1, ranks=ranks)
+    other = dataclasses.replace(settings, batching=MicroBatching(tokens=9), seed=7)
+    parts = together(
+        ranks,
+        lambda own: optimizer_steps(
+            filled(TrainingBatch(samples=shares[own.index][::-1])), other, round_index=1, ranks=own
+        ),
+    )
+    assert [set().union(*(chosen(part[number]) for part in parts)) for number in range(2)] == alone
+
+
+def test_tokens_cannot_be_chosen_without_old_logprobs():
+    settings = make_settings(chosen=TokenChoice(share=0.3))
+    with pytest.raises(ValueError, match="old log-probs, and the batch has none"):
+        optimizer_steps(make_batch([(0, 2)], [1.0]), settings, round_index=1)
+
+
+def chosen(step) -> set[int]:
+    """The tokens that were chosen."""
+    return {
+        token
+        for micro in step
+        if not micro.is_filler
+        for token, is_chosen in zip(
+            micro.packed.tokens.token_ids[micro.packed.tokens.action_positions].tolist(),
+            micro.chosen_A.tolist(),
+            strict=True,
+        )
+        if is_chosen
+    }
 
 
 def weighed(step) -> dict[int, float]:

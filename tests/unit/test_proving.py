@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from openrlhf.algorithms.corrections import CORRECTIONS, CorrectionInputs, get_correction
+from openrlhf.algorithms.covariance import chosen_tokens
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs
 from openrlhf.algorithms.reduction import sample_weights
 from openrlhf.cli.prove import _command, _launcher, _own
@@ -18,6 +19,7 @@ from openrlhf.proving.registry import Disproved, Proof, Status, Verdict, tried
 from openrlhf.proving.report import Report, print_report
 from openrlhf.proving.sizes import LARGEST, SMALLEST, sizes_for
 from openrlhf.runs.rl_models import policy_settings
+from openrlhf.utils.randomness import derive_seed, uniforms
 
 
 def made(name: str, run, **changes) -> Proof:
@@ -166,7 +168,13 @@ def both_losses(config, samples: list[reference.PlainSample]) -> list[tuple[floa
     sequences = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
     settings = policy_settings(config)
     base = rollout if config.corrects_off_policy and settings.loss.corrects_itself else old
-    token_losses = settings.loss.function(LossInputs(leaf, base, advantages, sequences), settings.clip).loss_A
+    chosen = None
+    if settings.loss.chosen is not None:
+        seeds = [derive_seed("chosen", 1, 0, *sample.key) for sample in samples]
+        drawn = [torch.from_numpy(uniforms(size, seed=seed)) for size, seed in zip(sizes, seeds, strict=True)]
+        chosen = chosen_tokens(advantages, old, torch.cat(drawn), settings.loss.chosen)
+        assert int(chosen.sum()) == 1
+    token_losses = settings.loss.function(LossInputs(leaf, base, advantages, sequences, chosen), settings.clip).loss_A
     if settings.correction is not None and not settings.loss.corrects_itself:
         name, low, high = settings.correction.name, settings.correction.low, settings.correction.high
         inputs = CorrectionInputs(old, rollout, sequences)
@@ -200,7 +208,13 @@ def test_the_plain_loss_is_the_trainer_s(loss, correction):
         advantages = torch.randn(size, generator=random, dtype=torch.float64)
         samples.append(
             reference.PlainSample(
-                episode=index, prompt=index // 3, current=current, old=old, advantages=advantages, rollout=rollout
+                episode=index,
+                prompt=index // 3,
+                current=current,
+                old=old,
+                advantages=advantages,
+                rollout=rollout,
+                key=(index // 3, index, 0),
             )
         )
     (ours, gradient), (plain, plain_gradient) = both_losses(rl(**flags), samples)
