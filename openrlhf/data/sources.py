@@ -35,7 +35,7 @@ __all__ = ["DataError", "Record", "Records", "load_records", "named", "warn_left
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ACCEPTED = (
     "a .jsonl, .json, .csv, .parquet or .arrow file, a pattern such as 'folder/*.jsonl', a folder, "
-    "a Hub name such as org/name, or a world (openrlhf.worlds.NAME)"
+    "or a Hub name such as org/name"
 )
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
