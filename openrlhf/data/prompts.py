@@ -37,10 +37,6 @@ DECODED = 32
 """Records with images that are read to their last pixel before a run begins."""
 
 
-def _datasource(record: Record) -> str:
-    return str(record.get("datasource") or "default")
-
-
 class PromptSet(Sequence[Prompt]):
     """The usable prompts of a data set, in file order; `prompts[i]` has ordinal i.
 
@@ -85,6 +81,8 @@ class PromptSet(Sequence[Prompt]):
         self.max_prompt_tokens = max_prompt_tokens
         self._long_prompts = long_prompts
         self._flag = flag
+        self.datasources: set[str] = set()
+        """The names of the prompts' sources, as metrics use them."""
         self._kept, self.digest = self._check_all()
 
     def __len__(self) -> int:
@@ -106,14 +104,9 @@ class PromptSet(Sequence[Prompt]):
             text=text,
             images=images,
             label=self._label(record),
-            datasource=_datasource(record),
+            datasource=self._datasource(row, record),
             where=self._records.where(row),
         )
-
-    @property
-    def datasources(self) -> set[str]:
-        """The names of the prompts' sources, as metrics use them. Reads all records."""
-        return {_datasource(self._records[int(row)]) for row in self._kept}
 
     def difficulties(self, key: str) -> np.ndarray:
         """float64 [N]: what records have under `key`. Reads all records; raises DataError for one without a number."""
@@ -151,6 +144,7 @@ class PromptSet(Sequence[Prompt]):
         rows = iter(range(len(self._records)))
         while batch := list(islice(rows, BATCH)):
             usable: list[tuple[int, PlacedText, Any]] = []
+            sources: dict[int, str] = {}
             for row in batch:
                 record = self._records[row]
                 prompt = self._render(row, record)
@@ -161,6 +155,7 @@ class PromptSet(Sequence[Prompt]):
                     with_images.append(row)
                 if prompt.text:
                     usable.append((row, prompt, label))
+                    sources[row] = self._datasource(row, record)
                 else:
                     empty.append(row)
             first = set(with_images[:DECODED])
@@ -176,6 +171,7 @@ class PromptSet(Sequence[Prompt]):
                         continue
                 if length:
                     kept.append(row)
+                    self.datasources.add(sources[row])
                     digest.update(repr((prompt.text, label)).encode())
                     for image in prompt.images:
                         digest.update(image if isinstance(image, bytes) else image.encode())
@@ -289,6 +285,11 @@ class PromptSet(Sequence[Prompt]):
             where = "" if row is None else f", {self._records.where(row)}"
             raise DataError(f"{self._flag}{where}: {error}") from error
 
+    def _datasource(self, row: int, record: Record) -> str:
+        """As the record says; otherwise the data set's name, where training prompts are of several."""
+        given = record.get("datasource")
+        return str(given or ("" if self._flag == "--eval.dataset" else self._records.entry(row)) or "default")
+
     def _label(self, record: Record) -> Any:
         return "" if self._label_key is None else record.get(self._label_key)
 
@@ -343,6 +344,10 @@ class PromptStream:
     def remaining(self) -> int | None:
         """How many prompts `take` still has; None: endlessly many."""
         return None if self._num_episodes is None else len(self._again) + len(self) - self._next
+
+    @property
+    def datasources(self) -> set[str]:
+        return self._prompts.datasources
 
     def prompt_at(self, ordinal: int) -> Prompt:
         """With a curriculum, of an ordinal that was taken."""

@@ -9,7 +9,7 @@ import importlib.metadata
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 from urllib.parse import unquote
@@ -64,6 +64,8 @@ class Source:
     records: Sequence[Record]
     folder: Path | None = None
     """The folder of the file, in which paths of images are looked for; None: it has none here."""
+    entry: str = ""
+    """A short name of the entry of the comma list that it is of; "" where that has only one."""
 
 
 class Records(Sequence[Record]):
@@ -96,6 +98,10 @@ class Records(Sequence[Record]):
         """`record 12 of train.jsonl`: the 1-based number in the source it comes from."""
         source, row = self._rows[index]
         return f"record {row + 1} of {self._sources[source].name}"
+
+    def entry(self, index: int) -> str:
+        """A short name of the data set it comes from, where there are several: `math` of `math.jsonl,data/chat`."""
+        return self._sources[self._rows[index][0]].entry
 
     def folder(self, index: int) -> Path | None:
         """The folder of the file it comes from; None for a data set of the Hub."""
@@ -141,7 +147,19 @@ def load_records(
     rows = rows[:max_samples]
     if unread := [name for number, name in enumerate(names) if not (rows[:, 0] == number).any()]:
         logger.warning("%s: --data.max_samples %s leaves no record of %s", flag, max_samples, ", ".join(unread))
-    return Records([source for entry in entries for source in entry], _rows_of_files(rows, entries))
+    short = _short_names(names)
+    sources = [replace(source, entry=short[number]) for number, entry in enumerate(entries) for source in entry]
+    return Records(sources, _rows_of_files(rows, entries))
+
+
+def _short_names(names: Sequence[str]) -> list[str]:
+    """What metrics call each entry: the end of its path without the suffix, or all of it where ends are alike."""
+    if len(names) == 1:
+        return [""]
+    plain = [name.removeprefix("file://").rstrip("/") for name in names]
+    ends = [re.sub(r"\.(jsonl?|csv|parquet|arrow)$", "", name.rpartition("/")[2]) for name in plain]
+    found = ends if len(set(ends)) == len(ends) and not any(map(glob.has_magic, ends)) else plain
+    return [re.sub(r"[^\w.-]+", "_", name).strip("_") for name in found]
 
 
 def warn_left_out(records: Records, rows: Sequence[int], *, why: str, what: str, flag: str) -> None:

@@ -46,6 +46,11 @@ CATALOG = (
             "rollout/reward_mean_<agent>": Metric(
                 REWARD, "the same of the episodes of one agent, where a prompt's samples play several roles"
             ),
+            "source/<datasource>_score": Metric(
+                SHARE, "`score` of the prompts of one data source, where the training prompts have several"
+            ),
+            "source/<datasource>_reward": Metric(REWARD, "`rollout/reward_mean` of them"),
+            "source/<datasource>_prompts": Metric(GROUPS, "how many of the round's prompts are of it"),
             "rollout/reward_std": Metric(REWARD, "standard deviation of these over all samples of the round"),
         },
     ),

@@ -242,6 +242,17 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
     return metrics
 
 
+def source_metrics(groups: Sequence[Group]) -> Metrics:
+    """The same of each data source alone, and how many of the prompts are of it."""
+    metrics = Metrics()
+    for group in groups:
+        source, count = group.prompt.datasource, len(group.scored)
+        metrics.mean(f"source/{source}_score", sum(group.scores), count)
+        metrics.mean(f"source/{source}_reward", sum(group.rewards), count)
+        metrics.sum(f"source/{source}_prompts", 1)
+    return metrics
+
+
 if TYPE_CHECKING:
     from openrlhf.trainers.pipelines import Collector
 

@@ -176,6 +176,7 @@ def _train(
             save_every=config.ckpt.period,
             log_every=config.logger.logging_steps,
             max_length=config.data.max_len,
+            by_source=len(prompts.datasources) > 1,
         )
         evaluation = None
         if held_out is not None:

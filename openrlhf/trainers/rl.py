@@ -16,7 +16,7 @@ from openrlhf.observability.rollout_log import RolloutLog
 from openrlhf.observability.signs import NoWarnings, Warnings
 from openrlhf.observability.startup import StartUp
 from openrlhf.observability.token_log import NoTokenLog
-from openrlhf.rollout.collector import PromptsExhausted, rollout_metrics
+from openrlhf.rollout.collector import PromptsExhausted, rollout_metrics, source_metrics
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.trainers.callbacks import Callbacks, EndedEarly
 from openrlhf.trainers.evaluation import BestMetric
@@ -41,6 +41,8 @@ class RunPeriods:
     log_every: int = 1
     max_length: int = 0
     """The most tokens that a sample may have; `response_clip_ratio` counts those that reach it."""
+    by_source: bool = False
+    """Whether scores and rewards are logged for each data source as well."""
 
     def evaluates_after(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0
@@ -178,6 +180,8 @@ class RLTrainer:
     def measure(self, groups: Sequence[Group]) -> Metrics:
         """The metrics of a round's rollouts, its seconds by phase, and its tokens per second."""
         metrics = rollout_metrics(groups, max_length=self.schedule.max_length)
+        if self.schedule.by_source:
+            metrics.merge(source_metrics(groups))
         timings = self.clock.take()
         for name, seconds in timings.items():
             metrics.last(name, seconds)

@@ -62,6 +62,20 @@ class TestPromptSet:
         assert (first.label, first.datasource) == ("", "default")
         assert second.datasource == "aime"
 
+    def test_a_prompt_of_several_data_sets_is_of_one_of_them(self, tmp_path):
+        """Training prompts without a datasource are named after their file; those of an evaluation are not."""
+        for name, records in {
+            "math": [{"input": "a"}, {"input": "b", "datasource": "aime"}],
+            "chat": [{"input": "c"}],
+        }.items():
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        both = load_records(f"{tmp_path}/math.jsonl,{tmp_path}/chat.jsonl")
+        prompts = PromptSet(both)
+        assert [prompt.datasource for prompt in prompts] == ["math", "aime", "chat"]
+        assert prompts.datasources == {"math", "aime", "chat"}
+        assert PromptSet(both, flag="--eval.dataset").datasources == {"default", "aime"}
+        assert PromptSet(load_records(f"{tmp_path}/chat.jsonl")).datasources == {"default"}
+
     def test_label_of_any_kind(self, load):
         labels = [0, False, "", {"tests": ["x"]}]
         prompts = PromptSet(load([{"input": "a", "label": label} for label in labels]), label_key="label")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
 
-from openrlhf.data.sources import DataError, interleaved_rows, load_records, parse_probabilities
+from openrlhf.data.sources import DataError, _short_names, interleaved_rows, load_records, parse_probabilities
 
 
 @pytest.fixture(autouse=True)
@@ -340,6 +340,19 @@ class TestMissing:
 
     def test_nothing_given(self):
         assert refused(" , ").startswith("--data.prompt_dataset is empty")
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["a/math.jsonl"], [""]),
+        (["a/math.jsonl", "b/code.parquet", "org/chat@part"], ["math", "code", "chat_part"]),
+        (["a/train.jsonl", "b/train.jsonl"], ["a_train.jsonl", "b_train.jsonl"]),
+        (["a/*.jsonl", "openrlhf.worlds.reasoning_gym"], ["a_.jsonl", "openrlhf.worlds.reasoning_gym"]),
+    ],
+)
+def test_entries_have_short_names_that_differ(names, short):
+    assert _short_names(names) == short
 
 
 class TestMixing:

@@ -18,7 +18,14 @@ from openrlhf.checkpoint.training_state import read_state, write_state
 from openrlhf.data.curricula import BySuccess, CurriculumSettings
 from openrlhf.data.prompts import PromptSet, PromptStream
 from openrlhf.data.sources import load_records
-from openrlhf.rollout.collector import PromptsExhausted, SyncCollector, group_from, group_state, rollout_metrics
+from openrlhf.rollout.collector import (
+    PromptsExhausted,
+    SyncCollector,
+    group_from,
+    group_state,
+    rollout_metrics,
+    source_metrics,
+)
 from openrlhf.rollout.filtering import ScoreFilter, mean_score
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
@@ -225,6 +232,21 @@ def test_a_group_that_would_give_no_sample_is_replaced(make):
 def test_a_round_of_members_left_alone_says_why(make):
     with pytest.raises(RolloutError, match=r"all 3 groups of a round failed; first reason: rewards.py:3: no"):
         make(ScriptedRunner([(0.5, None)] * 8), members=2).next_batch()
+
+
+def test_each_source_has_its_own_means():
+    """Source a: scores 1 and 0 of one prompt, 1 of another whose second sample failed. Source b: nothing judged."""
+    groups = [make_group(1.0, 0.0), make_group(1.0, None, ordinal=1), make_group(None, None, ordinal=2)]
+    named = [
+        dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, datasource=source))
+        for group, source in zip(groups, ("a", "a", "b"), strict=True)
+    ]
+    assert source_metrics(named).values() == {
+        "source/a_score": pytest.approx(2 / 3),
+        "source/a_reward": pytest.approx(2 / 3),
+        "source/a_prompts": 2,
+        "source/b_prompts": 1,
+    }
 
 
 def test_a_replacement_starts_while_others_are_in_play(make):

@@ -55,6 +55,11 @@ class Prompts:
 
     def give_back(self, ordinals): ...
 
+    def settle(self, scores): ...
+
+    def metrics(self):
+        return Metrics()
+
 
 class SortingReward:
     """The share of digits in their places."""

@@ -72,6 +72,11 @@ class Prompts:
     def give_back(self, ordinals) -> None:
         self.left = [*(self.all[i] for i in sorted(ordinals)), *self.left]
 
+    def settle(self, scores) -> None: ...
+
+    def metrics(self) -> Metrics:
+        return Metrics()
+
 
 @pytest.fixture
 def loop():
