@@ -22,6 +22,8 @@ from openrlhf.utils import sandbox
 
 LIMITS = sandbox.Limits(seconds=5, memory=512 << 20, file_size=1 << 20)
 """For one answer and all its statements together, or for each of its inputs."""
+TOGETHER = 10
+"""Seconds for all inputs of an answer: when they are over, no further one is tried."""
 AT_LEAST = None
 """Or sandbox.Level.FILTERS, or sandbox.Level.NAMESPACES."""
 
@@ -50,7 +52,7 @@ async def judge(response, label):
     if isinstance(tests[0], str):
         graded = await sandbox.grade_asserts_async(code, tests, limits=LIMITS, at_least=AT_LEAST)
     else:
-        graded = await sandbox.grade_outputs_async(code, tests, limits=LIMITS, at_least=AT_LEAST)
+        graded = await sandbox.grade_outputs_async(code, tests, together=TOGETHER, limits=LIMITS, at_least=AT_LEAST)
     return graded.share, True
 
 

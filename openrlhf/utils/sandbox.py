@@ -34,7 +34,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import IntEnum, StrEnum
@@ -452,15 +452,38 @@ def _encoded(text: str | bytes) -> bytes:
 
 def _job(
     command: Sequence[str],
-    stdin: str | bytes,
-    files: Mapping[str, str | bytes],
-    limits: Limits,
-    at_least: Level | None,
-    readable: Sequence[str | os.PathLike[str]],
-    environment: Mapping[str, str],
+    *,
+    stdin: str | bytes = "",
+    files: Mapping[str, str | bytes] = {},
+    limits: Limits = DEFAULT,
+    at_least: Level | None = None,
+    readable: Sequence[str | os.PathLike[str]] = (),
+    environment: Mapping[str, str] = {},
 ) -> _Job:
+    """A job with the options of `run`."""
     named = {name: _encoded(content) for name, content in files.items()}
     return _Job(command, _encoded(stdin), named, limits, _level_for(at_least), readable, environment)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    turn = _turns.ask()
+    try:
+        turn.result()
+        yield
+    finally:
+        _turns.give_back(turn)
+
+
+@contextlib.asynccontextmanager
+async def _turn_async() -> AsyncIterator[None]:
+    await asyncio.to_thread(level)  # the first time it tries, and no event loop waits for that
+    turn = _turns.ask()
+    try:
+        await asyncio.wrap_future(turn)
+        yield
+    finally:
+        _turns.give_back(turn)
 
 
 def run(
@@ -476,37 +499,29 @@ def run(
     """Run `command` in a folder with `files` (names relative to it), and give its result.
 
     `readable` are further paths that it may read; where the run is started by root, only if everybody may, because then
-    it has a user of its own. Raises SandboxError if it could not be run, and where the machine
-    offers less than `at_least`.
+    it has a user of its own. `environment` is all that it gets besides PATH, HOME and the like. Raises SandboxError if
+    it could not be run, and where the machine offers less than `at_least`.
     """
-    turn = _turns.ask()
-    try:
-        turn.result()
-        with _job(command, stdin, files, limits, at_least, readable, environment) as job:
-            return job.read(*job.run())
-    finally:
-        _turns.give_back(turn)
+    with (
+        _turn(),
+        _job(
+            command,
+            stdin=stdin,
+            files=files,
+            limits=limits,
+            at_least=at_least,
+            readable=readable,
+            environment=environment,
+        ) as job,
+    ):
+        return job.read(*job.run())
 
 
-async def run_async(
-    command: Sequence[str],
-    *,
-    stdin: str | bytes = "",
-    files: Mapping[str, str | bytes] = {},
-    limits: Limits = DEFAULT,
-    at_least: Level | None = None,
-    readable: Sequence[str | os.PathLike[str]] = (),
-    environment: Mapping[str, str] = {},
-) -> Result:
-    """As `run`. A run whose caller is cancelled ends."""
-    await asyncio.to_thread(level)
-    turn = _turns.ask()
-    try:
-        await asyncio.wrap_future(turn)
-        with _job(command, stdin, files, limits, at_least, readable, environment) as job:
+async def run_async(command: Sequence[str], **options: Any) -> Result:
+    """As `run`, with its options. A run whose caller is cancelled ends."""
+    async with _turn_async():
+        with _job(command, **options) as job:
             return job.read(*await job.run_async())
-    finally:
-        _turns.give_back(turn)
 
 
 # ------------------------------------------------------------------------------------ Python, and tests of it
@@ -534,20 +549,49 @@ def same_output(given: str, expected: str) -> bool:
     return lines == wanted
 
 
-def grade_outputs(code: str, cases: Sequence[tuple[str, str]], **options: Any) -> Graded:
+def grade_outputs(
+    code: str, cases: Sequence[tuple[str, str]], *, together: float = float("inf"), **options: Any
+) -> Graded:
     """Run a Python program once for each (stdin, expected stdout), many at once. The expected output never is where
-    the program is, so a program passes only by writing it. Each case has the limits of `run` for itself."""
+    the program is, so a program passes only by writing it.
+
+    Each case has the limits of `run` for itself. When the cases of the program have taken `together` seconds, those
+    that have not begun are not run any more, and have not passed: so an endless loop costs a few cases and not all.
+    """
     _no_cases(cases)
+    spent: list[float] = []
+
+    def one(case: tuple[str, str]) -> Result | None:
+        with _turn():
+            if sum(spent) >= together:
+                return None
+            with _job(PYTHON, stdin=case[0], **_with_main(code, options)) as job:
+                result = job.read(*job.run())
+            spent.append(result.seconds)
+            return result
+
     with ThreadPoolExecutor(min(len(cases), at_once())) as threads:
-        results = list(threads.map(lambda case: run_python(code, stdin=case[0], **options), cases))
-    return _graded(results, cases)
+        return _graded(list(threads.map(one, cases)), cases)
 
 
-async def grade_outputs_async(code: str, cases: Sequence[tuple[str, str]], **options: Any) -> Graded:
+async def grade_outputs_async(
+    code: str, cases: Sequence[tuple[str, str]], *, together: float = float("inf"), **options: Any
+) -> Graded:
     """As `grade_outputs`."""
     _no_cases(cases)
+    spent: list[float] = []
+
+    async def one(stdin: str) -> Result | None:
+        async with _turn_async():
+            if sum(spent) >= together:
+                return None
+            with _job(PYTHON, stdin=stdin, **_with_main(code, options)) as job:
+                result = job.read(*await job.run_async())
+            spent.append(result.seconds)
+            return result
+
     async with asyncio.TaskGroup() as group:
-        runs = [group.create_task(run_python_async(code, stdin=stdin, **options)) for stdin, _ in cases]
+        runs = [group.create_task(one(stdin)) for stdin, _ in cases]
     return _graded([run.result() for run in runs], cases)
 
 
@@ -556,9 +600,12 @@ def _no_cases(cases: Sequence[Any]) -> None:
         raise ValueError("there are no tests")  # a made-up share would be worse than none
 
 
-def _graded(results: Sequence[Result], cases: Sequence[tuple[str, str]]) -> Graded:
-    passed = (run.ok and same_output(run.stdout, case[1]) for run, case in zip(results, cases, strict=True))
-    return Graded(tuple(passed), tuple(results))
+def _graded(results: Sequence[Result | None], cases: Sequence[tuple[str, str]]) -> Graded:
+    passed = (
+        run is not None and run.ok and same_output(run.stdout, case[1])
+        for run, case in zip(results, cases, strict=True)
+    )
+    return Graded(tuple(passed), tuple(run for run in results if run is not None))
 
 
 # Results go to a private descriptor with a secret in front, test by test: so that the code cannot print them, and so

@@ -222,6 +222,19 @@ class TestGrading:
         assert graded.share == 0.5
         assert [result.ok for result in graded.results] == [True, True, True, False]
 
+    @pytest.mark.parametrize("grade", ["sync", "async"])
+    def test_the_cases_of_a_program_have_a_time_together(self, grade, monkeypatch):
+        """One at a time, a second each, 1.5 s together: two are run, and the other four are not."""
+        monkeypatch.setattr(sandbox, "_turns", sandbox._Turns(1))
+        options = {"together": 1.5, "limits": Limits(seconds=1)}
+        cases = [("", "")] * 6
+        if grade == "sync":
+            graded = sandbox.grade_outputs("while True: pass", cases, **options)
+        else:
+            graded = asyncio.run(sandbox.grade_outputs_async("while True: pass", cases, **options))
+        assert graded.passed == (False,) * 6
+        assert [result.limit for result in graded.results] == [Limit.TIME] * 2
+
     def test_statements(self):
         """A test that never ends takes no others with it, and one cannot be passed by printing."""
         code = "import sys\ndef add(a, b):\n    return a + b\nprint('0', '1', '2')"
