@@ -445,6 +445,14 @@ class Fork(NamedTuple):
     """How many of its first action tokens are the other's."""
 
 
+class RewardPart(NamedTuple):
+    """One of several rewards of an episode, whose weighted sum is the reward."""
+
+    name: str
+    value: float
+    weight: float = 1.0
+
+
 class Outcome(StrEnum):
     """How an episode ended."""
 
@@ -469,6 +477,8 @@ class Trajectory:
     reward_size: float | None = None
     """The sum of the absolute values of the terms of the reward, where several sources gave it. It tells how much of
     the reward may be rounding error. None: the turn rewards are the only terms."""
+    reward_parts: tuple[RewardPart, ...] = ()
+    """What the reward is the weighted sum of, where it was given by name; empty: it is one number."""
     score: float | None = None
     """Success in [0, 1]; falls back to the reward."""
     text: str = ""
@@ -501,7 +511,13 @@ class Trajectory:
         return sum(segment.num_actions for segment in self.segments)
 
     def with_reward(
-        self, reward: float, *, score: float | None, extra_logs: dict[str, float], size: float | None = None
+        self,
+        reward: float,
+        *,
+        score: float | None,
+        extra_logs: dict[str, float],
+        size: float | None = None,
+        parts: tuple[RewardPart, ...] = (),
     ) -> Trajectory:
         """The same episode with its reward on the last action token."""
         last = self.segments[-1]
@@ -515,6 +531,7 @@ class Trajectory:
             segments=segments,
             reward=reward,
             reward_size=size,
+            reward_parts=parts,
             score=reward if score is None else score,
             extra_logs=extra_logs,
         )

@@ -128,6 +128,8 @@ class Estimator:
     """Advantages are those of `gae`, from a critic's values."""
     takes_k: bool = False
     """`shape` has a parameter k, which `with_k` gives it."""
+    by_part: bool = False
+    """Where the reward is a weighted sum of several, each of these is compared by itself (`part_advantages`)."""
     outcome_only: bool = False
     """Samples are compared by the totals of their episodes, and by nothing else."""
     synonyms: tuple[str, ...] = ()
@@ -174,6 +176,14 @@ ESTIMATORS: dict[str, Estimator] = {
         outcome_only=True,
         synonyms=("pass@k", "passk"),
         paper="arXiv:2508.10751",
+    ),
+    # GDPO: a z-score of each reward by itself, their weighted sum, then normalised over the whole batch.
+    "gdpo": Estimator(
+        shape=group_zscore,
+        whiten=True,
+        by_part=True,
+        outcome_only=True,
+        paper="arXiv:2601.05242",
     ),
 }
 
@@ -243,6 +253,23 @@ def turn_advantages(
     sizes_GK = padded([_to_come(episode.sizes_K) for episode in episodes]).T
     advantages_GK = compared(returns_GK, sizes_GK, samples_G, shape)
     return [row[:count] for row, count in zip(advantages_GK, counts, strict=True)]
+
+
+def part_advantages(values_GP: Tensor, weights_GP: Tensor, shape: Callable[[Tensor, Tensor], Shaping]) -> Tensor:
+    """A_i = Σ_p w_ip norm_p(r_ip), float64 [G]: each of P rewards is compared with the group's by itself, and where all
+    samples earned the same it is left out.
+
+    GDPO (arXiv:2601.05242), where norm is the z-score of the group. A weight says what a reward counts; its own scale
+    is of no consequence. In a group of two of which one earned nothing, a z-score of the sum is the same whether the
+    other earned one reward or both; this one is twice as large. Whitening is its last step. The paper's formula
+    normalises over the samples of the batch; here it is over their tokens, as for all estimators that whiten.
+    """
+    import torch  # here, so that the registry imports without it
+
+    if len(values_GP) < 2:
+        raise ValueError(f"comparing the samples of a prompt needs two or more of them, got {len(values_GP)}")
+    samples_G = torch.arange(len(values_GP))
+    return (weights_GP * compared(values_GP, values_GP.abs(), samples_G, shape)).sum(1)
 
 
 def compared(

@@ -32,6 +32,7 @@ from openrlhf.algorithms.advantages import (
     discounted_returns,
     gae,
     overlong_penalty,
+    part_advantages,
     stop_properly,
     turn_advantages,
     whiten,
@@ -39,7 +40,7 @@ from openrlhf.algorithms.advantages import (
 from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import Group, Outcome, TrainingBatch, TrainingSample, Trajectory
+from openrlhf.types import Group, Outcome, RewardPart, TrainingBatch, TrainingSample, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ class EpisodeRewards(NamedTuple):
     """float64: the sum of the absolute values of what each reward was added up from."""
     turns_A: Tensor
     """int64: which turn of the episode each token is of."""
+    parts: tuple[RewardPart, ...] = ()
+    """What the episode's total is the weighted sum of: the rewards that were given, and each penalty."""
 
     @staticmethod
     def of(member: Trajectory) -> EpisodeRewards:
@@ -154,7 +157,8 @@ class EpisodeRewards(NamedTuple):
         sizes_A = rewards_A.abs()
         if member.reward_size is not None:
             sizes_A[-1] = member.reward_size
-        return EpisodeRewards(rewards_A, sizes_A, ends_A.cumsum(0) - ends_A.long())
+        parts = member.reward_parts or (RewardPart("reward", float(rewards_A.sum())),)
+        return EpisodeRewards(rewards_A, sizes_A, ends_A.cumsum(0) - ends_A.long(), parts)
 
     def rewarded(self) -> Tensor:
         """bool: tokens that carry a reward, the last action's being one even when it is 0."""
@@ -167,7 +171,8 @@ class EpisodeRewards(NamedTuple):
         rewards_A = torch.where(self.rewarded(), self.rewards_A.clamp(low, high), self.rewards_A)
         # A bound of the range is as it was given, and no sum.
         sizes_A = torch.where(rewards_A == self.rewards_A, self.sizes_A, rewards_A.abs())
-        return self._replace(rewards_A=rewards_A, sizes_A=sizes_A)
+        parts = tuple(part._replace(value=min(max(part.value, low), high)) for part in self.parts)
+        return self._replace(rewards_A=rewards_A, sizes_A=sizes_A, parts=parts)
 
     def per_turn(self) -> TurnRewards:
         empty_K = self.rewards_A.new_zeros(int(self.turns_A[-1]) + 1)
@@ -179,9 +184,10 @@ class EpisodeRewards(NamedTuple):
 def shape_rewards(member: Trajectory, shaping: RewardShaping, metrics: Metrics) -> EpisodeRewards:
     """An episode's rewards after the penalties on its length, before the clip.
 
-    A turn that is too long pays for itself; of a truncated episode's rewards a part is left.
+    A turn that is too long pays for itself; of a truncated episode's rewards a part is left. Where several rewards are
+    compared each by itself, the penalty on length is one more of them, and a truncated episode keeps as much of each.
     """
-    rewards_A, sizes_A, turns_A = EpisodeRewards.of(member)
+    rewards_A, sizes_A, turns_A, parts = EpisodeRewards.of(member)
     if shaping.overlong_buffer is not None:
         lengths_K = turns_A.bincount() if member.num_actions else torch.zeros(1, dtype=torch.int64)
         penalties = [
@@ -198,10 +204,13 @@ def shape_rewards(member: Trajectory, shaping: RewardShaping, metrics: Metrics) 
         penalties_K = torch.tensor(penalties, dtype=torch.float64)
         rewards_A = rewards_A.index_add(0, ends_K, penalties_K)
         sizes_A = sizes_A.index_add(0, ends_K, penalties_K.abs())
+        parts = (*parts, RewardPart("overlong_penalty", sum(penalties)))
     if shaping.stop_properly is not None and member.outcome is Outcome.TRUNCATED:
         rewards_A = stop_properly(rewards_A, coef=shaping.stop_properly)
         sizes_A = stop_properly(sizes_A, coef=shaping.stop_properly).abs()
-    return EpisodeRewards(rewards_A, sizes_A, turns_A)
+        parts = tuple(part._replace(value=max(shaping.stop_properly, 0.0) * part.value) for part in parts)
+        parts = (*parts, RewardPart("stop_properly", min(shaping.stop_properly, 0.0)))
+    return EpisodeRewards(rewards_A, sizes_A, turns_A, parts)
 
 
 def compare_group(
@@ -219,19 +228,36 @@ def compare_group(
         return [None] * len(members)
     shape, turns = settings.estimator.shape, settings.turns
     per_turn = [earned.per_turn() for earned in members]
-    advantages = turn_advantages(per_turn, shape, turns)
+
+    def among(places: Sequence[int]) -> Sequence[Tensor]:
+        if settings.estimator.by_part:
+            found_G = part_advantages(*_parts([members[i] for i in places]), shape)
+            return [a.expand(len(per_turn[i].rewards_K)) for a, i in zip(found_G, places, strict=True)]
+        return turn_advantages([per_turn[i] for i in places], shape, turns)
+
+    advantages = among(range(len(members)))
     compared = [a_K[earned.turns_A].float() for a_K, earned in zip(advantages, members, strict=True)]
     for i, common in enumerate(shared or ()):
         own_A, begin = compared[i], 0
         for end in sorted({count for j, count in enumerate(common) if j != i}):
-            others = [per_turn[j] for j, count in enumerate(common) if j != i and count <= begin]
+            others = [j for j, count in enumerate(common) if j != i and count <= begin]
             if not others:
                 own_A[begin:end] = 0.0
             elif end > begin:
-                a_K = turn_advantages([per_turn[i], *others], shape, turns)[0]
+                a_K = among([i, *others])[0]
                 own_A[begin:end] = a_K[members[i].turns_A[begin:end]].float()
             begin = end
     return compared
+
+
+def _parts(members: Sequence[EpisodeRewards]) -> tuple[Tensor, Tensor]:
+    """Values and weights [G, P] of all rewards that some member has; those of another are 0."""
+    names = list(dict.fromkeys(part.name for member in members for part in member.parts))
+    found = [{part.name: part for part in member.parts} for member in members]
+    missing = {part.name: part._replace(value=0.0) for member in members for part in member.parts}
+    rows = [[named.get(name, missing[name]) for name in names] for named in found]
+    values_GP = torch.tensor([[part.value for part in row] for row in rows], dtype=torch.float64)
+    return values_GP, torch.tensor([[part.weight for part in row] for row in rows], dtype=torch.float64)
 
 
 def shared_actions(group: Group, members: Sequence[Trajectory]) -> list[list[int]] | None:

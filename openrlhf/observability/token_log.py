@@ -222,6 +222,9 @@ class _StepBuilder:
             "outcome": str(trajectory.outcome),
             "reward": _number(trajectory.reward),
             "reward_size": _number(trajectory.reward_size),
+            "reward_parts": [
+                [part.name, _number(part.value), _number(part.weight)] for part in trajectory.reward_parts
+            ],
             "score": _number(trajectory.score),
             "text": trajectory.text,
             "extra_logs": {name: _number(value) for name, value in trajectory.extra_logs.items()},
@@ -553,6 +556,8 @@ class TokenSample:
     """finished, truncated or failed."""
     reward: float | None
     reward_size: float | None
+    reward_parts: tuple[tuple[str, float, float], ...]
+    """Name, value and weight of each reward, where there are several."""
     score: float | None
     text: str
     extra_logs: dict[str, float]
@@ -732,6 +737,7 @@ def _sample(found: Mapping[str, Any], prompt: int, cutter: _Cutter) -> TokenSamp
         outcome=found["outcome"],
         reward=_float(found["reward"]),
         reward_size=_float(found["reward_size"]),
+        reward_parts=tuple((name, float(v), float(w)) for name, v, w in found.get("reward_parts", ())),
         score=_float(found["score"]),
         text=found["text"],
         extra_logs={name: float(value) for name, value in found["extra_logs"].items()},
@@ -797,7 +803,7 @@ def read_groups(path: str | Path) -> list[Group]:
 
 
 def _trajectory(sample: TokenSample, path: Path, images: dict[str, ImageInput]) -> Trajectory:
-    from openrlhf.types import Fork, Outcome, SampleKey, Trajectory
+    from openrlhf.types import Fork, Outcome, RewardPart, SampleKey, Trajectory
 
     return Trajectory(
         key=SampleKey(sample.prompt, sample.sample),
@@ -805,6 +811,7 @@ def _trajectory(sample: TokenSample, path: Path, images: dict[str, ImageInput]) 
         outcome=Outcome(sample.outcome),
         reward=sample.reward,
         reward_size=sample.reward_size,
+        reward_parts=tuple(RewardPart(*part) for part in sample.reward_parts),
         score=sample.score,
         text=sample.text,
         extra_logs=sample.extra_logs,

@@ -117,6 +117,7 @@ class PlainRound:
                 turns=lengths,
                 rewards=rewards,
                 truncated=member.outcome is Outcome.TRUNCATED,
+                parts={name: (value, weight) for name, value, weight in member.reward_parts},
             )
         )
 

@@ -6,12 +6,13 @@ numbers or plain autograd. Only settings (`config`) and records of samples (`typ
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,8 @@ class PlainEpisode:
     rewards: list[float]
     """One per turn."""
     truncated: bool = False
+    parts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Value and weight of each reward by name, where there are several."""
 
     @property
     def tokens(self) -> int:
@@ -194,7 +197,7 @@ def advantages(
         return _whitened(found, divide=not config.algo.advantage.no_std_norm)
     compared = _compared(episodes, rewards, config)
     found = [[a - k for a, k in zip(c, _returns(k, 1.0), strict=True)] for c, k in zip(compared, costs, strict=True)]
-    if estimator == "reinforce_baseline":
+    if estimator in ("reinforce_baseline", "gdpo"):
         return _whitened(found, divide=not config.algo.advantage.no_std_norm)
     return found
 
@@ -253,9 +256,38 @@ def _compared(episodes: Sequence[PlainEpisode], rewards: Sequence[Sequence[float
     result: list[list[float]] = [[] for _ in episodes]
     for group in dict.fromkeys(episode.group for episode in episodes):
         members = [i for i, episode in enumerate(episodes) if episode.group == group]
-        per_turn = _turn_advantages([rewards[i] for i in members], config)
+        if config.algo.advantage.estimator == "gdpo":
+            every = _decoupled([episodes[i] for i in members], config)
+            per_turn = [[a] * len(episodes[i].turns) for a, i in zip(every, members, strict=True)]
+        else:
+            per_turn = _turn_advantages([rewards[i] for i in members], config)
         for i, row in zip(members, per_turn, strict=True):
             result[i] = [a for a, length in zip(row, episodes[i].turns, strict=True) for _ in range(length)]
+    return result
+
+
+def _decoupled(episodes: Sequence[PlainEpisode], config: Any) -> list[float]:
+    """Σ over named rewards of weight times z-score; the penalty on length is a reward of its own, and so is what a
+    truncated episode is left with where that is below 0."""
+    section, tables = config.reward, []
+    for episode in episodes:
+        table = dict(episode.parts) or {"the reward": (sum(episode.rewards), 1.0)}
+        if section.overlong_buffer_len is not None:
+            bare = PlainEpisode(group=episode.group, turns=episode.turns, rewards=[0.0] * len(episode.turns))
+            free = dataclasses.replace(section, stop_properly_penalty_coef=None, clip_range=(-math.inf, math.inf))
+            table["length"] = (sum(shaped_rewards(bare, dataclasses.replace(config, reward=free))), 1.0)
+        keep = section.stop_properly_penalty_coef
+        if keep is not None and episode.truncated:
+            table = {name: (max(keep, 0.0) * value, weight) for name, (value, weight) in table.items()}
+            table["the end"] = (min(keep, 0.0), 1.0)
+        low, high = section.clip_range
+        tables.append({name: (min(max(value, low), high), weight) for name, (value, weight) in table.items()})
+    result = [0.0] * len(episodes)
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name, (0.0, 0.0))[0] for table in tables]
+        weight = next(table[name][1] for table in tables if name in table)
+        norms = _normalised(values, list(range(len(values))), "group_norm", [abs(v) for v in values], 1)
+        result = [a + weight * norm for a, norm in zip(result, norms, strict=True)]
     return result
 
 

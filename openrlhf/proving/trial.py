@@ -52,6 +52,7 @@ from openrlhf.types import (
     Outcome,
     PlacedImage,
     Prompt,
+    RewardPart,
     SampleKey,
     SamplingParams,
     TrainingBatch,
@@ -383,8 +384,16 @@ def made_up(groups: Sequence[Group]) -> list[Group]:
                     rewards[end] = 0.25 * ((3 * place + 5 * (turn + number) + group.prompt.ordinal) % 7) - 0.5
                 total += float(rewards.sum())
                 segments.append(dataclasses.replace(segment, turn_rewards=rewards))
+            second = 0.25 * (place % 3)
             members.append(
-                dataclasses.replace(member, segments=tuple(segments), reward=total, reward_size=None, score=total)
+                dataclasses.replace(
+                    member,
+                    segments=tuple(segments),
+                    reward=total,
+                    reward_size=None,
+                    reward_parts=(RewardPart("first", total - 2 * second), RewardPart("second", second, 2.0)),
+                    score=total,
+                )
             )
         members.append(failed(group.prompt.ordinal, len(group.trajectories)))
         result.append(Group(prompt=group.prompt, trajectories=tuple(members)))

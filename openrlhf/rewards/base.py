@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from openrlhf.rewards.values import RewardValues
-from openrlhf.types import PlacedImage, Prompt, Trajectory
+from openrlhf.types import PlacedImage, Prompt, RewardPart, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +60,23 @@ class Reward:
     extra_logs: dict[str, float] = field(default_factory=dict)
     size: float | None = None
     """Sum of the absolute values of what the reward was added up from; None: it is one number of one source."""
+    parts: tuple[RewardPart, ...] = ()
+    """What the reward is the weighted sum of, by name; empty: it is one number."""
 
     @staticmethod
     def each(values: RewardValues) -> list[Reward]:
         """Sample by sample, what a function or server returned for all of them."""
         scores: Sequence[float | None] = values.scores or [None] * len(values.rewards)
-        return [
-            Reward(reward=reward, score=score, extra_logs={name: logs[i] for name, logs in values.extra_logs.items()})
-            for i, (reward, score) in enumerate(zip(values.rewards, scores, strict=True))
-        ]
+        judged = []
+        for i, (reward, score) in enumerate(zip(values.rewards, scores, strict=True)):
+            parts = tuple(
+                RewardPart(name, column[i], values.weights.get(name, 1.0)) for name, column in values.parts.items()
+            )
+            logs = {f"reward_{part.name}": part.value for part in parts}
+            logs |= {name: column[i] for name, column in values.extra_logs.items()}
+            size = sum(abs(part.weight * part.value) for part in parts) if parts else None
+            judged.append(Reward(reward=reward, score=score, extra_logs=logs, size=size, parts=parts))
+        return judged
 
 
 class RewardError(Exception):

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest, RewardSource
+from openrlhf.types import RewardPart
 
 T = TypeVar("T")
 
@@ -60,7 +61,15 @@ class CombinedReward:
             score=sum(w * s for w, s in scored) / sum(w for w, _ in scored) if scored else None,
             extra_logs=logs,
             size=sum(abs(weight * part.reward) for _, weight, part in parts),
+            parts=tuple(named for name, weight, part in parts for named in _named(name, weight, part)),
         )
+
+
+def _named(name: str, weight: float, reward: Reward) -> list[RewardPart]:
+    """A source's reward as parts of the whole: itself, or the parts that it has."""
+    if not reward.parts:
+        return [RewardPart(name, reward.reward, weight)]
+    return [RewardPart(f"{name}.{part.name}", part.value, weight * part.weight) for part in reward.parts]
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -23,7 +23,7 @@ from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.filtering import ScoreFilter, Verdicts
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.types import Fork, Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
+from openrlhf.types import Fork, Group, Outcome, Prompt, RewardPart, SampleKey, SamplingParams, Segment, Trajectory
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopRunner
 
@@ -201,6 +201,7 @@ def _trajectory_from(state: dict[str, Any]) -> Trajectory:
             "segments": segments,
             "outcome": Outcome(state["outcome"]),
             "fork": None if fork is None else Fork(*fork),
+            "reward_parts": tuple(RewardPart(*part) for part in state.get("reward_parts", ())),
         }
     )
 

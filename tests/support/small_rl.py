@@ -15,7 +15,7 @@ from openrlhf.models.policy import Policy
 from openrlhf.models.routes import install_routers
 from openrlhf.models.value import ScalarHead, ValueModel
 from openrlhf.runs.rl_models import RLModels, RLTraining, step_settings
-from openrlhf.types import Group, Outcome, Prompt, SampleKey, Segment, TrainingBatch, Trajectory
+from openrlhf.types import Group, Outcome, Prompt, RewardPart, SampleKey, Segment, TrainingBatch, Trajectory
 
 CPU = torch.device("cpu")
 CONFIG = Qwen2Config(
@@ -80,6 +80,10 @@ def make_groups(*, first: int = 0) -> list[Group]:
                     segments=(segment,),
                     outcome=Outcome.TRUNCATED if index == 1 else Outcome.FINISHED,
                     reward=float(rewards.sum()),
+                    reward_parts=(
+                        RewardPart("right", float(rewards.sum()) - 0.5 * index),
+                        RewardPart("long", 0.5 * index),
+                    ),
                     score=1.0,
                 )
             )

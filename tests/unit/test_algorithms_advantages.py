@@ -20,6 +20,7 @@ from openrlhf.algorithms.advantages import (
     gae,
     get_estimator,
     overlong_penalty,
+    part_advantages,
     stop_properly,
     turn_advantages,
     whiten,
@@ -57,11 +58,23 @@ def test_group_shaping_by_hand(name, expected):
     assert shaped(name, [1.0, 0.0, 0.0, 3.0]) == pytest.approx(expected, abs=1e-6)
 
 
+def test_several_rewards_are_compared_each_by_itself():
+    """Three samples: of the first reward 1, 0, 2, mean 1 and variance 1; of the second, which counts −½, 5, 5, 5: none;
+    of the third 0, 0, 3: mean 1, unbiased variance 3. A = z₁ − ½ · 0 + 2 z₃."""
+    values = torch.tensor([[1.0, 5.0, 0.0], [0.0, 5.0, 0.0], [2.0, 5.0, 3.0]], dtype=torch.float64)
+    weights = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64).expand(3, 3)
+    found = part_advantages(values, weights, ESTIMATORS["gdpo"].shape)
+    root = math.sqrt(3)
+    assert found.tolist() == pytest.approx([-2 / root, -1 - 2 / root, 1 + 4 / root], abs=1e-6)
+    with pytest.raises(ValueError, match="two or more"):
+        part_advantages(values[:1], weights[:1], ESTIMATORS["gdpo"].shape)
+
+
 def test_estimators_say_what_they_need():
     assert [name for name, e in ESTIMATORS.items() if e.needs_critic] == ["gae"]
-    assert [name for name, e in ESTIMATORS.items() if e.whiten] == ["gae", "reinforce", "reinforce_baseline"]
+    assert [name for name, e in ESTIMATORS.items() if e.whiten] == ["gae", "reinforce", "reinforce_baseline", "gdpo"]
     assert GROUP_ESTIMATORS == ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "maxrl"]
-    assert set(COMPARING) - set(GROUP_ESTIMATORS) == {"pass_at_k"}
+    assert set(COMPARING) - set(GROUP_ESTIMATORS) == {"pass_at_k", "gdpo"}
 
 
 def outcome(name: str, totals: list[float], **settings: int) -> list[float]:

@@ -28,6 +28,7 @@ from openrlhf.algorithms.advantages import (
     discounted_returns,
     gae,
     get_estimator,
+    part_advantages,
     turn_advantages,
     whiten,
 )
@@ -520,6 +521,30 @@ def test_grpo_of_right_and_wrong_answers_reweighs_the_gradient():
     found = expected_gradient(game, comparing("group_norm"), n=n)
     torch.testing.assert_close(found, factor * game.policy_gradient(), atol=1e-8, rtol=0)
     assert game.policy_gradient().norm() > 1e-2
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_gdpo_is_the_weighted_sum_of_grpo_s_gradients(n):
+    """Of two rewards, R and |R − ½| with weights 2 and −½, each compared by itself: before whitening, the gradient of
+    the sum is that of GRPO under each reward, weighed. Under the z-score of their sum it is another."""
+    game = equal_lengths([0.3, 1.0, -0.5, 0.8])
+    values = {path: (path.total, abs(path.total - 0.5)) for path in game.paths}
+    weights = torch.tensor([2.0, -0.5], dtype=torch.float64)
+
+    def advantages(group: Sequence[Path]) -> Tensor:
+        earned = torch.tensor([values[path] for path in group], dtype=torch.float64)
+        found = part_advantages(earned, weights.expand(len(group), 2), get_estimator("gdpo").shape)
+        return found.repeat_interleave(2)
+
+    def under(rewards: list[float]) -> Tensor:
+        other = equal_lengths(rewards)
+        return expected_gradient(other, comparing("group_norm"), n=n)
+
+    found = expected_gradient(game, advantages, n=n)
+    by_part = [under([values[path][p] for path in game.paths]) for p in (0, 1)]
+    assert agrees(found, 2 * by_part[0] - 0.5 * by_part[1])
+    summed = under([2 * a - 0.5 * b for a, b in values.values()])
+    assert (found - summed).norm() > 1e-2
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

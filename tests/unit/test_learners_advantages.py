@@ -24,6 +24,7 @@ from openrlhf.types import (
     Group,
     Outcome,
     Prompt,
+    RewardPart,
     SampleKey,
     Segment,
     TrainingBatch,
@@ -535,3 +536,66 @@ def test_forks_of_a_sample_that_failed_share_what_they_have_of_it():
     failed = group.trajectories[0].as_failed("boom")
     group = dataclasses.replace(group, trajectories=(failed, *group.trajectories[1:]))
     assert compared(shape([group], "rloo")) == [[-6, -4, -4], [-4, -1, -1], [5, 5, 5]]
+
+
+# ------------------------------------------------------------------------------------ several rewards, each by itself
+
+
+def named(*members: dict[str, float], weights: dict[str, float] | None = None) -> Group:
+    """Episodes of one turn that earned these."""
+    whole = group(*((1.0,) for _ in members))
+    trajectories = []
+    for trajectory, earned in zip(whole.trajectories, members, strict=True):
+        parts = tuple(RewardPart(name, value, (weights or {}).get(name, 1.0)) for name, value in earned.items())
+        total = sum(part.value * part.weight for part in parts)
+        trajectories.append(trajectory.with_reward(total, score=None, extra_logs={}, parts=parts))
+    return dataclasses.replace(whole, trajectories=tuple(trajectories))
+
+
+HALF_ROOT = 2**-0.5
+"""The z-score of the better of two."""
+
+
+def test_gdpo_adds_up_what_each_reward_compares_to():
+    """Two rewards of two samples: (1, 1) and (0, 1), z-scores ±1/√2 of the first and none of the second, where they
+    agree; (1, 1) and (0, 0): both. The sum's z-score is the same for both groups."""
+    one = shape([named({"a": 1, "b": 1}, {"a": 0, "b": 1})], "gdpo")
+    both = shape([named({"a": 1, "b": 1}, {"a": 0, "b": 0})], "gdpo")
+    assert compared(one) == [pytest.approx([HALF_ROOT] * 2), pytest.approx([-HALF_ROOT] * 2)]
+    assert compared(both) == [pytest.approx([2 * HALF_ROOT] * 2), pytest.approx([-2 * HALF_ROOT] * 2)]
+    for members in ([{"a": 1, "b": 1}, {"a": 0, "b": 1}], [{"a": 1, "b": 1}, {"a": 0, "b": 0}]):
+        assert compared(shape([named(*members)], "group_norm"))[0] == pytest.approx([HALF_ROOT] * 2)
+
+
+def test_gdpo_weighs_what_came_of_the_comparison():
+    """Rewards of 100 and 1 with weights 1 and 3 that disagree: 1/√2 − 3/√2 for the first."""
+    result = shape([named({"big": 100, "small": 0}, {"big": 0, "small": 1}, weights={"small": 3.0})], "gdpo")
+    assert compared(result)[0] == pytest.approx([-2 * HALF_ROOT] * 2)
+    assert result.samples[0].rewards_A.tolist() == [0, 10]  # the clip is of the whole in the metrics, and of each part
+
+
+def test_gdpo_of_one_reward_is_grpo_s_comparison():
+    groups = [group((1.0,), (3.0,), (0.0,))]
+    assert compared(shape(groups, "gdpo")) == compared(shape(groups, "group_norm"))
+
+
+def test_penalties_are_rewards_of_their_own_under_gdpo():
+    """Turns of 2 tokens, all as long: the penalty is the same for all. A truncated episode that keeps −1 has nothing of
+    its parts left, and −1 where the other has 0: worse in both."""
+    short = shape([named({"a": 1}, {"a": 0})], "gdpo", overlong_buffer=2, overlong_factor=3.0, response_limit=3)
+    assert compared(short)[0] == pytest.approx([HALF_ROOT] * 2)
+    whole = named({"a": 1}, {"a": 1})
+    cut = dataclasses.replace(whole.trajectories[0], outcome=Outcome.TRUNCATED)
+    stopped = shape([dataclasses.replace(whole, trajectories=(cut, whole.trajectories[1]))], "gdpo", stop_properly=-1.0)
+    assert compared(stopped)[1] == pytest.approx([2 * HALF_ROOT] * 2)
+
+
+def test_a_fork_s_common_tokens_are_compared_with_the_others_under_gdpo():
+    """Three samples of which the third shares its first token with the first: there each is compared with the second
+    alone."""
+    whole = named({"a": 1, "b": 0}, {"a": 0, "b": 0}, {"a": 0, "b": 1})
+    forked = dataclasses.replace(whole.trajectories[2], fork=Fork(0, 1))
+    result = compared(shape([dataclasses.replace(whole, trajectories=(*whole.trajectories[:2], forked))], "gdpo"))
+    assert result[0][0] == pytest.approx(HALF_ROOT)
+    assert result[2][0] == pytest.approx(HALF_ROOT)
+    assert result[0][1] == pytest.approx(2 / 3 / 3**-0.5 - 1 / 3 / 3**-0.5)

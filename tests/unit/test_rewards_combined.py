@@ -8,6 +8,7 @@ from openrlhf.config.models import RewardEntry
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.runs.reward_sources import source_names
+from openrlhf.types import RewardPart
 
 REQUEST = RewardRequest(queries=("qa", "qb"), prompts=("q", "q"), labels=("", ""), name="prompt 3")
 
@@ -127,3 +128,12 @@ def test_names_in_metrics():
 def test_a_sum_that_no_float32_holds_is_a_failure_of_the_group():
     with pytest.raises(RewardError, match=r"the weighted sum of a, b is 6e\+38: too large for a float32"):
         combine(Source(3e38, 1), Source(3e38, 1), weights=[1.0, 1.0])
+
+
+def test_the_parts_of_a_weighted_sum():
+    """A source that judges by one number is a part; one that has parts itself gives them, with both weights."""
+    two = Reward(reward=2.0, parts=(RewardPart("right", 1.0), RewardPart("format", 0.5, 2.0)))
+    first, second = combine(Source(1, 3), Source(two, two), weights=[0.5, 2.0])
+    assert first.parts == (("a", 1, 0.5), ("b.right", 1.0, 2.0), ("b.format", 0.5, 4.0))
+    for judged in (first, second):
+        assert judged.reward == sum(part.value * part.weight for part in judged.parts)

@@ -1,5 +1,6 @@
 """What reward functions may return, and what is said about what they may not."""
 
+import re
 import struct
 from collections import deque
 from decimal import Decimal
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.agents.values import BadValueError
+from openrlhf.rewards.base import Reward
 from openrlhf.rewards.values import parse_rewards
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -145,3 +147,32 @@ def test_what_cannot_be_used(returned, message):
 
 def test_long_values_are_cut():
     assert len(refused(list(range(10_000)), 2)) < 400
+
+
+def test_rewards_by_name_are_a_weighted_sum():
+    """1·1 + ½·0.5 = 1.25 and 0 + ½·1 = 0.5; without weights 1.5 and 1."""
+    parts = {"right": [1, 0], "format": [0.5, 1.0]}
+    found = parse_rewards({"rewards": parts, "weights": {"format": 0.5}, "scores": [1, 0]}, count=2)
+    assert (found.rewards, found.scores) == ([1.25, 0.5], [1, 0])
+    assert (found.parts, found.weights) == ({"right": [1, 0], "format": [0.5, 1.0]}, {"format": 0.5})
+    assert parse_rewards({"rewards": parts}, count=2).rewards == [1.5, 1.0]
+    judged = Reward.each(found)
+    assert judged[0].parts == (("right", 1, 1), ("format", 0.5, 0.5))
+    assert judged[0].extra_logs == {"reward_right": 1, "reward_format": 0.5}
+    assert judged[1].size == 0.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ({"rewards": {}}, "its 'rewards' is an empty dict"),
+        ({"rewards": {"right": [1]}}, "rewards['right'] has 1 values for 2 samples"),
+        ({"rewards": {"right": [1, 2]}, "weights": {"wrong": 1}}, "its 'weights' must be numbers by the names in"),
+        ({"rewards": {"right": [1, 2]}, "weights": [1]}, "its 'weights' must be numbers by the names in"),
+        ({"rewards": {"right": [1, 2]}, "weights": {"right": "1"}}, "weights['right']"),
+        ({"rewards": {"a": [3e38, 0], "b": [3e38, 0]}}, "the sum of its rewards"),
+    ],
+)
+def test_rewards_by_name_that_cannot_be_read(returned, says):
+    with pytest.raises(BadValueError, match=re.escape(says)):
+        parse_rewards(returned, count=2)
