@@ -46,7 +46,7 @@ def cost(repeats: int) -> dict[str, float]:
     highest = sandbox.level()
     for level in sorted(sandbox.Level):
         if level <= highest:
-            sandbox._probed = lambda level=level: (level, {})  # type: ignore[assignment, misc]
+            sandbox._probed = lambda level=level: sandbox._Machine(level, {})  # type: ignore[assignment, misc]
             costs[f"`{level}`"] = measure(lambda: sandbox.run_python("pass"))
     return costs
 

@@ -139,22 +139,35 @@ class Graded(NamedTuple):
 # ------------------------------------------------------------------------------------ what the machine offers
 
 
+class _Machine(NamedTuple):
+    """What this machine offers."""
+
+    level: Level
+    refused: dict[Level, str]
+    """Why there is none of the levels above."""
+    bubblewrap: str | None = None
+    """The program that makes the namespaces, where we may not make them ourselves."""
+
+
 @functools.cache
-def _probed() -> tuple[Level, dict[Level, str]]:
-    """The highest level that a program was really run at, and why those above it were not."""
+def _probed() -> _Machine:
+    """The highest level that a program was really run at."""
     refused: dict[Level, str] = {}
     if os.name != "posix":
         raise SandboxError("the sandbox needs Linux or macOS")
     for wanted in sorted(Level, reverse=True):
-        try:
-            with _Job([sys.executable, "-I", "-S", "-c", "print(1)"], b"", {}, PROBE, wanted, (), {}) as job:
-                result = job.read(*job.run())
-        except SandboxError as error:
-            refused[wanted] = str(error)
-            continue
-        if result.stdout == "1\n":
-            return wanted, refused
-        refused[wanted] = f"a program that prints 1 did not: {result}"
+        bubblewrap = shutil.which("bwrap") if wanted == Level.NAMESPACES else None
+        for machine in (_Machine(wanted, refused), *([_Machine(wanted, refused, bubblewrap)] if bubblewrap else [])):
+            try:
+                with _Job([sys.executable, "-I", "-S", "-c", "print(1)"], b"", {}, PROBE, machine, (), {}) as job:
+                    result = job.read(*job.run())
+            except SandboxError as error:
+                why = str(error)
+            else:
+                if result.stdout == "1\n":
+                    return machine
+                why = f"a program that prints 1 did not: {result}"
+            refused[wanted] = "; ".join(filter(None, (refused.get(wanted), why)))
     raise SandboxError("no program can be run here: " + "; ".join(f"{lev}: {why}" for lev, why in refused.items()))
 
 
@@ -168,14 +181,14 @@ def level() -> Level:
 
 def describe() -> str:
     """`level()` in one line, with what it does not hold and why there is no more."""
-    found, refused = _probed()
+    found, refused, bubblewrap = _probed()
     held = {
         Level.NAMESPACES: "own network, processes, users and file system, system calls filtered",
         Level.FILTERS: "no network, no files but its own and the system's, system calls filtered",
         Level.LIMITS: "limits only: code that is run HAS the network and the files of this user",
     }[found]
     reasons = "".join(f"; no {lev}: {why}" for lev, why in refused.items())
-    return f"sandbox: {found} ({held}{reasons})"
+    return f"sandbox: {found} ({held}{', made by bubblewrap' if bubblewrap else ''}{reasons})"
 
 
 _said = False
@@ -192,16 +205,18 @@ def _say_once() -> None:
     print(describe(), file=sys.stderr, flush=True)
 
 
-def _level_for(at_least: Level | None) -> Level:
-    found, refused = _probed()
+def _machine_for(at_least: Level | None) -> _Machine:
+    machine = _probed()
+    found, refused, _ = machine
     if at_least is not None and found < at_least:
         why = "; ".join(f"no {lev}: {reason}" for lev, reason in refused.items())
         raise SandboxError(
             f"at_least={at_least} is wanted, and this machine offers {found} ({why}). Allow unprivileged user "
-            f"namespaces, or run in a container that does; or accept {found} with at_least=Level.{found.name}"
+            f"namespaces, install bubblewrap, or run in a container that has them; or accept {found} with "
+            f"at_least=Level.{found.name}"
         )
     _say_once()
-    return found
+    return machine
 
 
 # ------------------------------------------------------------------------------------ how many at once
@@ -309,7 +324,7 @@ class _Job:
         stdin: bytes,
         files: Mapping[str, bytes],
         limits: Limits,
-        level: Level,
+        machine: _Machine,
         readable: Sequence[str | os.PathLike[str]],
         environment: Mapping[str, str],
     ) -> None:
@@ -319,7 +334,7 @@ class _Job:
         for name in files:
             if os.path.isabs(name) or ".." in Path(name).parts or not name:
                 raise ValueError(f"files are named relative to the run's folder, got {name!r}")
-        self.level = level
+        level = self.level = machine.level
         self.limits = limits
         self.seconds = limits.seconds + GRACE_SECONDS
         self.folder = tempfile.mkdtemp(prefix="openrlhf-sandbox-")
@@ -331,6 +346,7 @@ class _Job:
                 "files": dict(files),
                 "limits": asdict(limits),
                 "level": str(level),
+                "bubblewrap": machine.bubblewrap,
                 "root": os.geteuid() == 0,
                 "folder": self.folder,
                 "readable": _readable(tuple(os.path.abspath(path) for path in readable)),
@@ -462,7 +478,7 @@ def _job(
 ) -> _Job:
     """A job with the options of `run`."""
     named = {name: _encoded(content) for name, content in files.items()}
-    return _Job(command, _encoded(stdin), named, limits, _level_for(at_least), readable, environment)
+    return _Job(command, _encoded(stdin), named, limits, _machine_for(at_least), readable, environment)
 
 
 @contextlib.contextmanager

@@ -53,6 +53,8 @@ ARCHITECTURE = os.uname().machine if hasattr(os, "uname") else ""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32", "usr")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs", "/nix/store")
 DEVICES = ("null", "zero", "full", "random", "urandom")
+OPENED, CHILD = b'"child-pid":', b'"exit-code":'
+"""What bubblewrap reports of its child, and of the end of what it has run."""
 
 _libc: Any = None
 
@@ -91,6 +93,12 @@ NO_RIGHTS_OF_ROOT = 0b1111
 """SECBIT_NOROOT and SECBIT_NO_SETUID_FIXUP, locked: user 0 is a user like any other."""
 
 # ------------------------------------------------------------------------------------ namespaces
+
+
+def direct(job: dict[str, Any]) -> bool:
+    """Whether this program makes the namespaces itself. Where it may not, bubblewrap perhaps may."""
+    return job["level"] == "namespaces" and not job["bubblewrap"]
+
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -398,9 +406,48 @@ def tasks_of_user(more: int) -> int | None:
     return number + more + 3
 
 
-def become_command(job: dict[str, Any], folder: str, stdio: tuple[int, int, int]) -> None:
+def bubblewrap_command(job: dict[str, Any], folder: str, pipes: tuple[int, int]) -> list[str]:
+    """The same sandbox in bubblewrap's words. Its tmpfs has no limit on the number of files, so ours is on a disk."""
+    command = [job["bubblewrap"], "--unshare-all", "--die-with-parent", "--uid", str(INSIDE_ID)]
+    command += ["--gid", str(INSIDE_ID), "--hostname", "sandbox", "--cap-drop", "ALL", "--bind", folder, "/tmp"]
+    for name in SYSTEM_FOLDERS:
+        path = f"/{name}"
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            command += ["--ro-bind", path, path]
+    for path in (*filter(os.path.exists, SYSTEM_FILES), *job["readable"]):
+        command += ["--ro-bind", path, path]
+    command += ["--proc", "/proc", "--dev", "/dev", "--bind", f"{folder}/.shm", "/dev/shm"]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]
+    read, write_end = os.pipe()
+    os.write(write_end, filter_program(own_files=True, only_signal=None))
+    os.close(write_end)
+    for opened in (read, *pipes):
+        os.set_inheritable(opened, True)
+    command += ["--seccomp", str(read), "--json-status-fd", str(pipes[0]), "--block-fd", str(pipes[1])]
+    return [*command, "--", *job["command"]]
+
+
+def let_bubblewrap_go(job: dict[str, Any], status: int, block: int) -> bytes:
+    """Its process 1 waits until it may have no more children than `processes`. What it has reported."""
+    reported = b""
+    while OPENED not in reported or b"}" not in reported:
+        part = os.read(status, 4096)
+        if not part:
+            return reported
+        reported += part
+    first = int(reported.split(OPENED)[1].split(b",")[0].split(b"}")[0])
+    most = job["limits"]["processes"] + 3
+    resource.prlimit(first, resource.RLIMIT_NPROC, (most, most))
+    os.write(block, b"!")
+    return reported
+
+
+def become_command(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], pipes: tuple[int, int]) -> None:
     """In P. Does not return."""
     level, limits = job["level"], job["limits"]
+    bubblewrap = job["bubblewrap"] if level == "namespaces" else None
     os.setsid()
     for number, opened in enumerate(stdio):
         os.dup2(opened, number)
@@ -411,7 +458,7 @@ def become_command(job: dict[str, Any], folder: str, stdio: tuple[int, int, int]
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.umask(0o077)
     executable = job["command"][0]
-    if level == "namespaces":
+    if direct(job):
         # The user namespace counts its own processes: I, P, and those that P starts; one more is seen by the watch.
         user = INSIDE_ID if os.getuid() == 0 else None
         processes: int | None = limits["processes"] + 3
@@ -419,7 +466,11 @@ def become_command(job: dict[str, Any], folder: str, stdio: tuple[int, int, int]
         needed = (executable, os.path.dirname(folder), *job["more_readable"])
         separate = os.getuid() == 0 and all(map(open_to_all, needed))
         user = dynamic_id() if separate else None
-        if separate:
+        if bubblewrap and user is None and os.getuid() == 0:
+            raise SetupError("root uses bubblewrap as another user, and this Python is not open to all users")
+        if bubblewrap:
+            processes = None  # I limits them when there is a user namespace that counts them
+        elif separate:
             processes = limits["processes"] + 3
         else:  # an ordinary user's are counted on the whole machine, and root's are not limited at all
             processes = None if os.getuid() == 0 else tasks_of_user(limits["processes"])
@@ -432,6 +483,8 @@ def become_command(job: dict[str, Any], folder: str, stdio: tuple[int, int, int]
         prctl("no_new_privs", PR_SET_NO_NEW_PRIVS, 1)
         landlock([*(f"/{name}" for name in SYSTEM_FOLDERS), *SYSTEM_FILES, *job["readable"]], folder)
     give_up_root(user=user)
+    if bubblewrap:
+        os.execve(bubblewrap, bubblewrap_command(job, folder, pipes), job["environment"])
     if LINUX:
         prctl("no_new_privs", PR_SET_NO_NEW_PRIVS, 1)
     if level == "filters":
@@ -476,7 +529,7 @@ def inside(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], go: in
         home, owner = folder, None
         if LINUX:
             prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
-        if job["level"] == "namespaces":
+        if direct(job):
             if job["root"]:
                 os.read(go, 1)  # L has written our users
                 owner = INSIDE_ID
@@ -486,32 +539,47 @@ def inside(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], go: in
             with contextlib.suppress(SetupError):
                 write("/proc/self/oom_score_adj", "1000")  # the first to go when the machine has no memory left
             prctl("dumpable", PR_SET_DUMPABLE, 0)  # the command does not look into this process
-        if job["level"] == "namespaces":
+        if direct(job):
             call("sethostname", libc().sethostname(b"sandbox", 7))
             new_root(job, folder)
             home = HOME
-        write_files(home, job["files"], owner=owner)
+        bubblewrap = job["level"] == "namespaces" and not direct(job)
+        if bubblewrap:
+            os.makedirs(f"{home}/.shm")
+            os.makedirs(f"{home}/home")
+        write_files(f"{home}/home" if bubblewrap else home, job["files"], owner=owner)
         failed_read, failed_write = os.pipe()
+        status_read, status_write = os.pipe()
+        block_read, block_write = os.pipe()
         command = os.fork()
         if command == 0:
             try:
-                become_command(job, home, stdio)
+                become_command(job, home, stdio, (status_write, block_read))
             except BaseException as error:
                 os.write(failed_write, explain(error))
             finally:
                 os._exit(127)
-        for opened in (*stdio, failed_write):
+        for opened in (*stdio, failed_write, status_write, block_read):
             os.close(opened)
         if failed := os.read(failed_read, 4096):
             os.write(report, b"error: " + failed + b"\n")
             os._exit(1)
+        told = let_bubblewrap_go(job, status_read, block_write) if bubblewrap else b""
         os.write(report, b"started %d\n" % command)
         while True:
             ended, status = os.wait()
             if ended == command:
                 break
+        if bubblewrap:
+            while part := os.read(status_read, 4096):
+                told += part
+            if CHILD not in told:
+                os.write(report, b"error: bubblewrap could not run it\n")
+                os._exit(1)
+            code = os.waitstatus_to_exitcode(status)
+            status = code - 128 if code > 128 else status  # as shells tell a signal
         full = 0
-        if job["level"] == "namespaces":
+        if direct(job):
             left = os.statvfs(home)
             full = int(left.f_bavail == 0 or left.f_favail == 0)
         os.write(report, b"ended %d %d\n" % (status, full))
@@ -534,7 +602,7 @@ def start(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], report:
     """The process I. Raises SetupError."""
     go_read, go_write = os.pipe()
     sys.stdout.flush()
-    if job["level"] == "namespaces":
+    if direct(job):
         flags = OWN | signal.SIGCHLD
         first = syscall("no user namespaces here (clone)", CLONE[ARCHITECTURE], flags, 0, 0, 0, 0)
     else:
@@ -544,7 +612,7 @@ def start(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], report:
     if first == 0:
         inside(job, folder, stdio, go_read, report)
     try:
-        if job["level"] == "namespaces" and job["root"]:
+        if direct(job) and job["root"]:
             map_users(first, root=True)
             os.write(go_write, b"!")
     except SetupError:
@@ -606,7 +674,8 @@ class Watch:
     """What the command and everything that it has started use, together."""
 
     def __init__(self, job: dict[str, Any], folder: str, first: int) -> None:
-        self.level = job["level"]
+        self.direct = direct(job)
+        self.bubblewrap = job["level"] == "namespaces" and not self.direct
         self.limits = job["limits"]
         self.folder = folder
         self.first = first
@@ -616,7 +685,7 @@ class Watch:
 
     def look(self) -> str | None:
         """The limit that is passed, if one is."""
-        root = self.first if self.level == "namespaces" else os.getpid()
+        root = self.first if self.direct else os.getpid()
         processes = [process for process in descendants(root) if process != self.first]
         used, tasks = 0, 0
         for process in processes:
@@ -631,14 +700,15 @@ class Watch:
         self.peak = max(self.peak, used)
         if used > self.limits["memory"]:
             return "memory"
-        if tasks > self.limits["processes"] + 1:
+        # Besides the command itself, and bubblewrap's two processes.
+        if tasks > self.limits["processes"] + 1 + 2 * self.bubblewrap:
             return "processes"
-        if self.level != "namespaces":
+        if not self.direct:
             return self._look_at_files(processes)
         return None
 
     def _look_at_files(self, processes: list[int]) -> str | None:
-        number, size = 0, 0
+        number, size = -2 * self.bubblewrap, 0  # its own two folders
         for process in processes:
             more_files, more_bytes = unmapped_files(process)
             number, size = number + more_files, size + more_bytes
@@ -660,7 +730,7 @@ class Watch:
 
 def end_everything(job: dict[str, Any], first: int, reported: bytearray) -> None:
     """Nothing that the run has started is left afterwards."""
-    if job["level"] == "namespaces":
+    if direct(job):
         _signal(first, signal.SIGKILL)  # the kernel ends the others, and is done when `first` can be waited for
         return
     if LINUX:
@@ -768,7 +838,8 @@ def supervise(job: dict[str, Any], folder: str) -> dict[str, Any]:
     }
     for line in bytes(output[report_read]).decode(errors="replace").splitlines():
         if line.startswith("error: "):
-            return {"setup_error": line.removeprefix("error: ")}
+            said = bytes(output[stderr_read][:1000]).decode(errors="replace").strip()
+            return {"setup_error": line.removeprefix("error: ") + (f": {said}" if said else "")}
         if line.startswith("ended ") and len(words := line.split()) == 3:
             result["status"] = os.waitstatus_to_exitcode(int(words[1]))
             if limit is None and words[2] == "1" and result["status"] != 0:

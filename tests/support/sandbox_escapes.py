@@ -2,7 +2,7 @@
 
     python sandbox_escapes.py FOLDER_OF_SANDBOX_PY
 
-prints `{level: {attempt: "held" or what got out}}`. It runs as whoever starts it, with any Python from 3.11 on, and
+prints `{level or "bubblewrap": {attempt: "held" or what got out}}`. It runs as whoever starts it, with any Python from 3.11 on, and
 imports the standard library only. An attempt that succeeds does little: bombs are bounded, the process to be killed is
 our own, the network is loopback, and what is written is an empty file that is removed.
 """
@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -328,8 +329,8 @@ def ptrace():
     return True
 attempt(ptrace)
 def parents():
-    ours = os.getppid()
-    return any(os.listdir(f"/proc/{ours}/fd")) and open(f"/proc/{ours}/environ").read() is not None
+    found = open(f"/proc/{os.getppid()}/environ").read().split("\\0")
+    return [entry for entry in found if entry and entry.split("=")[0] not in os.environ] or None
 attempt(parents)
 """),
     "signals to other processes": Attempt("""
@@ -513,13 +514,18 @@ def main() -> None:
     import sandbox
 
     wanted = sys.argv[2:]
-    available, outcomes = [], {}
-    for level in sandbox.Level:
-        sandbox._probed = lambda level=level: (level, {})
+    machines = {str(level): sandbox._Machine(level, {}) for level in sandbox.Level}
+    machines["bubblewrap"] = sandbox._Machine(sandbox.Level.NAMESPACES, {}, shutil.which("bwrap") or "bwrap")
+    available, outcomes = {}, {}
+    for way, machine in machines.items():
+        sandbox._probed = lambda machine=machine: machine
         try:
-            available += [level] if sandbox.run_python("print(1)").ok else []
+            found = sandbox.run_python("print(1)")
         except sandbox.SandboxError as error:
-            outcomes[str(level)] = {"": str(error)}
+            outcomes[way] = {"": str(error)}
+        else:
+            assert found.ok, found
+            available[way] = machine
     home = os.path.expanduser("~")
     with hosts() as new_host, contextlib.ExitStack() as stack:
         # The home folder's own file where there is one that we may write.
@@ -527,21 +533,21 @@ def main() -> None:
             file = stack.enter_context(tempfile.NamedTemporaryFile("w", dir=home, prefix=".sandbox-escape-"))
         except OSError:
             file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix=".sandbox-escape-"))
-        for level in available:
-            sandbox._probed = lambda level=level: (level, {})
+        for way, machine in available.items():
+            sandbox._probed = lambda machine=machine: machine
             host = new_host()
             file.seek(0)
             file.write(host.secret)
             file.flush()
 
-            def one(name: str, host: Host = host, level: Any = level) -> str:
+            def one(name: str, host: Host = host, level: Any = machine.level) -> str:
                 return make(sandbox, name, host, file.name, level)
 
             names = wanted or list(ATTEMPTS)
             with ThreadPoolExecutor(sandbox.at_once()) as threads:
-                outcomes[str(level)] = dict(zip(names, threads.map(one, names), strict=True))
+                outcomes[way] = dict(zip(names, threads.map(one, names), strict=True))
             if "signals to other processes" in names and host.victim.poll() is not None:
-                outcomes[str(level)]["signals to other processes"] = "the process was killed"
+                outcomes[way]["signals to other processes"] = "the process was killed"
     json.dump(outcomes, sys.stdout)
 
 
