@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -114,6 +115,7 @@ class ChatSession:
         self._max_turns = max_turns
         self._client_sampling = client_sampling
         self._under_way: set[object] = set()
+        self._busy_since = self._busy = 0.0
         self._requests = 0
 
     @property
@@ -143,15 +145,25 @@ class ChatSession:
             self.refused_for_length = True
             raise ApiError(f"the limit of {self._max_turns} turns is met (--max_steps)", code="turn_limit_exceeded")
         ticket = object()
+        if not self._under_way:
+            self._busy_since = time.monotonic()
         self._under_way.add(ticket)
         try:
             yield ticket
         finally:
-            self._under_way.discard(ticket)
+            self.answered(ticket)
 
     def answered(self, ticket: object) -> None:
         """The engine's record has it now."""
-        self._under_way.discard(ticket)
+        if ticket in self._under_way:
+            self._under_way.discard(ticket)
+            if not self._under_way:
+                self._busy += time.monotonic() - self._busy_since
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the program has waited for answers. From any thread, to within a request."""
+        return self._busy + (time.monotonic() - self._busy_since if self._under_way else 0.0)
 
     def begin(self, request: ChatRequest, ticket: object) -> ChatTurn:
         """Whatever can be wrong with a request is found here. May take long; in any thread. Raises ApiError."""

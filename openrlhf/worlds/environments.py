@@ -64,6 +64,9 @@ WORLDS: dict[str, Requirements] = {
     "textarena": Requirements(
         "games for one player and for several, self-play among them", ("textarena==0.7.4", "numpy==2.4.6"), "textarena"
     ),
+    "verifiers": Requirements(
+        "environments of verifiers: their loop, their rewards", ("verifiers==0.4.0",), "verifiers"
+    ),
 }
 """Name -> what it needs. The adapter of NAME is `openrlhf/worlds/NAME.py`."""
 

@@ -19,7 +19,8 @@ from openrlhf.agents.tool_calls import THINK, Reply, parse_reply, split_thoughts
 from openrlhf.agents.user_calls import AgentError, AgentResultError, UserFileError
 from openrlhf.types import FinishReason, SamplingParams, Segment
 from openrlhf.utils.randomness import derive_seed
-from openrlhf.worlds.base import GameStart, Start
+from openrlhf.worlds.base import DrivenStart, GameStart, Start
+from openrlhf.worlds.driven import Endpoint, play_driven
 from openrlhf.worlds.games import (
     SELF,
     ModelSeat,
@@ -57,6 +58,7 @@ class WorldPlayer:
             about = self._processes[0].start_now()
         except WorldFailure as error:
             raise UserFileError(str(error)) from error
+        self._endpoint = Endpoint()
         self._scripted: list[str] = about["opponents"]
         self._models: dict[str, LoadedModel | ServedModel] = {}
         self.group_play = self._seat_agents(about["agents"]) if about["agents"] > 1 else ""
@@ -118,6 +120,18 @@ class WorldPlayer:
         not told more than that it is over.
         """
         async with self._begun(label, sampling_params) as world:
+            most = min(max_length, llm_engine.max_model_len)
+            if isinstance(world.start, DrivenStart):
+                return await play_driven(
+                    world,
+                    self._endpoint,
+                    prompt,
+                    sampling_params=sampling_params,
+                    max_length=most,
+                    tokenizer=hf_tokenizer,
+                    engine=llm_engine,
+                    max_steps=max_steps,
+                )
             if not isinstance(world.start, Start):
                 raise AgentResultError(
                     f"{self._plan.target}: a game of several agents began, but World has no `agents`"
@@ -125,7 +139,7 @@ class WorldPlayer:
             dialogue = Dialogue(
                 world.start,
                 sampling_params=sampling_params,
-                max_length=min(max_length, llm_engine.max_model_len),
+                max_length=most,
                 tokenizer=hf_tokenizer,
                 engine=llm_engine,
             )

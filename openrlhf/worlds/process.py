@@ -17,15 +17,16 @@ import queue
 import signal
 import subprocess
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from openrlhf.utils import parent_death
-from openrlhf.worlds.base import AnyStart, GameTurn, Turn, WorldError, WorldSettings, start_of_json
+from openrlhf.worlds.base import AnyStart, GameTurn, Outcome, Turn, WorldError, WorldSettings, start_of_json
 from openrlhf.worlds.environments import WorldPython, install_command, world_name
 from openrlhf.worlds.games import GamePlan
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 180.0
 """How long a world process may take to import its package and make its world."""
+LEAST_WAIT = 0.05
 LINES_KEPT = 20
 """Of what a world process has written to its standard error: a message about its death ends with the last ones."""
 
@@ -198,6 +200,12 @@ class WorldEpisode:
         """The same in a game of several agents. Raises WorldFailure."""
         return GameTurn.of_json(await self.call("step", agent, message))
 
+    async def run(self, base_url: str, api_key: str, model: str, *, waited: Callable[[], float]) -> Outcome:
+        """Have an episode that drives itself do so. Its deadline is for its own time: not for what it has `waited` for
+        the policy. Raises WorldFailure."""
+        request = {"do": "call", "episode": self._key, "method": "run", "args": [base_url, api_key, model]}
+        return Outcome.of_json(await self._life.ask(request, "run", self._timeout, waited))
+
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """A method of the episode, by name. Raises WorldFailure."""
         request = {"do": "call", "episode": self._key, "method": method, "args": args, "named": named}
@@ -243,14 +251,19 @@ class _Life:
         threading.Thread(target=self._read_answers, name=world.name, daemon=True).start()
         threading.Thread(target=self._write, name=f"{world.name} stdin", daemon=True).start()
 
-    async def ask(self, request: dict[str, Any], what: str, timeout: float) -> Any:
+    async def ask(
+        self, request: dict[str, Any], what: str, timeout: float, waited: Callable[[], float] = lambda: 0.0
+    ) -> Any:
+        """`waited`: seconds in which the process has waited for us, which are not its own."""
         call = self._submit(request)
         # `asyncio.wait` leaves the futures alone where the caller is cancelled: the process answers all the same.
         await asyncio.wait([asyncio.wrap_future(call.sent)])
         answered = asyncio.wrap_future(call.answered)
-        await asyncio.wait([answered], timeout=timeout)
-        if answered.done():
-            return answered.result()
+        began = time.monotonic()
+        while (left := timeout + waited() - (time.monotonic() - began)) > 0:
+            await asyncio.wait([answered], timeout=max(left, LEAST_WAIT))
+            if answered.done():
+                return answered.result()
         answered.add_done_callback(_look_at)
         raise self._timed_out(what, timeout)
 
