@@ -49,8 +49,9 @@ def show() -> int:
     """Print the list."""
     width = max(map(len, WORLDS))
     for name, needs in WORLDS.items():
-        where = environment_folder(name) if installed(name) else f"not installed (openrlhf worlds install {name})"
         print(f"{name:<{width}}  {needs.about}")
         print(f"{'':<{width}}  {', '.join(needs.all) or 'needs no package'}")
-        print(f"{'':<{width}}  {where}")
+        if needs.all:
+            where = environment_folder(name) if installed(name) else f"not installed (openrlhf worlds install {name})"
+            print(f"{'':<{width}}  {where}")
     return 0

@@ -26,12 +26,15 @@ An episode may also be a *game* of several agents (`Game`: who moves next is the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -343,6 +346,19 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, what: str) -> None:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES or "content" not in message:
             expected = f'{{"role": {"|".join(ROLES)}, "content": …}}'
             raise ValueError(f"{what}: a message is {expected}, got {shown(message)}")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for packages whose clients are asynchronous and whose connections belong to
+    one loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="event loop", daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it there, and wait for what comes of it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
 
 def tool_message(call: Mapping[str, Any], answer: str) -> dict[str, Any]:

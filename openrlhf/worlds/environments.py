@@ -67,6 +67,13 @@ WORLDS: dict[str, Requirements] = {
     "verifiers": Requirements(
         "environments of verifiers: their loop, their rewards", ("verifiers==0.4.0",), "verifiers"
     ),
+    "openenv": Requirements(
+        # openenv-core is the same project under its older name, in older versions.
+        "environments of OpenEnv, served anywhere or by a command",
+        ("openenv==0.10.0",),
+        "openenv",
+    ),
+    "nemo_gym": Requirements("resources servers of NeMo Gym, over HTTP", (), "json"),
 }
 """Name -> what it needs. The adapter of NAME is `openrlhf/worlds/NAME.py`."""
 
@@ -262,6 +269,8 @@ def install(target: str, *, again: bool = False, say: Callable[[str], None] = la
     needs = requirements_of(target)
     if needs is None:
         raise InstallError(f'{target} names no packages: write REQUIREMENTS = ["name==version"] at its top level')
+    if not needs.all:
+        raise InstallError(f"{world_name(target)} needs no package: it runs as it is")
     folder = environment_folder(target)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / f".{folder.name}.lock"):

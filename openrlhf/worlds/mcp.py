@@ -22,18 +22,25 @@ import os
 import random
 import shlex
 import sys
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from openrlhf.worlds.base import Start, Turn, WorldError, WorldSettings, shown, tool_message, unreadable_call
+from openrlhf.worlds.base import (
+    LoopThread,
+    Start,
+    Turn,
+    WorldError,
+    WorldSettings,
+    shown,
+    tool_message,
+    unreadable_call,
+)
 
 OPTIONS = ("server", "records", "reward", "tools", "steps", "share", "system", "input_key", "label_key", "call_timeout")
 CLOSED, TIMED_OUT = -32000, -32001
 """The package's codes for a connection that has ended, and for a call that took too long."""
-T = TypeVar("T")
 
 
 class World:
@@ -67,8 +74,7 @@ class World:
         self._input_key, self._label_key = settings.option("input_key", "input"), settings.option("label_key", "label")
         self._records = self._read(settings.option("records", ""))
         self._wanted: list[str] = settings.option("tools", [])
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True).start()
+        self.thread = LoopThread()
         self.judge, self.judging_tool = _judge(settings.option("reward", ""))
         self._shared: Session | None = None
         session = Session(self)
@@ -92,10 +98,6 @@ class World:
         if not isinstance(label, dict) or "input" not in label:
             raise WorldError('the label of a record must be {"input": …, "label": …}, as the records of this world are')
         return _Play(self, label["input"], label.get("label"), self._shared or Session(self), own=self._shared is None)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it in the loop of the sessions, from another thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _read(self, path: str) -> list[dict[str, Any]]:
         if not path:
@@ -142,7 +144,7 @@ class Session:
         self._world = world
         self._over = asyncio.Event()
         self._opened: Future[dict[str, Any]] = Future()
-        self._task = asyncio.run_coroutine_threadsafe(self._live(), world._loop)
+        self._task = asyncio.run_coroutine_threadsafe(self._live(), world.thread.loop)
         self.tools = self._opened.result()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -151,7 +153,7 @@ class Session:
 
     def close(self) -> None:
         """End the session, and over stdio its server."""
-        self._world._loop.call_soon_threadsafe(self._over.set)
+        self._world.thread.loop.call_soon_threadsafe(self._over.set)
         with contextlib.suppress(Exception):
             self._task.result()
 
@@ -204,7 +206,7 @@ class _Play:
             self._calls.append({"name": "", "arguments": {}, "answer": unreadable["content"], "failed": True})
             messages = [unreadable]
         else:
-            made = self._world.run(self._make(calls))
+            made = self._world.thread.run(self._make(calls))
             self._calls += made
             messages = [tool_message(call, done["answer"]) for call, done in zip(calls, made, strict=True)]
         return self._end(0.0) if self._steps >= self._world.steps else Turn(messages)
@@ -239,7 +241,7 @@ class _Play:
         if self._world.judge is not None:
             reward = self._world.judge(self._label, list(self._calls), answer)
         else:
-            reward = self._world.run(self._asked(answer))
+            reward = self._world.thread.run(self._asked(answer))
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise ValueError(f"the reward must be a number, got {shown(reward)}")
         return float(reward)
