@@ -11,7 +11,7 @@ from patience import patience
 
 import openrlhf
 from openrlhf.worlds.base import WorldSettings
-from openrlhf.worlds.environments import find_python
+from openrlhf.worlds.environments import WorldMissingError, find_python
 from openrlhf.worlds.process import WorldProcess, WorldRefusal
 
 TARGET = "openrlhf.worlds.bfcl"
@@ -271,3 +271,24 @@ def test_records_go_through_all_tasks_that_were_asked_for():
 def test_settings_that_give_no_task_are_refused(tasks, options, why):
     with pytest.raises(WorldRefusal, match=why):
         world(*tasks, **options).start_now()
+
+
+def test_two_steps_of_training(cli):
+    install_world(TARGET)
+    ran = cli(
+        "--train.agent_func_path", TARGET,
+        data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=512,
+        world__samples=8, world__options="turns=1,calls=0.5",
+    )  # fmt: skip
+    assert ran.rc == 0, ran.err
+    steps = [record for record in ran.metrics if record["kind"] == "train"]
+    assert len(steps) == 2
+    assert all(step["rollout/failed"] == 0 for step in steps)
+
+
+def test_a_missing_package_ends_in_the_command_that_installs_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENRLHF_WORLDS", str(tmp_path))
+    with pytest.raises(
+        WorldMissingError, match=r"bfcl-eval==2026\.3\.23, mpmath==1\.3\.0.*Run: openrlhf worlds install bfcl$"
+    ):
+        find_python(TARGET)

@@ -12,7 +12,7 @@ from installed_worlds import install_world
 from patience import patience
 
 from openrlhf.worlds.base import WorldSettings
-from openrlhf.worlds.environments import find_python
+from openrlhf.worlds.environments import WorldMissingError, find_python
 from openrlhf.worlds.process import WorldFailure, WorldProcess, WorldRefusal
 
 TARGET = "openrlhf.worlds.mcp"
@@ -226,3 +226,21 @@ def test_settings_that_cannot_work_are_refused_at_the_start(shop_url, options, w
     with pytest.raises(WorldRefusal, match=why):
         process.start_now()
     process.close()
+
+
+def test_two_steps_of_training(cli, shop_url):
+    ran = cli(
+        "--train.agent_func_path", TARGET,
+        data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=512,
+        world__samples=8, world__options=f"server={shop_url},records={EXAMPLE / 'tasks.jsonl'},reward={EXAMPLE / 'judge.py'}",
+    )  # fmt: skip
+    assert ran.rc == 0, ran.err
+    steps = [record for record in ran.metrics if record["kind"] == "train"]
+    assert len(steps) == 2
+    assert all(step["rollout/failed"] == 0 for step in steps)
+
+
+def test_a_missing_package_ends_in_the_command_that_installs_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENRLHF_WORLDS", str(tmp_path))
+    with pytest.raises(WorldMissingError, match=r"mcp==2\.3\.0.*Run: openrlhf worlds install mcp$"):
+        find_python(TARGET)

@@ -250,3 +250,15 @@ def test_settings_that_cannot_work_are_refused_at_the_start(server, records, tmp
         (tmp_path / "bad.jsonl").write_text(line + "\n")
     with pytest.raises(WorldRefusal, match=why):
         world(server.url, **{"records": path, **options}).start_now()
+
+
+def test_two_steps_of_training(cli, server, records):
+    ran = cli(
+        "--train.agent_func_path", TARGET,
+        data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=512,
+        world__samples=8, world__options=f"server={server.url},records={records}",
+    )  # fmt: skip
+    assert ran.rc == 0, ran.err
+    steps = [record for record in ran.metrics if record["kind"] == "train"]
+    assert len(steps) == 2
+    assert all(step["rollout/failed"] == 0 for step in steps)

@@ -12,7 +12,7 @@ from installed_worlds import install_world
 from patience import patience
 
 from openrlhf.worlds.base import WorldSettings
-from openrlhf.worlds.environments import find_python
+from openrlhf.worlds.environments import WorldMissingError, find_python
 from openrlhf.worlds.process import WorldFailure, WorldProcess, WorldRefusal
 
 TARGET = "openrlhf.worlds.openenv"
@@ -274,3 +274,21 @@ def test_resets_of_a_file_are_the_records(walk):
 def test_settings_that_cannot_work_are_refused_at_the_start(options, why):
     with pytest.raises(WorldRefusal, match=why):
         world(**{"server": "http://127.0.0.1:9", **options}).start_now()
+
+
+def test_two_steps_of_training(cli, served):
+    ran = cli(
+        "--train.agent_func_path", TARGET,
+        data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=512,
+        world__samples=8, world__options=f"server={served}/notes,prompt=Note.",
+    )  # fmt: skip
+    assert ran.rc == 0, ran.err
+    steps = [record for record in ran.metrics if record["kind"] == "train"]
+    assert len(steps) == 2
+    assert all(step["rollout/failed"] == 0 for step in steps)
+
+
+def test_a_missing_package_ends_in_the_command_that_installs_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENRLHF_WORLDS", str(tmp_path))
+    with pytest.raises(WorldMissingError, match=r"openenv==0\.10\.0.*Run: openrlhf worlds install openenv$"):
+        find_python(TARGET)
