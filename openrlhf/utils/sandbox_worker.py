@@ -466,8 +466,8 @@ def become_command(job: dict[str, Any], folder: str, stdio: tuple[int, int, int]
         needed = (executable, os.path.dirname(folder), *job["more_readable"])
         separate = os.getuid() == 0 and all(map(open_to_all, needed))
         user = dynamic_id() if separate else None
-        if bubblewrap and user is None and os.getuid() == 0:
-            raise SetupError("root uses bubblewrap as another user, and this Python is not open to all users")
+        if bubblewrap and os.getuid() == 0:
+            raise SetupError("bubblewrap is for ordinary users: root's processes cannot be counted in it")
         if bubblewrap:
             processes = None  # I limits them when there is a user namespace that counts them
         elif separate:
@@ -869,8 +869,11 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.umask(0o077)
         result = supervise(job, job["folder"])
-        if result.get("limit") == "parent":
-            os._exit(1)  # nobody reads it
+        if result.get("limit") == "parent":  # nobody reads it, and perhaps nobody is there to tidy up
+            import shutil  # not for every run
+
+            shutil.rmtree(job["folder"], ignore_errors=True)
+            os._exit(1)
     except BaseException as error:
         result = {"setup_error": explain(error).decode()}
     with open(report, "wb") as file:
