@@ -1,4 +1,4 @@
-"""The plots of docs/algorithms.md: real runs of the demo, then one picture per family.
+"""The plots of docs/algorithms.md and docs/distillation.md: real runs of the demo, then one picture per family.
 
     python docs/plots.py --run --family all --folder runs/plots --jobs 16    # the runs; those that finished are skipped
     python docs/plots.py --draw --family all --folder runs/plots             # their numbers and pictures → docs/images
@@ -27,6 +27,7 @@ from typing import Any, Literal
 import yaml
 
 from openrlhf.cli.demo import PROMPTS, prepare, rl_flags
+from openrlhf.demo.model import warm_up, write_model
 from openrlhf.demo.sorting import make_task
 from openrlhf.observability.charts import picture
 from openrlhf.observability.loggers import read_metrics
@@ -35,6 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 EVAL_EVERY = 5
 KL_TARGET = 0.05
+TEACHER = "inputs/teacher"
+"""Below the runs' folder: a model of twice the layers that was taught the task by examples."""
+TAUGHT = f"--teacher.model_name_or_path {TEACHER}"
+TWENTY = "--train.total_steps 20"
+TEACHER_KNOWS = 0.97
+"""The probability with which the teacher answers as the examples do."""
 SIGMA = 1.0
 """Deviation of the mismatched engine's logits."""
 
@@ -114,6 +121,17 @@ FAMILIES: dict[str, Family] = {
         },
         panels=(HELD_OUT, Panel(title="Tokens clamped or dropped", metric="is_corrected")),
         sigma=SIGMA,
+    ),
+    "distillation": Family(
+        title="Distillation on the policy's own samples",
+        variants={
+            "RL alone": "",
+            "reverse KL": f"{TAUGHT} --teacher.loss reverse --reward.weights 0",
+            "teacher's reward": f"{TAUGHT} --reward.weights 0 {TWENTY}",
+            "reverse KL and RL": f"{TAUGHT} --teacher.loss reverse {TWENTY}",
+            "forward KL": f"{TAUGHT} --teacher.loss forward --reward.weights 0 {TWENTY}",
+        },
+        panels=(HELD_OUT, Panel(title="Divergence from the teacher", metric="teacher_kl", percent=False)),
     ),
     "sampling": Family(
         title="Dynamic sampling",
@@ -211,6 +229,8 @@ def make_all(wanted: Sequence[Run], *, folder: Path, jobs: int, steps: int) -> i
         inputs.mkdir(parents=True, exist_ok=True)
         prepare(make_task(seed=0), inputs, seed=0)
         (inputs / "ready").touch()
+    if any(TEACHER in run.plan(steps)["words"] for run in wanted):
+        make_teacher(folder.resolve() / TEACHER)
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
         making = [pool.submit(run.make, steps) for run in wanted]
@@ -218,6 +238,18 @@ def make_all(wanted: Sequence[Run], *, folder: Path, jobs: int, steps: int) -> i
             print(f"[{number}/{len(wanted)}] {made.result()}", flush=True)
             failed += "FAILED" in made.result()
     return min(failed, 1)
+
+
+def make_teacher(folder: Path) -> None:
+    """Unless it is there."""
+    if (folder / "ready").exists():
+        return
+    task = make_task(seed=0)
+    write_model(folder, seed=1, characters=task.characters, layers=4)
+    said = {}
+    steps = warm_up(folder, task.train, seed=1, until=TEACHER_KNOWS, on_step=said.__setitem__)
+    print(f"teacher: answers as worked with probability {said[steps]:.2f} after {steps} steps", flush=True)
+    (folder / "ready").touch()
 
 
 def collect(name: str, found: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:

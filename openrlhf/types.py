@@ -605,8 +605,11 @@ COLUMNS = (
     "values_A",
     "returns_A",
     "advantages_A",
+    "teacher_logprobs_A",
+    "teacher_ids_AK",
+    "teacher_logprobs_AK",
 )
-"""The columns of `TrainingBatch` and `PackedBatch`, one number per action token; None until a stage fills it."""
+"""The columns of `TrainingBatch` and `PackedBatch`, one entry per action token; None until a stage fills it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -631,6 +634,13 @@ class TrainingBatch:
     returns_A: Tensor | None = None
     """The targets of the critic."""
     advantages_A: Tensor | None = None
+    teacher_logprobs_A: Tensor | None = None
+    """log p of the sampled tokens, p the teacher that they are distilled from. None without one, or where it is a
+    loss."""
+    teacher_ids_AK: Tensor | None = None
+    """int32 [A, K]: the tokens that the teacher finds likeliest. None unless it is a loss."""
+    teacher_logprobs_AK: Tensor | None = None
+    """float32 [A, K]: log p of these."""
     seen_A: dict[str, Tensor] = field(default_factory=dict)
     """What the policy's update saw of each action token, where it was to be kept (`learners.policy.SeenColumns`)."""
 
@@ -895,12 +905,15 @@ class PackedBatch:
     values_A: Tensor | None = None
     returns_A: Tensor | None = None
     advantages_A: Tensor | None = None
+    teacher_logprobs_A: Tensor | None = None
+    teacher_ids_AK: Tensor | None = None
+    teacher_logprobs_AK: Tensor | None = None
 
     def __post_init__(self) -> None:
         A = self.tokens.num_actions
         for name in (*COLUMNS, "rows"):
             column = getattr(self, name)
-            if column is not None and column.shape != (A,):
+            if column is not None and (column.dim() != 1 + name.endswith("_AK") or len(column) != A):
                 raise ValueError(f"{name} has shape {tuple(column.shape)} for {A} action tokens")
 
     def to(self, device: torch.device | str) -> PackedBatch:

@@ -48,24 +48,49 @@ class RayWorkers:
         *,
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
+        teacher: WorkerGroup | None = None,
+        teacher_columns: Sequence[str] = (),
     ) -> None:
-        """`critic`, `reference`: None where there is none, or where it lives with the policy."""
+        """`critic`, `reference`, `teacher`: None where there is none, or where it lives with the policy.
+
+        `teacher_columns`: those that the teacher fills.
+        """
         self._policy = policy
         self._critic = critic
         self._reference = reference
-        self._groups = [group for group in (policy, critic, reference) if group is not None]
+        self._teacher = teacher
+        self._teacher_columns = teacher_columns
+        # The reference and the teacher may share processes, which score for both.
+        found = [group for group in (policy, critic, reference, teacher) if group is not None]
+        self._groups = [group for i, group in enumerate(found) if group not in found[:i]]
         self._make_samples = make_samples
         self._steps = steps
         self._rounds = 0
 
     @classmethod
-    def of(cls, groups: Mapping[Role, WorkerGroup], make_samples: SampleMaker, steps: StepSettings) -> RayWorkers:
+    def of(
+        cls,
+        groups: Mapping[Role, WorkerGroup],
+        make_samples: SampleMaker,
+        steps: StepSettings,
+        *,
+        teacher_columns: Sequence[str] = (),
+    ) -> RayWorkers:
         """From the group of each role; those of one spec have the same."""
         policy = groups[Role.ACTOR]
-        critic, reference = (
-            None if groups.get(role) in (None, policy) else groups[role] for role in (Role.CRITIC, Role.REFERENCE)
+        critic, reference, teacher = (
+            None if groups.get(role) in (None, policy) else groups[role]
+            for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER)
         )
-        return cls(policy, make_samples, steps, critic=critic, reference=reference)
+        return cls(
+            policy,
+            make_samples,
+            steps,
+            critic=critic,
+            reference=reference,
+            teacher=teacher,
+            teacher_columns=teacher_columns,
+        )
 
     def place(self, groups: Sequence[Group]) -> Placed:
         import ray
@@ -93,6 +118,9 @@ class RayWorkers:
             self._ask(group, "score", batch)
         if self._reference is not None:
             self._send("reference_logprobs_A", self._reference, self._policy, batch)
+        if self._teacher is not None:
+            for name in self._teacher_columns:
+                self._send(name, self._teacher, self._policy, batch)
         if self._critic is not None:
             self._send("values_A", self._critic, self._policy, batch)
 

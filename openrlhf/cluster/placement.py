@@ -27,6 +27,7 @@ class Role(StrEnum):
     ACTOR = "actor"
     CRITIC = "critic"
     REFERENCE = "ref"
+    TEACHER = "teacher"
     REWARD = "reward"
     ENGINE = "vllm"
 
@@ -77,13 +78,14 @@ class PlacementRequest:
     def sharing(self) -> list[list[Role]]:
         """The sets of roles that share devices. The first role of a set (its host) decides how many there are."""
         if self.colocate_all:
-            sets = [[Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.REWARD]]
+            sets = [[Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD]]
         else:
             pairs = (
                 (Role.ACTOR, Role.REFERENCE, self.colocate_actor_ref),
                 (Role.CRITIC, Role.REWARD, self.colocate_critic_reward),
             )
             sets = [roles for one, other, shared in pairs for roles in ([[one, other]] if shared else [[one], [other]])]
+            sets.append([Role.TEACHER])
         needed = [[role for role in roles if role in self.groups] for roles in sets]
         needed = [roles for roles in needed if roles]
         if self.engines:
@@ -211,10 +213,11 @@ def requested(
         Role.ACTOR: True,
         Role.CRITIC: config.uses_critic,
         Role.REFERENCE: config.uses_reference and not config.reference_is_base,
+        Role.TEACHER: config.teacher.model_name_or_path is not None,
         Role.REWARD: config.uses_reward_model,
     }
     train = config.train
-    sections: tuple[GroupSection, ...] = (config.actor, config.critic, config.ref, config.reward)
+    sections: tuple[GroupSection, ...] = (config.actor, config.critic, config.ref, config.teacher, config.reward)
     request = PlacementRequest(
         groups={
             role: Size(

@@ -15,6 +15,7 @@ from openrlhf.cluster.engines import EngineHandles
 from openrlhf.cluster.transport import Column, PackedSamples, SampleColumns, unpacked
 from openrlhf.learners.rank import CriticLearners, RankLearners
 from openrlhf.learners.scorer import Scorer
+from openrlhf.learners.teacher import Teacher
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rewards.batching import Forward, Item
 from openrlhf.types import PlacedImage, SampleKey, TrainingBatch
@@ -179,12 +180,16 @@ class CriticService(RankService):
         self._learners.load_state_dict(state)
 
 
-class ReferenceService(RankService):
-    """A rank of a reference model that has processes of its own."""
+class FrozenService(RankService):
+    """A rank of a reference model, a teacher or both, which have processes of their own."""
 
-    def __init__(self, scorer: Scorer, **service_options: Any) -> None:
-        super().__init__(**service_options)
-        self._scorer = scorer
+    def __init__(self, *, reference: Scorer | None = None, teacher: Teacher | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._reference = reference
+        self._teacher = teacher
 
     def score(self) -> None:
-        self._batch.reference_logprobs_A = self._scorer.score(self._batch)
+        if self._reference is not None:
+            self._batch.reference_logprobs_A = self._reference.score(self._batch)
+        if self._teacher is not None:
+            self._teacher.tell(self._batch)

@@ -118,24 +118,26 @@ def _end_to_end(columns: Sequence[Tensor]) -> np.ndarray:
 
 
 class Column(NamedTuple):
-    """One number for every action token of some samples, in the form in which ranks exchange it."""
+    """A row for every action token of some samples, in the form in which ranks exchange it."""
 
     keys: list[SampleKey]
     values: list[np.ndarray]
-    """For each sample its numbers, [A]."""
+    """For each sample its numbers, [A], or rows, [A, K]."""
+    empty: np.ndarray
+    """As many rows as a batch without samples has."""
 
     @staticmethod
     def of(batch: TrainingBatch, name: str) -> Column:
         column = getattr(batch, name).numpy()
-        return Column(
-            [sample.key for sample in batch.samples], [column[batch.actions_of(i)] for i in range(len(batch))]
-        )
+        rows = [column[batch.actions_of(i)] for i in range(len(batch))]
+        return Column([sample.key for sample in batch.samples], rows, column[:0])
 
     @staticmethod
     def for_batch(batch: TrainingBatch, parts: Sequence[Column]) -> Tensor:
-        """The column of a batch, [A], put together from parts that hold all of its samples."""
+        """The column of a batch, put together from parts that hold all of its samples."""
         known = {key: values for part in parts for key, values in zip(part.keys, part.values, strict=True)}
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(known[s.key] for s in batch.samples)]))
+        empty = parts[0].empty if parts else np.zeros(0, np.float32)
+        return torch.from_numpy(np.concatenate([empty, *(known[s.key] for s in batch.samples)]))
 
 
 class SampleColumns(NamedTuple):

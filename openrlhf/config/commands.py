@@ -35,6 +35,7 @@ from openrlhf.config.models import (
     RMModelSection,
     ServedRewardSection,
     SFTModelSection,
+    TeacherSection,
     TrustSection,
     split_commas,
 )
@@ -83,6 +84,7 @@ class RLConfig(TrainerSection):
     critic: CriticSection = field(default=CriticSection(), metadata={"only_with": "uses_critic"})
     ref: RefSection = field(default=RefSection(), metadata={"only_with": "uses_reference !reference_is_base"})
     reward: RewardSection = field(default=RewardSection())
+    teacher: TeacherSection = field(default=TeacherSection())
     algo: AlgoSection = field(default=AlgoSection())
     rollout: RolloutSection = field(default=RolloutSection())
     train: RLTrainSection = field(default=RLTrainSection())
@@ -212,11 +214,27 @@ class RLConfig(TrainerSection):
         return self.uses_reference and self.ds.lora.rank > 0
 
     @property
+    def uses_teacher(self) -> bool:
+        """Whether the policy is distilled from a teacher, alone or beside the task's reward."""
+        return self.teacher.model_name_or_path is not None
+
+    @property
+    def teacher_rewards(self) -> bool:
+        """Whether the teacher's word is a reward; otherwise, if there is a teacher, it is a loss."""
+        return self.uses_teacher and self.teacher.loss is None
+
+    @property
     def reward_source(self) -> RewardSource | None:
         """Where rewards come from, the first of several places; an agent wins over the others. None: nowhere."""
         if self.train.agent_func_path:
             return "agent"
         return self.reward.sources[0].kind if self.reward.sources else None
+
+    @property
+    def rewards_a_task(self) -> bool:
+        """Whether rewards pull at the policy: with weights of 0 they are only measured."""
+        weights = self.reward.weights
+        return self.reward_source == "agent" or (self.reward_source is not None and (weights is None or any(weights)))
 
     @property
     def uses_reward_model(self) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
+from openrlhf.algorithms.distillation import DIVERGENCES
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.algorithms.preferences import ANSWER_LOSSES, PAIR_LOSSES
 from openrlhf.config.fields import Flag
@@ -151,6 +152,51 @@ class RefSection(OtherGroupSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherSection(OtherGroupSection):
+    num_nodes: Annotated[int, replace(NODES, only_with=".model_name_or_path train.launcher=ray")] = 1
+    num_gpus_per_node: Annotated[int | None, replace(WORKERS, only_with=".model_name_or_path train.launcher=ray")] = (
+        None
+    )
+    model_name_or_path: Annotated[
+        str | None,
+        Flag(
+            "teacher that the policy is distilled from on its own samples: a model with the same vocabulary, Hugging "
+            "Face name or folder (docs/distillation.md)"
+        ),
+    ] = None
+    loss: Annotated[
+        str | None,
+        Flag(
+            "the divergence from the teacher as a loss: "
+            + ", ".join(f"{name} ({entry.summary})" for name, entry in DIVERGENCES.items())
+            + "; unset: log p − log π of each sampled token as its reward",
+            choices=tuple(DIVERGENCES),
+            only_with="uses_teacher",
+        ),
+    ] = None
+    top_k: Annotated[
+        int,
+        Flag(
+            "that loss looks at so many of the teacher's likeliest tokens, and at all others as one",
+            above=0,
+            only_with="uses_teacher .loss",
+        ),
+    ] = 64
+    coef: Annotated[
+        float, Flag("weight of the teacher's reward or loss beside the task's", above=0, only_with="uses_teacher")
+    ] = 1.0
+    gamma: Annotated[
+        float,
+        Flag(
+            "discount of the teacher's rewards of the tokens that follow; 0: each token earns its own",
+            within=(0, 1),
+            only_with="uses_teacher !.loss",
+        ),
+    ] = 0.0
+    offload: Annotated[bool, Flag("keep the teacher's weights in CPU memory", only_with=".model_name_or_path")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class DPORefSection:
     model_name_or_path: Annotated[str | None, Flag("reference model; unset: the trained one", flat="ref_pretrain")] = (
         None
@@ -247,7 +293,8 @@ class RewardSection(GroupSection, ServedRewardSection):
     weights: Annotated[
         tuple[float, ...] | None,
         Flag(
-            "one per entry of reward.remote_url, then of reward.model_name_or_path; unset: all 1",
+            "one per entry of reward.remote_url, then of reward.model_name_or_path; unset: all 1; all 0, beside a "
+            "teacher: rewards are only measured",
             only_with=".remote_url|.model_name_or_path",
         ),
     ] = None

@@ -442,7 +442,7 @@ def reward_weights_match(config: RLConfig) -> Iterator[str]:
     if count and len(reward.weights) != count:
         where = "--reward.remote_url" if reward.urls else "--reward.model_name_or_path"
         yield f"--reward.weights has {len(reward.weights)} values for the {count} of {where}: give one for each"
-    if not any(reward.weights):
+    if not any(reward.weights) and not config.uses_teacher:
         yield "--reward.weights: with all weights 0 there is nothing to learn"
 
 
@@ -606,6 +606,7 @@ def _groups(config: RLConfig) -> dict[str, bool]:
         "actor": True,
         "critic": config.uses_critic,
         "ref": config.uses_reference,
+        "teacher": config.teacher.model_name_or_path is not None,
         "reward": config.uses_reward_model,
     }
 
@@ -670,10 +671,10 @@ def weights_have_a_way(config: RLConfig) -> Iterator[str]:
 
 @requirement
 def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
-    if config.reward_source is None:
+    if config.reward_source is None and not config.uses_teacher:
         yield (
-            "no reward: give --reward.remote_url (.py files with reward_func, or URLs), --train.agent_func_path or "
-            "--reward.model_name_or_path"
+            "no reward: give --reward.remote_url (.py files with reward_func, or URLs), --train.agent_func_path, "
+            "--reward.model_name_or_path, or a teacher (--teacher.model_name_or_path)"
         )
     if config.reward_source in (None, "model"):
         if config.eval.dataset:
@@ -683,6 +684,15 @@ def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
                 "--algo.dynamic_filtering_enable needs rewards from --reward.remote_url or --train.agent_func_path, "
                 "before a reward model runs"
             )
+
+
+@requirement
+def a_teacher_alone_has_no_critic(config: RLConfig) -> Iterator[str]:
+    if config.uses_teacher and not config.rewards_a_task and config.uses_critic:
+        yield (
+            "a teacher alone, without a reward, leaves a critic nothing to learn: give --algo.advantage.estimator "
+            "reinforce, or a reward"
+        )
 
 
 @requirement

@@ -37,7 +37,7 @@ def make_tokenizer(characters: str = CHARACTERS) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=PAD, pad_token=PAD, eos_token=EOS)
 
 
-def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer, *, seed: int, layers: int = 2) -> Qwen2ForCausalLM:
     """Random weights."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
@@ -45,7 +45,7 @@ def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
             vocab_size=len(tokenizer),
             hidden_size=224,
             intermediate_size=608,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=7,
             num_key_value_heads=1,
             max_position_embeddings=64,
@@ -57,10 +57,10 @@ def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     )
 
 
-def write_model(directory: Path, *, seed: int, characters: str = CHARACTERS) -> None:
+def write_model(directory: Path, *, seed: int, characters: str = CHARACTERS, layers: int = 2) -> None:
     """A model folder as users have them."""
     tokenizer = make_tokenizer(characters)
-    make_model(tokenizer, seed=seed).save_pretrained(directory)
+    make_model(tokenizer, seed=seed, layers=layers).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -7,6 +7,7 @@
     3. KLCost              each rank             log-probs and reference     what each token pays for its KL
     4. give_credit         each rank             rewards, costs, values      advantages, and returns for a critic
     5. whiten_over_ranks   each rank, together   moments of all ranks        advantages of mean 0, variance 1
+    6. TeacherReward       each rank             log-probs and teacher       what a teacher says, added to these
 
 The driver does steps 1 and 2 because a group's statistics need all samples of a prompt, which may lie on several ranks
 later (`training_samples`). Ranks do the others because log-probs and values are columns that they alone have
@@ -37,7 +38,7 @@ from openrlhf.algorithms.advantages import (
     turn_advantages,
     whiten,
 )
-from openrlhf.algorithms.kl import KLEstimator
+from openrlhf.algorithms.kl import KLEstimator, k1
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, Outcome, RewardPart, TrainingBatch, TrainingSample, Trajectory
@@ -307,6 +308,25 @@ class KLCost(NamedTuple):
     coef: float
 
 
+class TeacherReward(NamedTuple):
+    """A teacher's word as a reward for each token. It is no part of what is compared, whitened, or learnt by a critic:
+    what it weighs beside the task's reward is `coef`, under every estimator."""
+
+    coef: float
+    gamma: float
+    """Discount of what follows a token. 0: each token earns its own; 1: the gradient is that of the KL divergence of
+    whole responses, with all of its variance."""
+
+    def advantages(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """[A] each: c · Σ_{i ≥ t} γ^(i−t) (log p(i) − log π(i)), and log π − log p; log-ratios are held within ±10."""
+        assert batch.old_logprobs_A is not None  # from `score`
+        assert batch.teacher_logprobs_A is not None
+        kl_A = k1(batch.old_logprobs_A, batch.teacher_logprobs_A)
+        if not len(batch):
+            return kl_A, kl_A
+        return -self.coef * discounted_returns(kl_A, batch.episode_offsets, gamma=self.gamma), kl_A
+
+
 class Credit(NamedTuple):
     advantages_A: Tensor
     """Before whitening, which needs the sums of all ranks."""
@@ -318,11 +338,16 @@ class Credit(NamedTuple):
 
 
 def assign_advantages(
-    batch: TrainingBatch, settings: AdvantageSettings, *, kl_cost: KLCost | None = None, ranks: Ranks = ALONE
+    batch: TrainingBatch,
+    settings: AdvantageSettings,
+    *,
+    kl_cost: KLCost | None = None,
+    teacher: TeacherReward | None = None,
+    ranks: Ranks = ALONE,
 ) -> Metrics:
     """Fill in `advantages_A` and `returns_A` of this rank's batch; returns the metrics of all ranks. Collective.
 
-    `kl_cost`: None where KL is no part of the reward.
+    `kl_cost`: None where KL is no part of the reward. `teacher`: None where no teacher rewards tokens.
     """
     own, costs_A = Metrics(), None
     if kl_cost is not None:
@@ -335,6 +360,10 @@ def assign_advantages(
     own.mean("return", float(credit.totals_E.sum()), len(credit.totals_E))
     batch.advantages_A = whiten_over_ranks(credit.advantages_A, settings, ranks)
     batch.returns_A = credit.returns_A
+    if teacher is not None:
+        taught_A, kl_A = teacher.advantages(batch)
+        batch.advantages_A = batch.advantages_A + taught_A
+        own.mean("teacher_kl", float(kl_A.sum()), batch.num_actions)
     return Metrics.merged(ranks.gather(own))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
+from openrlhf.algorithms.distillation import Divergence, top_k_divergence
 from openrlhf.algorithms.kl import KLEstimator
 from openrlhf.algorithms.losses import LossInputs, LossSettings, PolicyLoss, TokenLoss, load_balancing_loss
 from openrlhf.backends.base import Backend
@@ -43,6 +44,14 @@ class BalanceSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationSettings:
+    """The divergence from a teacher as a loss term."""
+
+    divergence: Divergence
+    coef: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
     """The settings of the policy update."""
 
@@ -54,6 +63,8 @@ class PolicySettings:
     """None: entropy is not computed; 0: it is logged; else it is rewarded."""
     kl_loss: KLEstimator | None = None
     """KL to the reference as a loss term; None: no such term."""
+    distillation: DistillationSettings | None = None
+    """None: no teacher, or one whose word is in the advantages."""
     correction: CorrectionSettings | None = None
     balance: BalanceSettings | None = None
     """None: experts, if there are any, are left to themselves."""
@@ -95,8 +106,9 @@ which returns the micro-batch's share of the policy loss, and must drop them aga
 class PolicyLearner:
     """Updates the policy through its backend.
 
-    L = Σ w·l_policy + c·Σ w'·KL − β·Σ w'·H over a step's action tokens; w and w' came with the micro-batches. And of
-    a mixture of experts + α·Σ_m (T_m / T)·B_m, the balancing loss of each micro-batch by its share of the tokens.
+    L = Σ w·l_policy + c·Σ w'·KL + d·Σ w'·D − β·Σ w'·H over a step's action tokens; w and w' came with the
+    micro-batches, and D is the divergence from a teacher. And of a mixture of experts + α·Σ_m (T_m / T)·B_m, the
+    balancing loss of each micro-batch by its share of the tokens.
     """
 
     def __init__(
@@ -200,12 +212,16 @@ class PolicyLearner:
         settings, metrics = self._settings, Metrics() if micro.is_filler else metrics
         packed = micro.packed.to(self._device)
         router_log = RouterLog() if settings.balance else None
+        chosen: dict[str, Tensor] = {}
+        if settings.distillation is not None:
+            chosen["token_ids_AK"] = _needed(packed.teacher_ids_AK, "a teacher's tokens")
         output = self._backend.module(
             packed.tokens,
             temperature=settings.temperature,
             with_entropy=settings.entropy_coef is not None,
             router_log=router_log,
             **({} if routes is None or micro.is_filler else {"route_log": routes}),
+            **chosen,
         )
         current_A = output.logprobs_A
         old_A = current_A.detach() if packed.old_logprobs_A is None else packed.old_logprobs_A
@@ -222,6 +238,15 @@ class PolicyLearner:
             kl_A = settings.kl_loss(current_A, _needed(packed.reference_logprobs_A, "reference log-probs"))
             loss = loss + kl_coef * (weights_A * kl_A).sum()
             metrics.mean("kl", kl_A.detach().sum(), count)
+        if settings.distillation is not None:
+            divergence_A = top_k_divergence(
+                settings.distillation.divergence,
+                output.chosen_AK,
+                output.rest_A,
+                _needed(packed.teacher_logprobs_AK, "a teacher's log-probs"),
+            )
+            loss = loss + settings.distillation.coef * (weights_A * divergence_A).sum()
+            metrics.mean("teacher_kl", divergence_A.detach().sum(), count)
         if output.entropy_A is not None:
             if settings.entropy_coef:
                 loss = loss - settings.entropy_coef * (weights_A * output.entropy_A).sum()

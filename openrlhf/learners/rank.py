@@ -18,6 +18,7 @@ from openrlhf.learners.advantages import (
     AdvantageSettings,
     KLCost,
     SampleMaker,
+    TeacherReward,
     assign_advantages,
     may_get_advantages,
 )
@@ -25,6 +26,7 @@ from openrlhf.learners.critic import CriticLearner
 from openrlhf.learners.policy import Inspector, PolicyLearner, SeenColumns
 from openrlhf.learners.scorer import Scorer
 from openrlhf.learners.steps import Step, StepSettings, optimizer_steps
+from openrlhf.learners.teacher import Teacher
 from openrlhf.learners.workers import Placed, sample_columns
 from openrlhf.observability.metrics import Metrics
 from openrlhf.types import Group, SampleKey, TrainingBatch
@@ -40,6 +42,16 @@ class KLTerm:
     """A term of the loss; otherwise a cost in every token's reward."""
     reference: Scorer | None
     """None: its log-probs come with the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTerm:
+    """A teacher, and what its word is."""
+
+    teacher: Teacher | None
+    """None: what it says comes with the batch."""
+    reward: TeacherReward | None
+    """None: its word is a term of the loss, which the policy's learner knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,7 @@ class RankLearners:
         critic: CriticPart | None = None,
         freezing_steps: int = -1,
         kl: KLTerm | None = None,
+        teacher: TeacherTerm | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         """`critic`: None without one, or where its values come with the batch and it learns elsewhere.
@@ -81,6 +94,7 @@ class RankLearners:
         self._critic = critic
         self._freezing_steps = freezing_steps
         self._kl = kl
+        self._teacher = teacher
         self._ranks = ranks
         self._fitting = MicroBatchSizer(steps.batching)
         self._rounds = 0
@@ -100,14 +114,17 @@ class RankLearners:
         """All the log-probs and values that advantages and the update need, from weights that do not change."""
         if self._kl is not None and self._kl.reference is not None:
             batch.reference_logprobs_A = self._kl.reference.score(batch)
+        if self._teacher is not None and self._teacher.teacher is not None:
+            self._teacher.teacher.tell(batch)
         batch.old_logprobs_A = self._old_logprobs(batch)
         if self._critic is not None:
             batch.values_A = self._critic.scorer.score(batch)
 
     def _old_logprobs(self, batch: TrainingBatch) -> Tensor | None:
         """Log-probs of the policy before the update; None where nothing needs them."""
-        if self._kl is not None and not self._kl.as_loss:
-            return self._policy_scorer.score(batch)  # a cost in the reward is that of the policy as it sampled
+        priced = self._kl is not None and not self._kl.as_loss
+        if priced or self._teacher_reward is not None:
+            return self._policy_scorer.score(batch)  # a part of the reward is that of the policy as it sampled
         on_policy = self._steps.on_policy(self._episodes(batch))
         if self._is_frozen:
             return None
@@ -119,10 +136,12 @@ class RankLearners:
         return self._policy_scorer.score(batch, trained)
 
     def assign_advantages(self, batch: TrainingBatch) -> Metrics:
-        """Steps 3 to 5 of `learners.advantages`."""
+        """Steps 3 to 6 of `learners.advantages`."""
         kl = self._kl
         cost = None if kl is None or kl.as_loss else KLCost(kl.estimator, kl.controller.coef)
-        metrics = assign_advantages(batch, self._advantages, kl_cost=cost, ranks=self._ranks)
+        metrics = assign_advantages(
+            batch, self._advantages, kl_cost=cost, teacher=self._teacher_reward, ranks=self._ranks
+        )
         if kl is not None:
             metrics.last("kl_coef", kl.controller.coef)
         self._sampled_kl = metrics.values().get("kl")
@@ -150,6 +169,10 @@ class RankLearners:
     def columns(self, batch: TrainingBatch, keys: Collection[SampleKey]) -> dict[SampleKey, dict[str, np.ndarray]]:
         """Of the samples that this rank has."""
         return sample_columns(batch, keys)
+
+    @property
+    def _teacher_reward(self) -> TeacherReward | None:
+        return None if self._teacher is None else self._teacher.reward
 
     @property
     def _is_frozen(self) -> bool:

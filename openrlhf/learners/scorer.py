@@ -21,40 +21,52 @@ from openrlhf.learners.steps import filler
 from openrlhf.types import PackedTokens, TrainingBatch
 from openrlhf.utils import waits
 
+Columns = Tensor | tuple[Tensor, ...]
+"""[A] numbers, or several columns of A rows."""
+ONE_NUMBER = (torch.zeros(0),)
+
 
 class Scorer:
-    """One number per action token of a batch, from a frozen forward of some model."""
+    """One number per action token of a batch, or several, from a frozen forward of some model."""
 
     def __init__(
         self,
         module: nn.Module,
-        forward: Callable[[nn.Module, PackedTokens], Tensor],
+        forward: Callable[[nn.Module, PackedTokens], Columns],
         *,
         batching: MicroBatching,
         device: torch.device,
         offload: bool = False,
         forwards_together: bool = False,
         ranks: Ranks = ALONE,
+        columns: Sequence[Tensor] = ONE_NUMBER,
     ) -> None:
-        """`forward` gives the [A] numbers of a packed stream. `offload`: the weights are on `device` only meanwhile.
+        """`forward` gives the columns of a packed stream. `offload`: the weights are on `device` only meanwhile.
 
+        `columns`: what it gives for a stream without actions: the number of columns, their dtypes and widths.
         `forwards_together`: ranks share the weights or the tokens out, so that each forward is one of several ranks.
         """
         self._module = module
         self._forward = forward
         self._fitting = MicroBatchSizer(batching)
         self._forwards_together = forwards_together
+        self._empty = columns
         self._device = device
         self._offload = offload
         self._ranks = ranks
 
-    @torch.no_grad()
     def score(self, batch: TrainingBatch, indices: Sequence[int] | None = None) -> Tensor:
-        """float32 [A] for this rank's batch, on CPU; 0 for samples that are not in `indices` (None: all are).
+        """float32 [A]: the first of `columns`."""
+        return self.columns(batch, indices)[0]
+
+    @torch.no_grad()
+    def columns(self, batch: TrainingBatch, indices: Sequence[int] | None = None) -> list[Tensor]:
+        """A row for each action token of this rank's batch, on CPU; 0 for samples that are not in `indices` (None: all
+        are).
 
         Collective: weights may be shared out over ranks, which then run as many forwards as the rank with the most.
         """
-        result = torch.zeros(batch.num_actions)
+        result = [empty.new_zeros((batch.num_actions, *empty.shape[1:])) for empty in self._empty]
         self._module.eval()
         left = list(range(len(batch)) if indices is None else indices)
         with on_device(self._module, self._device, offload=self._offload):
@@ -65,16 +77,19 @@ class Scorer:
                     return result
                 self._fitting.shrink(overflows)
 
-    def _score(self, batch: TrainingBatch, indices: Sequence[int], result: Tensor) -> tuple[list[int], Overflow | None]:
+    def _score(
+        self, batch: TrainingBatch, indices: Sequence[int], result: Sequence[Tensor]
+    ) -> tuple[list[int], Overflow | None]:
         """Into `result`; returns the samples for which memory was not enough."""
         cut = self._fitting.batching.cut(batch, indices)
         missing = max(self._ranks.gather(len(cut))) - len(cut)
         left, overflow = [], None
-        scored: list[tuple[Tensor, Tensor]] = []  # rows and numbers, which are read when all forwards are launched
+        scored: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # rows and columns, read when all forwards are launched
         for micro in cut:
             packed = batch.pack(micro)
             try:
-                scored.append((packed.rows, self._forward(self._module, packed.tokens.to(self._device)).float()))
+                given = self._forward(self._module, packed.tokens.to(self._device))
+                scored.append((packed.rows, given if isinstance(given, tuple) else (given,)))
                 waits.mark_progress()
                 continue
             except torch.OutOfMemoryError as error:
@@ -84,8 +99,9 @@ class Scorer:
             give_memory_back()
         for _ in range(missing):
             self._forward(self._module, filler().tokens.to(self._device))
-        for rows, numbers_A in scored:
-            result[rows] = numbers_A.cpu()
+        for rows, given in scored:
+            for column, numbers_A in zip(result, given, strict=True):
+                column[rows] = numbers_A.to(column.dtype).cpu()
         return left, overflow
 
     def _require_another_try(self, overflow: Overflow, error: Exception) -> None:
@@ -107,6 +123,13 @@ def reference_logprobs(temperature: float) -> Callable[[nn.Module, PackedTokens]
     """Another model's, whose routers choose themselves; it may be the policy without its adapter."""
     own = logprobs(temperature)
     return lambda module, tokens: own(module, tokens.without_routes())
+
+
+def likeliest(temperature: float, k: int, *, vocabulary: int) -> Callable[[nn.Module, PackedTokens], Columns]:
+    """A teacher's k likeliest tokens and their log-probs, of so many that it shares with the policy."""
+    return lambda module, tokens: tuple(
+        module(tokens.without_routes(), temperature=temperature, top_k=k, vocabulary=vocabulary)
+    )
 
 
 def values(module: nn.Module, tokens: PackedTokens) -> Tensor:

@@ -84,6 +84,9 @@ def filler() -> PackedBatch:
         values_A=zero,
         returns_A=zero,
         advantages_A=zero,
+        teacher_logprobs_A=zero,
+        teacher_ids_AK=torch.zeros(1, 1, dtype=torch.int32),
+        teacher_logprobs_AK=zero[:, None],
     )
 
 
@@ -97,6 +100,7 @@ SUSPICIOUS = {
     "reference_logprobs_A": "the reference's log-prob",
     "rollout_logprobs_A": "the sampled log-prob",
     "values_A": "the value",
+    "teacher_logprobs_A": "the teacher's log-prob",
 }
 """Columns that a loss is made of, as people call them."""
 MOST_NAMED = 5

@@ -64,6 +64,7 @@ def sample_columns(batch: TrainingBatch, keys: Collection[SampleKey]) -> dict[Sa
         "values": batch.values_A,
         "old_logprobs": batch.old_logprobs_A,
         "ref_logprobs": batch.reference_logprobs_A,
+        "teacher_logprobs": batch.teacher_logprobs_A,
         **batch.seen_A,
     }
     known = {name: column.float().numpy() for name, column in columns.items() if column is not None}

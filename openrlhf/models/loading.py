@@ -275,6 +275,11 @@ def load_config(path: str | os.PathLike[str], *, trust_remote_code: bool = False
     return _load(AutoConfig, path, flag=flag, trust_remote_code=trust_remote_code)
 
 
+def vocabulary_of(config: Any) -> int:
+    """The tokens that a Hugging Face model of this configuration has."""
+    return int(config.get_text_config().vocab_size)
+
+
 def load_tokenizer(
     path: str | os.PathLike[str],
     *,

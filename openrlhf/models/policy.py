@@ -16,6 +16,7 @@ from openrlhf.models.exact import ExactForward
 from openrlhf.models.logprobs import IDENTITY, LogitTransform, chunked_logprobs
 from openrlhf.models.packed import PackedAttention
 from openrlhf.models.routes import RouteLog, Routers
+from openrlhf.models.top_logprobs import TopLogprobs, chosen_logprobs, top_logprobs
 from openrlhf.models.vision import reads_images, tower_parameters
 from openrlhf.types import ImageInput, PackedTokens
 
@@ -27,6 +28,10 @@ class PolicyOutput(NamedTuple):
     """float32 [A]: log π of each action token given the tokens before it."""
     entropy_A: Tensor | None
     """float32 [A]: entropy of π where the action was taken; None unless asked for."""
+    chosen_AK: Tensor | None = None
+    """float32 [A, K]: log π of the tokens that were asked for; None: none were."""
+    rest_A: Tensor | None = None
+    """float32 [A]: log of what π gives to all others together; None: there are none."""
 
 
 class Policy(nn.Module):
@@ -72,11 +77,16 @@ class Policy(nn.Module):
         with_entropy: bool = False,
         router_log: RouterLog | None = None,
         route_log: RouteLog | None = None,
-    ) -> PolicyOutput:
+        token_ids_AK: Tensor | None = None,
+        top_k: int | None = None,
+        vocabulary: int | None = None,
+    ) -> PolicyOutput | TopLogprobs:
         """log π(token t | tokens before t of its sequence) for t in `action_positions`, in that order.
 
         π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1. `router_log` and
-        `route_log` are filled, if there are any; `route_log` is for routers that can take routes.
+        `route_log` are filled, if there are any; `route_log` is for routers that can take routes. `token_ids_AK`: other
+        tokens whose log-probs are wanted where each action was taken. `top_k`: the likeliest tokens are wanted instead
+        of all that, of the first `vocabulary`.
         """
         if self.routers is None or not self.replays:
             tokens = tokens.without_routes()
@@ -93,19 +103,22 @@ class Policy(nn.Module):
             context=self.context,
         )
         head = output_head(self.model)
+        of_head: dict[str, Any] = {"bias_V": head.bias, "temperature": temperature, "transform": self.transform}
+        if top_k is not None:
+            return TopLogprobs(
+                *map(share.whole, top_logprobs(hidden_aD, head.weight, top_k, vocabulary=vocabulary, **of_head))
+            )
         targets_a = share.own(tokens.token_ids[tokens.action_positions])
         logprobs_a, entropy_a = chunked_logprobs(
-            hidden_aD,
-            head.weight,
-            targets_a,
-            bias_V=head.bias,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            transform=self.transform,
+            hidden_aD, head.weight, targets_a, with_entropy=with_entropy, **of_head
         )
+        chosen_aK = rest_a = None
+        if token_ids_AK is not None:
+            chosen_aK, rest_a = chosen_logprobs(hidden_aD, head.weight, share.own(token_ids_AK), **of_head)
         if self.exact is not None:
             logprobs_a = self.exact.logprobs(logprobs_a, hidden_aD, head, targets_a, temperature)
-        return PolicyOutput(share.whole(logprobs_a), None if entropy_a is None else share.whole(entropy_a))
+        others = (None if column is None else share.whole(column) for column in (entropy_a, chosen_aK, rest_a))
+        return PolicyOutput(share.whole(logprobs_a), *others)
 
 
 def tower_names(policy: Policy) -> list[str]:

@@ -112,6 +112,11 @@ CATALOG = (
                 "KL to the reference model, by `--algo.kl.estimator`; of KTO, what answers are compared with",
             ),
             "kl_coef": Metric(NONE, "the price of KL in this round"),
+            "teacher_kl": Metric(
+                NATS,
+                "how far the policy is from its teacher: log π − log p of sampled tokens, or the divergence of "
+                "`--teacher.loss`",
+            ),
             "ppo_kl": Metric(NATS, "log-prob before the round's update less the present one: how far the update went"),
             "ppo_clip_ratio": Metric(SHARE, "tokens whose ratio is clipped"),
             "entropy_loss": Metric(NATS, "entropy of the policy's distribution, after temperature"),

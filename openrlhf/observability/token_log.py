@@ -68,6 +68,7 @@ TRAINED_COLUMNS = {
     "old_logprobs": "the trainer's log-prob before the update",
     "new_logprobs": "the trainer's log-prob in the update, in the last pass over the sample",
     "ref_logprobs": "the reference model's log-prob",
+    "teacher_logprobs": "the log-prob of the teacher, where it rewards tokens",
     "entropy": "the entropy of the policy at this token, in the update",
     "is_weights": "the off-policy correction's factor of the loss",
     "clipped": "1 where the clip of the loss took the gradient away, else 0",

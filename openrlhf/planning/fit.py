@@ -197,6 +197,8 @@ def _rl_steps(given: RLConfig, command: Command, machines: Machines) -> Iterator
         yield Step("zero", 1.0, {"ds.zero_stage": 3}, "weights are shared out over all ranks")
     if config.uses_reference and not config.reference_is_base and not config.ref.offload:
         yield Step("reference", 1.5, {"ref.offload": True}, "the reference waits in CPU memory")
+    if config.teacher.model_name_or_path is not None and not config.teacher.offload:
+        yield Step("teacher", 1.5, {"teacher.offload": True}, "the teacher waits in CPU memory")
     if config.uses_reward_model and not config.reward.offload:
         yield Step("reward", 1.5, {"reward.offload": True}, "the reward model waits in CPU memory")
     if many:
@@ -248,7 +250,7 @@ def _device_steps(config: RLConfig, command: Command, machines: Machines) -> Ite
             "actor.num_nodes": nodes,
             "actor.num_gpus_per_node": per_node,
         }
-        for role in ("ref", "critic", "reward"):
+        for role in ("ref", "teacher", "critic", "reward"):
             for field in ("num_nodes", "num_gpus_per_node"):
                 if _given(command, f"{role}.{field}"):
                     changes[f"{role}.{field}"] = None

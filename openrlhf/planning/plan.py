@@ -440,6 +440,10 @@ class _RLPlanner:
             model = self._model(required(config.actor.model_name_or_path), "--actor.model_name_or_path", trains=False)
             layout = self.layout(self.count(Role.REFERENCE))
             yield _Group(role=Role.REFERENCE, model=model, layout=layout, trained=False, offloaded=config.ref.offload)
+        if config.teacher.model_name_or_path is not None:
+            model = self._model(config.teacher.model_name_or_path, "--teacher.model_name_or_path", trains=False)
+            layout, off = self.layout(self.count(Role.TEACHER)), config.teacher.offload
+            yield _Group(role=Role.TEACHER, model=model, layout=layout, trained=False, offloaded=off)
         if config.uses_reward_model:
             for path in config.reward.model_paths:
                 model = self._model(path, "--reward.model_name_or_path", trains=False)
@@ -764,14 +768,15 @@ class _RLPlanner:
         forwards: list[tuple[str, _Group, bool]] = []
         actor = groups[0]
         steps = config.train.max_epochs * math.ceil(samples / config.train.batch_size)
-        old = steps > 1 or (config.uses_reference and not config.algo.kl.use_loss)
+        priced = config.uses_reference and not config.algo.kl.use_loss
+        old = steps > 1 or priced or config.teacher_rewards
         if old:
             forwards.append(("old log-probs", actor, True))
         if config.reference_is_base:
             forwards.append(("reference", actor, True))
         for group in groups[1:]:
-            name = {"critic": "values", "ref": "reference", "reward": "rewards"}[group.role.value]
-            forwards.append((name, group, group.role is Role.REFERENCE))
+            name = {"critic": "values", "ref": "reference", "reward": "rewards"}.get(group.role.value, group.role.value)
+            forwards.append((name, group, group.role in (Role.REFERENCE, Role.TEACHER)))
         per_place: dict[str, float] = {}
         for _, group, head in forwards:
             micro = self.micro_batches(samples, group.layout.ranks, scoring=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.proving import reference
+from openrlhf.proving.reference import PlainModel
 from openrlhf.proving.trial import RLTrial
 from openrlhf.types import Group, Outcome, SampleKey, Segment, Trajectory
 
@@ -36,9 +37,9 @@ def inputs_of(segment: Segment, device: torch.device) -> dict[str, Any]:
     return named
 
 
-def plain_logprobs(trial: RLTrial, segment: Segment, *, of_reference: bool = False) -> Tensor:
-    """float32 [A], without gradient."""
-    model = trial.plain_reference if of_reference else trial.plain
+def plain_logprobs(trial: RLTrial, segment: Segment, *, of: PlainModel | None = None) -> Tensor:
+    """float32 [A], without gradient. `of`: None is the policy."""
+    model = trial.plain if of is None else of
     with torch.no_grad():
         logits = model.logits(segment.token_ids, **inputs_of(segment, trial.device))
     column = reference.logprobs(logits, segment.token_ids, temperature=trial.config.rollout.temperature)
@@ -78,7 +79,9 @@ class PlainRound:
                 for member in members:
                     self._add(member)
         self.reference_logprobs = (
-            [plain_logprobs(trial, s, of_reference=True) for s in self.segments] if config.uses_reference else None
+            [plain_logprobs(trial, s, of=trial.plain_reference) for s in self.segments]
+            if config.uses_reference
+            else None
         )
         self.current = [plain_logprobs(trial, segment) for segment in self.segments]
         costs = None
@@ -91,6 +94,16 @@ class PlainRound:
         self.values = [plain_values(trial, segment) for segment in self.segments] if config.uses_critic else None
         values = None if self.values is None else self._by_episode(self.values)
         self.advantages = reference.advantages(self.episodes, config, kl_costs=costs, values=values)
+        if config.teacher_rewards:
+            gaps = [
+                plain_logprobs(trial, segment, of=trial.plain_teacher) - now
+                for segment, now in zip(self.segments, self.current, strict=True)
+            ]
+            for own, earned in zip(self.advantages, self._by_episode(gaps), strict=True):
+                follows = 0.0
+                for t in reversed(range(len(own))):
+                    follows = max(-10.0, min(10.0, earned[t])) + config.teacher.gamma * follows
+                    own[t] += config.teacher.coef * follows
         self.returns: list[list[float]] | None = None
         if values is not None:
             self.returns = reference.returns_of(reference.unwhitened_gae(self.episodes, config, values, costs), values)

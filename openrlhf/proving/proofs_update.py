@@ -25,8 +25,8 @@ from openrlhf.proving.plain_round import (
 from openrlhf.proving.registry import Disproved, proof
 from openrlhf.proving.threads import together
 from openrlhf.proving.trial import RLTrial, Updated
-from openrlhf.runs.rl_models import advantage_settings, kl_controller, step_settings
-from openrlhf.types import TrainingBatch
+from openrlhf.runs.rl_models import advantage_settings, kl_controller, step_settings, teacher_reward
+from openrlhf.types import Segment, TrainingBatch
 
 
 def _image_reference(trial: RLTrial) -> str | None:
@@ -77,7 +77,7 @@ def log_probs(trial: RLTrial) -> str:
     "loss",
     title="loss and gradient are those of the formula",
     shows="The gradient that the optimizer gets is that of the configured loss, clip, dual clip, correction, KL term, "
-    "entropy and reduction, computed one sample at a time by autograd over transformers' own forward.",
+    "teacher, entropy and reduction, computed one sample at a time by autograd over transformers' own forward.",
     remedy="The update does not do what the flags say. The detail says by how much; try without "
     "--actor.dual_clip, entropy, KL or the correction to see whose term it is.",
     unless=_image_reference,
@@ -116,10 +116,14 @@ def loss(trial: RLTrial) -> str:
         column = reference.logprobs(logits, segment.token_ids, temperature=config.rollout.temperature)
         entropy = reference.entropies(logits, temperature=config.rollout.temperature)[mask].cpu()
         entropies.append(entropy.detach())
+        whole = teacher = None
+        if config.teacher.loss is not None and config.uses_teacher:
+            whole = reference.whole_logprobs(logits, temperature=config.rollout.temperature)[mask]
+            teacher = _teacher_logprobs(trial, segment, vocabulary=whole.shape[1])[mask]
         samples.append(
             reference.PlainSample(
                 episode=owner,
-                prompt=plain.episodes[owner].prompt,
+                prompt=plain.episodes[owner].group[0],
                 current=column[mask].cpu(),
                 old=old,
                 advantages=advantage,
@@ -127,13 +131,15 @@ def loss(trial: RLTrial) -> str:
                 reference=ref,
                 entropy=entropy if config.actor.entropy_coef is not None else None,
                 key=key,
+                whole=whole,
+                teacher=teacher,
             )
         )
     wanted = reference.policy_loss(samples, config, kl_coef=config.algo.kl.init_coef)
     wanted.backward()
     theirs = {f"model.{name}": gradient for name, gradient in trial.plain.gradients().items()}
     gap, where = reference.gradient_gap(done.policy, theirs)
-    plain_samples = [dataclasses.replace(s, reference=None, entropy=None) for s in samples]
+    plain_samples = [dataclasses.replace(s, reference=None, entropy=None, whole=None) for s in samples]
     policy_part = float(reference.policy_loss(plain_samples, config, kl_coef=0.0).detach())
     said = done.metrics.get("policy_loss", math.nan)
     if not abs(said - policy_part) <= 1e-3 * max(1.0, abs(policy_part)):
@@ -151,6 +157,13 @@ def loss(trial: RLTrial) -> str:
             f"{GRADIENT_TOLERANCE:g} is allowed"
         )
     return f"{len(current_A)} tokens, {len(theirs)} tensors: gradient {gap:.1g} of its norm away"
+
+
+def _teacher_logprobs(trial: RLTrial, segment: Segment, *, vocabulary: int) -> Tensor:
+    """float32 [T, V'], V' the tokens that the policy has too."""
+    with torch.no_grad():
+        logits = trial.plain_teacher.logits(segment.token_ids, **inputs_of(segment, trial.device))[:, :vocabulary]
+    return reference.whole_logprobs(logits, temperature=trial.config.rollout.temperature)
 
 
 @proof(
@@ -260,12 +273,12 @@ def shares(trial: RLTrial) -> str:
     whole, _ = learners.place(trial.samples)
     learners.score(whole)
     settings, steps = advantage_settings(config), step_settings(config)
-    cost = None
+    cost, teacher = None, teacher_reward(config)
     if config.uses_reference and not config.algo.kl.use_loss:
         from openrlhf.algorithms.kl import get_kl_estimator
 
         cost = KLCost(get_kl_estimator(config.algo.kl.estimator), kl_controller(config).coef)
-    assign_advantages(whole, settings, kl_cost=cost)
+    assign_advantages(whole, settings, kl_cost=cost, teacher=teacher)
     divided = assign_to_ranks(whole.samples, steps, round_index=1, ranks=2)
     places = {sample.key: i for i, sample in enumerate(whole.samples)}
 
@@ -273,11 +286,11 @@ def shares(trial: RLTrial) -> str:
         own = divided[ranks.index]
         batch = TrainingBatch(samples=own)
         rows = [whole.actions_of(places[sample.key]) for sample in own]
-        for name in ("old_logprobs_A", "reference_logprobs_A", "values_A"):
+        for name in ("old_logprobs_A", "reference_logprobs_A", "values_A", "teacher_logprobs_A"):
             column = getattr(whole, name)
             if column is not None:
                 setattr(batch, name, torch.cat([column[row] for row in rows]) if rows else torch.empty(0))
-        assign_advantages(batch, settings, kl_cost=cost, ranks=ranks)
+        assign_advantages(batch, settings, kl_cost=cost, teacher=teacher, ranks=ranks)
         assert batch.advantages_A is not None
         weights_A = torch.zeros(batch.num_actions)
         for step in optimizer_steps(batch, steps, round_index=1, ranks=ranks):

@@ -123,9 +123,15 @@ def logprobs(logits_TV: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
 
 def entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
     """float32 [T]: −Σ p log p of the distribution that each token was drawn from; 0 for the first."""
-    log_p = torch.log_softmax(logits_TV[:-1] / (temperature or 1.0), dim=-1)
+    log_p = whole_logprobs(logits_TV, temperature=temperature)[1:]
     entropy = -(log_p.exp() * log_p).sum(-1)
     return torch.cat([entropy.new_zeros(1), entropy])
+
+
+def whole_logprobs(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """float32 [T, V]: log softmax(logits / temperature) that each token was drawn from; 0 for the first."""
+    log_p = torch.log_softmax(logits_TV[:-1] / (temperature or 1.0), dim=-1)
+    return torch.cat([log_p.new_zeros(1, log_p.shape[1]), log_p])
 
 
 # ------------------------------------------------------------------------------------------------ advantages
@@ -381,6 +387,10 @@ class PlainSample:
     entropy: Tensor | None = None
     key: tuple[int, ...] = ()
     """(prompt, sample, segment)"""
+    whole: Tensor | None = None
+    """log π of every token of the vocabulary, with gradient, [A, V]; None without a teacher whose word is a loss."""
+    teacher: Tensor | None = None
+    """log p of the tokens that the policy has too, [A, V']"""
 
 
 def policy_loss(samples: Sequence[PlainSample], config: Any, *, kl_coef: float) -> Tensor:
@@ -399,6 +409,9 @@ def policy_loss(samples: Sequence[PlainSample], config: Any, *, kl_coef: float) 
         if sample.reference is not None and config.algo.kl.use_loss:
             kl = kl_estimate(sample.current - sample.reference, config.algo.kl.estimator)
             regulariser = regulariser + weight * kl_coef * kl.sum().cpu()
+        if sample.whole is not None and sample.teacher is not None:
+            apart = divergence(config.teacher.loss, sample.whole, sample.teacher, k=config.teacher.top_k)
+            regulariser = regulariser + weight * config.teacher.coef * apart.sum().cpu()
         if sample.entropy is not None and config.actor.entropy_coef:
             regulariser = regulariser - weight * config.actor.entropy_coef * sample.entropy.sum().cpu()
     return total + regulariser
@@ -417,6 +430,27 @@ def _weight(
     if aggregation == "token_sum":
         return 1.0 / len(lengths)
     return 1.0 / (len(lengths) * (config.rollout.max_new_tokens or config.data.max_len))
+
+
+def divergence(name: str, policy_AV: Tensor, teacher_AV: Tensor, *, k: int) -> Tensor:
+    """[A]: of the distributions over the teacher's k likeliest tokens and all others as one."""
+    top = teacher_AV.topk(min(k, teacher_AV.shape[1]), dim=1).indices
+    sides = []
+    for column in (policy_AV, teacher_AV):
+        probabilities = column.double().exp()
+        chosen = probabilities.gather(1, top)
+        others = torch.ones_like(probabilities, dtype=torch.bool).scatter(1, top, value=False)
+        rest = probabilities.where(others, 0.0).sum(1, keepdim=True)
+        sides.append(torch.cat([chosen, rest], dim=1) if top.shape[1] < policy_AV.shape[1] else chosen)
+    own, theirs = sides[0], sides[1].clamp_min(1e-8)
+    middle = (own + theirs) / 2
+
+    def apart(one: Tensor, other: Tensor) -> Tensor:
+        return (one * (one.clamp_min(1e-30).log() - other.clamp_min(1e-30).log())).sum(1)
+
+    if name == "js":
+        return 0.5 * apart(own, middle) + 0.5 * apart(theirs, middle)
+    return apart(own, theirs) if name == "reverse" else apart(theirs, own)
 
 
 def kl_estimate(difference: Tensor, name: str) -> Tensor:

@@ -280,6 +280,11 @@ class RLTrial:
         return self._plain(self.path, kind)
 
     @functools.cached_property
+    def plain_teacher(self) -> PlainModel:
+        kind = "images" if self.config.data.max_images_per_prompt > 0 else "text"
+        return self._plain(required(self.config.teacher.model_name_or_path), kind)
+
+    @functools.cached_property
     def plain_critic(self) -> PlainModel:
         assert self.models.critic is not None
         plain = self._plain(required(self.config.critic_path), "body")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -87,6 +87,19 @@ class RewardGoneError(Exception):
     """The source of rewards is gone: no request will be answered any more. The text is all that a user needs."""
 
 
+class NoReward:
+    """Of a run that is taught by something else: every sample earns 0."""
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, request: RewardRequest) -> Sequence[Reward]:
+        return [Reward(reward=0.0)] * len(request.queries)
+
+    async def close(self) -> None:
+        pass
+
+
 class RewardSource(Protocol):
     """Judges finished samples. Calls may overlap."""
 
@@ -99,3 +112,7 @@ class RewardSource(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+if TYPE_CHECKING:
+    _: type[RewardSource] = NoReward

@@ -18,6 +18,7 @@ LARGEST = 3.4028234663852886e38
 
 class CombinedReward:
     """reward = Σ_i w_i · r_i; score = the mean of the sources' scores, weighted by |w_i|, over those that give scores.
+    Where all w_i are 0 (something else teaches the policy, and rewards are only measured) scores count alike.
 
     The sources judge at the same time. A prompt that one of them cannot judge is not judged. Each source's own reward
     is logged as `reward_<name>`; what it logs itself keeps its name, unless an earlier source has the same.
@@ -47,7 +48,12 @@ class CombinedReward:
     def _combine(self, rewards: Sequence[Reward]) -> Reward:
         """The reward of one sample, from those of each source."""
         parts = list(zip(self._names, self._weights, rewards, strict=True))
-        scored = [(abs(weight), part.score) for _, weight, part in parts if part.score is not None and weight]
+        heights = [abs(weight) for weight in self._weights] if any(self._weights) else [1.0] * len(parts)
+        judged = [
+            (height, part.reward if part.score is None and not any(self._weights) else part.score)
+            for height, (_, _, part) in zip(heights, parts, strict=True)
+        ]
+        scored = [(height, score) for height, score in judged if score is not None and height]
         logs: dict[str, float] = {}
         for name, _, part in parts:
             for key, value in part.extra_logs.items():

@@ -28,6 +28,7 @@ NAMED_BY = {
     "critic.model_name_or_path": MODEL,
     "ref.model_name_or_path": MODEL,
     "reward.model_name_or_path": MODEL,
+    "teacher.model_name_or_path": MODEL,
     "model.model_name_or_path": MODEL,
     "data.prompt_dataset": DATASET,
     "data.dataset": DATASET,

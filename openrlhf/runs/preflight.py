@@ -118,6 +118,38 @@ def policy_tokenizer(config: RLConfig) -> Any:
     )
 
 
+def check_teacher(config: RLConfig, tokenizer: Any) -> None:
+    """A teacher judges the policy's tokens by their ids, so both must give every id the same meaning.
+
+    `tokenizer`: the policy's. Raises ModelLoadError.
+    """
+    path = config.teacher.model_name_or_path
+    if path is None:
+        return
+    flag = "--teacher.model_name_or_path"
+    with reading_model(path, flag=flag):
+        theirs = load_tokenizer(
+            path,
+            use_fast=not config.data.disable_fast_tokenizer,
+            trust_remote_code=config.actor.trust_remote_code,
+            flag=flag,
+        )
+    own_ids, their_ids = tokenizer.get_vocab(), theirs.get_vocab()
+    if own_ids == their_ids:
+        return
+    differing = [token for token in sorted(own_ids, key=own_ids.__getitem__) if their_ids.get(token) != own_ids[token]]
+    what = (
+        f"{differing[0]!r} is token {own_ids[differing[0]]} of the policy, and "
+        + (f"token {their_ids[differing[0]]} of the teacher" if differing[0] in their_ids else "none of the teacher")
+        if differing
+        else f"it has {len(their_ids)} tokens, and the policy {len(own_ids)}"
+    )
+    raise ModelLoadError(
+        f"{flag} {path}: its tokenizer has another vocabulary than that of --actor.model_name_or_path: {what}. Take a "
+        "teacher of the same family"
+    )
+
+
 def policy_images(config: RLConfig, tokenizer: Any) -> DataImages | None:
     """How the images of prompts are found and processed, in whatever process; None for a run without images.
 

@@ -10,7 +10,7 @@ from openrlhf.backends.base import Backend, start_backend
 from openrlhf.backends.ranks import Ranks
 from openrlhf.cluster.engines import EngineHandles
 from openrlhf.cluster.placement import Role
-from openrlhf.cluster.services import CriticService, PolicyService, RankService, ReferenceService
+from openrlhf.cluster.services import CriticService, FrozenService, PolicyService, RankService
 from openrlhf.config.commands import RLConfig
 from openrlhf.learners.rank import CriticLearners
 from openrlhf.learners.steps import filler
@@ -30,6 +30,9 @@ from openrlhf.runs.rl_models import (
     load_critic,
     load_models,
     load_reference,
+    load_teacher,
+    model_teacher,
+    policy_vocabulary,
     reference_scorer,
     step_settings,
 )
@@ -58,18 +61,33 @@ class _Rank:
             return self._policy(roles, beside)
         if Role.CRITIC in roles:
             return self._critic(beside)
+        if Role.REFERENCE in roles or Role.TEACHER in roles:
+            return self._frozen(roles, beside)
+        return RankService(**beside)
+
+    def _frozen(self, roles: Collection[Role], beside: dict[str, Any]) -> FrozenService:
+        config, scorer, teacher = self._config, None, None
         if Role.REFERENCE in roles:
             with self._loading():
-                reference = load_reference(self._config, self._device)
-            scorer = reference_scorer(self._config, reference, self._distribution, device=self._device)
-            return ReferenceService(scorer, **beside)
-        return RankService(**beside)
+                reference = load_reference(config, self._device)
+            scorer = reference_scorer(config, reference, self._distribution, device=self._device)
+        if Role.TEACHER in roles:
+            with self._loading():
+                model = load_teacher(config, self._device)
+            teacher = model_teacher(
+                config, model, self._distribution, vocabulary=policy_vocabulary(config), device=self._device
+            )
+        return FrozenService(reference=scorer, teacher=teacher, **beside)
 
     def _policy(self, roles: Collection[Role], beside: dict[str, Any]) -> PolicyService:
         config, ranks = self._config, self._distribution.ranks
         with self._loading():
             models = load_models(
-                config, self._device, with_reference=Role.REFERENCE in roles, with_critic=Role.CRITIC in roles
+                config,
+                self._device,
+                with_reference=Role.REFERENCE in roles,
+                with_critic=Role.CRITIC in roles,
+                with_teacher=Role.TEACHER in roles,
             )
         training = RLTraining(
             config, models, total_steps=self._total_steps, device=self._device, distribution=self._distribution

@@ -24,6 +24,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.learners.advantages import SampleMaker
+from openrlhf.learners.teacher import TEACHER_LOSS, TEACHER_REWARD
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.model import RewardModelSource
@@ -149,7 +150,12 @@ class RayLauncher:
             with engines.supplied_by(weights.supply):
                 yield RunParts(
                     engines,
-                    RayWorkers.of(groups, SampleMaker(advantage_settings(config)), step_settings(config)),
+                    RayWorkers.of(
+                        groups,
+                        SampleMaker(advantage_settings(config)),
+                        step_settings(config),
+                        teacher_columns=TEACHER_REWARD if config.teacher_rewards else TEACHER_LOSS,
+                    ),
                     weights,
                     _kept(groups),
                     self._turns(engines, groups, loop),

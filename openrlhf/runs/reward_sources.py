@@ -16,7 +16,7 @@ from openrlhf.backends.torch import ONE_PROCESS
 from openrlhf.config.commands import RLConfig, ServeRMConfig
 from openrlhf.config.models import RewardEntry, TrustSection
 from openrlhf.models.loading import LoadSettings, load_config, load_tokenizer, load_value_model
-from openrlhf.rewards.base import RewardSource
+from openrlhf.rewards.base import NoReward, RewardSource
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rewards.function_file import FunctionFileReward
 from openrlhf.rewards.model import RewardModel, RewardModelSource, RewardReader
@@ -60,10 +60,10 @@ REWARD_KINDS: dict[str, RewardKind] = {
 
 
 def build_reward(config: RLConfig, model_source: ModelSource) -> RewardSource | None:
-    """The source of this run's rewards, not started yet; None: an agent gives them."""
+    """The source of this run's rewards, not started yet; None: an agent gives them, if anybody."""
     entries, weights = config.reward.sources, config.reward.weights
     if not entries:
-        return None
+        return NoReward() if config.uses_teacher and config.reward_source is None else None
     numbers = itertools.count()
     sources = [
         REWARD_KINDS[entry.kind].build(entry, config, lambda path: model_source(path, next(numbers)))

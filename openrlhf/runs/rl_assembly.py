@@ -44,6 +44,7 @@ from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.runs.launchers import LauncherFactory, RunParts, make_launcher, resolve_launcher
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import (
+    check_teacher,
     checked_model_dir,
     claimed_model_dir,
     create_run_directory,
@@ -252,6 +253,7 @@ def open_parts(
     prompts on it. `images`: of `policy_images`. `total_steps`: optimizer steps of the run. `has_worked`: as that of
     `EpisodeRunner`."""
     config, start = local_copies(given), start or StartUp()
+    check_teacher(config, tokenizer)
     with contextlib.ExitStack() as held:
         launcher = held.enter_context(make_launcher(given, tokenizer))
         start.mark("cluster")

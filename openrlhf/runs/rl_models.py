@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from openrlhf.algorithms.advantages import Turns, get_estimator
+from openrlhf.algorithms.distillation import get_divergence
 from openrlhf.algorithms.kl import AdaptiveKL, FixedKL, KLController, get_kl_estimator
 from openrlhf.algorithms.losses import LossSettings, get_policy_loss
 from openrlhf.backends.base import Backend, Distribution
@@ -23,18 +24,26 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.learners.accumulation import MicroBatching
-from openrlhf.learners.advantages import AdvantageSettings, RewardShaping
+from openrlhf.learners.advantages import AdvantageSettings, RewardShaping, TeacherReward
 from openrlhf.learners.critic import CriticLearner
-from openrlhf.learners.policy import BalanceSettings, CorrectionSettings, PolicyLearner, PolicySettings
-from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners
-from openrlhf.learners.scorer import Scorer, logprobs, reference_logprobs, values
+from openrlhf.learners.policy import (
+    BalanceSettings,
+    CorrectionSettings,
+    DistillationSettings,
+    PolicyLearner,
+    PolicySettings,
+)
+from openrlhf.learners.rank import CriticPart, KLTerm, RankLearners, TeacherTerm
+from openrlhf.learners.scorer import ONE_NUMBER, Columns, Scorer, likeliest, logprobs, reference_logprobs, values
 from openrlhf.learners.steps import StepSettings
+from openrlhf.learners.teacher import TEACHER_LOSS, TEACHER_REWARD, ModelTeacher, Teacher
 from openrlhf.models.adapters import WithoutAdapter
 from openrlhf.models.body import NoRoutersError, experts_per_token
-from openrlhf.models.loading import LoadSettings, load_policy, load_value_model
+from openrlhf.models.loading import LoadSettings, load_config, load_policy, load_value_model, vocabulary_of
 from openrlhf.models.policy import Policy
 from openrlhf.models.value import ValueModel
 from openrlhf.runs.preflight import reading_model, warn_of_positions
+from openrlhf.types import PackedTokens
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +59,7 @@ class RLModels:
     policy: Policy
     reference: nn.Module | None
     critic: ValueModel | None
+    teacher: Policy | None = None
 
 
 def load_models(
@@ -58,6 +68,7 @@ def load_models(
     *,
     with_reference: bool = True,
     with_critic: bool = True,
+    with_teacher: bool = True,
     device_ready: Callable[[], None] = lambda: None,
 ) -> RLModels:
     """Policy, and what the algorithm needs beside it: no reference at a KL coefficient of 0, no critic but for gae.
@@ -74,7 +85,8 @@ def load_models(
     elif config.uses_reference and with_reference:
         reference = load_reference(config, device)
     critic = load_critic(config, device) if with_critic else None
-    return RLModels(policy=policy, reference=reference, critic=critic)
+    teacher = load_teacher(config, device) if with_teacher and config.teacher.model_name_or_path else None
+    return RLModels(policy=policy, reference=reference, critic=critic, teacher=teacher)
 
 
 def replays_routes(config: RLConfig, policy: Policy) -> bool:
@@ -87,6 +99,19 @@ def replays_routes(config: RLConfig, policy: Policy) -> bool:
     if routers is not None and why and asked is None:
         logger.info("The experts that engines choose are not those of the update (--algo.router_replay): %s", why)
     return not why and asked is not False
+
+
+TEACHER_FLAG = "--teacher.model_name_or_path"
+
+
+def load_teacher(config: RLConfig, device: torch.device) -> Policy:
+    """Its own weights, whatever adapter the policy has, and none of it."""
+    path = required(config.teacher.model_name_or_path)
+    settings = load_settings(config, device, flag=TEACHER_FLAG, trains=False)
+    with reading_model(path, flag=TEACHER_FLAG):
+        teacher = load_policy(path, settings).requires_grad_(False)
+    warn_of_positions(teacher.model.config, max_len=config.data.max_len)
+    return teacher
 
 
 def load_reference(config: RLConfig, device: torch.device) -> Policy:
@@ -178,6 +203,15 @@ class RLTraining:
         config, ranks = self._config, self._distribution.ranks
         scoring = scoring_batches(config)
         policy_logprobs = logprobs(config.rollout.temperature)
+        teacher: Teacher | None = None
+        if self.models.teacher is not None:
+            teacher = model_teacher(
+                config,
+                self.models.teacher,
+                self._distribution,
+                vocabulary=vocabulary_of(self.models.policy.model.config),
+                device=device,
+            )
         routers = self.models.policy.routers
         critic = kl = None
         if self._critic_backend is not None:
@@ -216,6 +250,7 @@ class RLTraining:
             critic=critic,
             freezing_steps=config.critic.freezing_steps if config.uses_critic else -1,
             kl=kl,
+            teacher=TeacherTerm(teacher=teacher, reward=teacher_reward(config)) if config.uses_teacher else None,
             ranks=ranks,
         )
 
@@ -269,6 +304,43 @@ def reference_scorer(
     )
 
 
+def policy_vocabulary(config: RLConfig) -> int:
+    """Where the policy itself is elsewhere."""
+    path, flag = required(config.actor.model_name_or_path), "--actor.model_name_or_path"
+    with reading_model(path, flag=flag):
+        return vocabulary_of(load_config(path, trust_remote_code=config.actor.trust_remote_code, flag=flag))
+
+
+def model_teacher(
+    config: RLConfig, teacher: Policy, distribution: Distribution, *, vocabulary: int, device: torch.device
+) -> ModelTeacher:
+    """`vocabulary`: the policy's. Models of one family are padded to different sizes: what both have counts."""
+    offload, temperature = config.teacher.offload, config.rollout.temperature
+    forward: Callable[[nn.Module, PackedTokens], Columns] = reference_logprobs(temperature)
+    columns: tuple[str, ...] = TEACHER_REWARD
+    empty: tuple[Tensor, ...] = ONE_NUMBER
+    if not config.teacher_rewards:
+        vocabulary = min(vocabulary, vocabulary_of(teacher.model.config))
+        k = min(config.teacher.top_k, vocabulary)
+        forward, columns = likeliest(temperature, k, vocabulary=vocabulary), TEACHER_LOSS
+        empty = torch.zeros(0, k, dtype=torch.int32), torch.zeros(0, k)
+    scorer = Scorer(
+        distribution.freeze(teacher, offload=offload),
+        forward,
+        batching=scoring_batches(config),
+        device=device,
+        offload=offload and not distribution.shards_weights,
+        forwards_together=distribution.computes_together,
+        ranks=distribution.ranks,
+        columns=empty,
+    )
+    return ModelTeacher(scorer, columns)
+
+
+def teacher_reward(config: RLConfig) -> TeacherReward | None:
+    return TeacherReward(config.teacher.coef, config.teacher.gamma) if config.teacher_rewards else None
+
+
 def scoring_batches(config: RLConfig) -> MicroBatching:
     cut = _batching(config, samples=config.rollout.micro_batch_size, tokens=config.scoring_tokens_per_gpu)
     return dataclasses.replace(cut, remedy=cut.remedy.replace("train.max", "rollout.max"))
@@ -295,13 +367,14 @@ def step_settings(config: RLConfig) -> StepSettings:
         aggregation=config.loss_aggregation,
         regulariser_aggregation=config.regulariser_aggregation,
         constant_length=config.response_limit,
-        # A critic, a KL term, the entropy and the balance of experts want every sample, whatever its advantage, and so
+        # Critic, KL term, teacher, entropy and the balance of experts want every sample, whatever its advantage, and so
         # does a loss that adds a term to chosen tokens.
         skip_idle=not config.uses_critic
         and chosen is None
         and config.actor.entropy_coef is None
         and not config.actor.aux_loss_coef
-        and not (config.uses_reference and config.algo.kl.use_loss),
+        and not (config.uses_reference and config.algo.kl.use_loss)
+        and not config.uses_teacher,
         chosen=chosen,
         seed=config.train.seed,
     )
@@ -339,6 +412,9 @@ def policy_settings(config: RLConfig, *, balance: BalanceSettings | None = None)
         temperature=config.rollout.temperature,
         entropy_coef=config.actor.entropy_coef,
         kl_loss=get_kl_estimator(kl.estimator) if config.uses_reference and kl.use_loss else None,
+        distillation=None
+        if config.teacher.loss is None or not config.uses_teacher
+        else DistillationSettings(divergence=get_divergence(config.teacher.loss), coef=config.teacher.coef),
         correction=correction,
         balance=balance,
     )

@@ -382,7 +382,7 @@ MUTANTS: dict[str, tuple[str, dict, list[tuple]]] = {
     "20 log-probs before temperature": (
         "log-probs",
         {"rollout__temperature": 0.7},
-        [("openrlhf.models.policy:Policy.forward", ("temperature=temperature", "temperature=1.0"))],
+        [("openrlhf.models.policy:Policy.forward", ('"temperature": temperature', '"temperature": 1.0'))],
     ),
     "21 entropy before temperature": (
         "loss",
@@ -391,12 +391,12 @@ MUTANTS: dict[str, tuple[str, dict, list[tuple]]] = {
             (
                 "openrlhf.models.policy:Policy.forward",
                 (
-                    "    return PolicyOutput(",
+                    "    others = (",
                     "    if with_entropy:\n"
                     "        _, entropy_a = chunked_logprobs(\n"
                     "            hidden_aD, head.weight, share.own(tokens.token_ids[tokens.action_positions]),\n"
                     "            with_entropy=True)\n"
-                    "    return PolicyOutput(",
+                    "    others = (",
                 ),
             )
         ],
@@ -483,6 +483,14 @@ RUNS = {
     },
     "multi turn": AGENT_RUN | {"algo__advantage__estimator": "reinforce_baseline", "algo__advantage__turns": "to_go"},
     "adapter": {"ds__lora__rank": 4, "algo__kl__init_coef": 0.05, "train__dynamic_batch_enable": True},
+    "distilled by a loss": {"teacher__model_name_or_path": "tied", "teacher__loss": "js", "teacher__top_k": 12},
+    "distilled by a reward": {
+        "teacher__model_name_or_path": "tied",
+        "teacher__gamma": 0.5,
+        "teacher__coef": 0.3,
+        "algo__advantage__estimator": "reinforce",
+        "train__max_epochs": 2,
+    },
     "mixture of experts": {"actor__model_name_or_path": "mixture", "train__max_epochs": 2},
     "async": {"train__async_enable": True, "algo__advantage__is_correction_enable": True},
     "partial rollouts": {

@@ -50,7 +50,20 @@ def make_models() -> RLModels:
         for parameter in reference.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     critic = ValueModel(Qwen2Model._from_config(CONFIG, attn_implementation=ATTENTION), ScalarHead(8))
-    return RLModels(policy=policy, reference=reference, critic=critic)
+    return RLModels(policy=policy, reference=reference, critic=critic, teacher=make_teacher())
+
+
+def make_teacher() -> Policy:
+    """A larger model whose vocabulary is padded to more tokens."""
+    generator = torch.Generator().manual_seed(5)
+    larger = Qwen2Config(**{**CONFIG.to_dict(), "hidden_size": 12, "intermediate_size": 20, "vocab_size": 16})
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        teacher = Policy(Qwen2ForCausalLM._from_config(larger, attn_implementation=ATTENTION))
+    with torch.no_grad():  # with something to say
+        for parameter in teacher.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return teacher.requires_grad_(False)
 
 
 def make_groups(*, first: int = 0) -> list[Group]:
@@ -105,6 +118,7 @@ def training(
         policy=copy.deepcopy(models.policy),
         reference=copy.deepcopy(models.reference) if config.uses_reference else None,
         critic=copy.deepcopy(models.critic) if config.uses_critic else None,
+        teacher=copy.deepcopy(models.teacher) if config.uses_teacher else None,
     )
     if own.policy.routers is not None:  # a copy has no calls of its layers
         install_routers(own.policy.model, decoder_layers(own.policy.model), replay=True)

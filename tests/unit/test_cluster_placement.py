@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openrlhf.cluster.placement import DeviceSlot, Node, PlacementRequest, Role, Size, fit, plan, requested
 from openrlhf.config import ConfigError, parse
 
-ACTOR, CRITIC, REF, REWARD, ENGINE = Role
+ACTOR, CRITIC, REF, TEACHER, REWARD, ENGINE = Role
 SEPARATE = """
     --ref_num_nodes 1 --ref_num_gpus_per_node 8 --reward_num_nodes 1 --reward_num_gpus_per_node 8
     --critic_num_nodes 1 --critic_num_gpus_per_node 8 --actor_num_nodes 1 --actor_num_gpus_per_node 8
@@ -78,6 +78,8 @@ def test_70b_on_48_gpus_is_three_pools():
         ("--colocate_critic_reward", [("actor", 1, 8), ("ref", 1, 8), ("critic+reward", 1, 8), ("vllm", 4, 2)]),
         ("--colocate_actor_ref --colocate_critic_reward", [("actor+ref", 1, 8), ("critic+reward", 1, 8), ("vllm", 4, 2)]),
         ("--colocate_all_models", [("actor+critic+ref+reward+vllm", 1, 8)]),
+        ("--colocate_all_models --teacher.model_name_or_path t", [("actor+critic+ref+teacher+reward+vllm", 1, 8)]),
+        ("--colocate_actor_ref --colocate_critic_reward --teacher.model_name_or_path t --teacher.num_gpus_per_node 4", [("actor+ref", 1, 8), ("critic+reward", 1, 8), ("teacher", 1, 4), ("vllm", 4, 2)]),
         ("--colocate_all_models --async_train", [("actor+critic+ref+reward", 1, 8), ("vllm", 4, 2)]),
     ],
 )  # fmt: skip
@@ -101,7 +103,7 @@ def test_a_group_that_is_not_needed_is_not_there(flags, missing):
     if "remote" in flags:
         words = words.replace("--reward_pretrain org/rm", "")
     present = {role for pool in planned(f"{words} {flags}").pools for role in pool.roles}
-    assert present == set(Role) - missing
+    assert present == set(Role) - missing - {TEACHER}
 
 
 def test_a_smaller_group_lives_on_the_first_devices():
@@ -135,7 +137,14 @@ def test_sizes_left_to_the_machine():
     assert alone.groups == {ACTOR: Size(2, 4), CRITIC: Size(1, 4), REF: Size(1, 4)}
     assert alone.engines == 8
     shared = planned("--actor_num_nodes 2 --colocate_all_models --vllm_tensor_parallel_size 2", devices=4)
-    assert {role: len(shared.placements(role)) for role in Role} == {ACTOR: 8, CRITIC: 8, REF: 8, REWARD: 0, ENGINE: 8}
+    assert {role: len(shared.placements(role)) for role in Role} == {
+        ACTOR: 8,
+        CRITIC: 8,
+        REF: 8,
+        TEACHER: 0,
+        REWARD: 0,
+        ENGINE: 8,
+    }
     assert shared.request.engines == 4
     assert asked("", devices=1, engines=False).engines == 0
 

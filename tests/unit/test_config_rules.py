@@ -179,6 +179,8 @@ NEEDS = [
     ("rewards_come_from_somewhere", "train_ppo_ray", "--pretrain m --prompt_data d --reward_pretrain r --eval_dataset e", "--eval.dataset"),
     ("rewards_come_from_somewhere", "train_ppo_ray", "--pretrain m --prompt_data d --reward_pretrain r --dynamic_filtering --n_samples_per_prompt 2", "--algo.dynamic_filtering_enable"),
     ("optimizer_batch_fits_the_round", "train_ppo_ray", f"{RUNNABLE} --rollout_batch_size 4 --train_batch_size 33", "--train.batch_size 33 is more than a round has: --rollout.batch_size 4 × --rollout.n_samples_per_prompt 8 = 32"),
+    ("a_teacher_alone_has_no_critic", "train_ppo_ray", "--pretrain m --prompt_data d --teacher.model_name_or_path t", "--algo.advantage.estimator reinforce, or a reward"),
+    ("a_teacher_alone_has_no_critic", "train_ppo_ray", "--pretrain m --prompt_data d --teacher.model_name_or_path t --remote_rm_url r.py --reward.weights 0", "--algo.advantage.estimator reinforce, or a reward"),
     ("reward_model_is_named", "serve_rm", "", "--reward.model_name_or_path"),
     ("four_bit_weights_have_an_adapter", "train_rm", "--pretrain m --dataset d --load_in_4bit", "--ds.lora.rank"),
     ("four_bit_weights_have_an_adapter", "train_ppo_ray", f"{RUNNABLE} --load_in_4bit", "--ds.load_in_4bit"),
@@ -212,6 +214,12 @@ def test_every_need_is_tested_and_a_complete_run_needs_nothing():
     require_runnable(parse("train_ppo_ray", RUNNABLE.split()))
     require_runnable(parse("train_ppo_ray", f"{RUNNABLE} --rollout_batch_size 4 --train_batch_size 32".split()))
     require_runnable(parse("train_sft", ["--pretrain", "m", "--dataset", "d"]))
+
+
+def test_a_teacher_is_enough_to_learn_from():
+    taught = "--pretrain m --prompt_data d --teacher.model_name_or_path t --advantage_estimator reinforce"
+    require_runnable(parse("train_ppo_ray", taught.split()))
+    require_runnable(parse("train_ppo_ray", f"{taught} --remote_rm_url r.py --reward.weights 0".split()))
 
 
 # -------------------------------------------------------------------------------------------------- notes

@@ -79,6 +79,14 @@ def test_logs_keep_their_names_unless_they_are_taken():
     assert judged[0].extra_logs == {"length": 5, "format": 1, "length_b": 6, "reward_a": 1, "reward_b": 2}
 
 
+def test_without_any_weight_rewards_are_only_measured():
+    """Scores count alike; a source without scores is measured by its rewards: (1 + 0.5) / 2 and (0 + 0.25) / 2."""
+    scored = Source(Reward(reward=4, score=1), Reward(reward=4, score=0))
+    judged = combine(scored, Source(0.5, 0.25), weights=[0, 0])
+    assert [r.reward for r in judged] == [0, 0]
+    assert [r.score for r in judged] == [0.75, 0.125]
+
+
 def test_combined_reward_fails_the_group_if_one_source_fails():
     slow = Source(1, 1, seconds=60)
     with pytest.raises(RewardError, match="boom"):

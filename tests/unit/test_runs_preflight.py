@@ -1,4 +1,4 @@
-"""What a run refuses before it begins: images for a model that reads none."""
+"""What a run refuses before it begins: images for a model that reads none, a teacher with another vocabulary."""
 
 import pytest
 from vision_models import write_vision_model
@@ -6,7 +6,7 @@ from vision_models import write_vision_model
 from openrlhf.config.parser import parse
 from openrlhf.demo.model import make_model, make_tokenizer
 from openrlhf.models.loading import ModelLoadError
-from openrlhf.runs.preflight import policy_images, policy_tokenizer
+from openrlhf.runs.preflight import check_teacher, policy_images, policy_tokenizer
 
 
 def images_of(folder, *flags):
@@ -38,3 +38,24 @@ def test_a_processor_that_cannot_be_loaded(tmp_path):
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"^--actor\.model_name_or_path /.*: the image processor of qwen2_5_vl"):
         images_of(tmp_path, "--data.max_images_per_prompt", "1")
+
+
+@pytest.mark.parametrize(
+    ("characters", "message"),
+    [
+        ("0123456789>", None),
+        ("0123456798>", r"'8' is token 10 of the policy, and token 11 of the teacher"),
+        ("012345678>", r"'9' is token 11 of the policy, and none of the teacher"),
+        ("0123456789>x", r"it has 14 tokens, and the policy 13"),
+    ],
+)
+def test_a_teacher_with_another_vocabulary_is_refused_before_it_is_loaded(tmp_path, characters, message):
+    policy, teacher = make_tokenizer(), make_tokenizer(characters)
+    teacher.save_pretrained(tmp_path)
+    make_model(teacher, seed=0).config.save_pretrained(tmp_path)
+    config = parse("train_ppo_ray", ["--teacher.model_name_or_path", str(tmp_path)])
+    if message is None:
+        check_teacher(config, policy)
+        return
+    with pytest.raises(ModelLoadError, match=rf"^--teacher\.model_name_or_path /.*: .*{message}\. Take a teacher"):
+        check_teacher(config, policy)
