@@ -122,11 +122,10 @@ def ended_by(*limits: str) -> Callable[[Any, Host], str | None]:
 
 def not_written(result: Any, host: Host) -> str | None:
     marker = f"{host.marker}{result.attempt}-"
-    for folder in host.describe("", "")["writable"]:
-        for path in Path(folder).glob(f"{marker}*"):
-            path.unlink()
-            return f"{path} was written"
-    return None
+    found = [path for folder in host.describe("", "")["writable"] for path in Path(folder).glob(f"{marker}*")]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return f"{found[0]} was written" if found else None
 
 
 def _spawn(count: int, what: str) -> str:
@@ -485,11 +484,12 @@ def make(sandbox: Any, name: str, host: Host, home_file: str, level: Any) -> str
     if found.level != level:
         return f"ran at {found.level}"
     result = Seen(slug, found.stdout, found.stderr, str(found.limit or "none"), found.seconds)
+    seen = attempt.seen(result, host) if attempt.seen else None  # it tidies up, too
     if ESCAPED in found.stdout:
         return next(line for line in found.stdout.splitlines() if ESCAPED in line)
     if "lost sys.stdin" in found.stderr or "SyntaxError" in found.stderr or "NameError" in found.stderr:
         return f"the attempt is broken: {found.stderr}"
-    return (attempt.seen(result, host) if attempt.seen else None) or "held"
+    return seen or "held"
 
 
 @contextlib.contextmanager
