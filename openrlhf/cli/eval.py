@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 threshold=given.threshold,
                 engine=_engine(given.engine, settings),
                 output=given.output,
+                save=given.save,
+                sft=given.sft,
+                pairs=given.pairs,
             )
             return evaluate(config, options)  # type: ignore[arg-type]
         except ConfigError as error:
@@ -69,6 +72,9 @@ def _settings(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     """The configuration of a run that would play these prompts so. Raises ConfigError for a flag of training."""
     if not given.reward and not given.agent:
         raise ConfigError("what judges the samples? Give --reward (a .py file, a URL or a reward model) or --agent")
+    if given.agent and (given.sft or given.pairs):
+        asked = "--sft" if given.sft else "--pairs"
+        raise ConfigError(f"{asked} makes records of a prompt and an answer, and --agent plays episodes: use --save")
     more = settings_in(COMMAND, rest, name="openrlhf eval")
     words = vocabulary(COMMAND)
     for name, raw in more.items():
@@ -153,6 +159,13 @@ def _parser() -> argparse.ArgumentParser:
         help="what samples; auto: vLLM where it is installed and there is a GPU, else this process",
     )
     add("-o", "--output", metavar="FILE", help="write results and every sample there, as JSON; - is stdout")
+    add("--save", metavar="FILE.jsonl", help="write samples there as they are judged; the same command goes on with it")
+    add(
+        "--sft",
+        metavar="FILE.jsonl",
+        help="write the best answer of each prompt, from --threshold on, for openrlhf sft",
+    )
+    add("--pairs", metavar="FILE.jsonl", help="write the best and the worst answer of each prompt, for openrlhf dpo")
     return parser
 
 

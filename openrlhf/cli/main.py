@@ -40,8 +40,9 @@ ELSEWHERE = {
     "train_kto": "openrlhf dpo --model.loss_type kto (--input_key is --data.prompt_key there, and --output_key "
     "--data.response_key)",
     "kto": "openrlhf dpo --model.loss_type kto",
-    "batch_inference": "openrlhf eval MODEL for answers with rewards, vLLM's own `vllm run-batch` for answers alone, "
-    "and openrlhf serve-rm for rewards",
+    "batch_inference": "openrlhf eval MODEL --save FILE for answers with rewards (--sft and --pairs make data of them: "
+    "docs/recipes.md has rejection sampling and iterative DPO), vLLM's own `vllm run-batch` for answers alone, and "
+    "openrlhf serve-rm for rewards",
     "interactive_chat": "openrlhf chat MODEL, or vLLM's own `vllm serve` and `vllm chat`",
     "train_kd": "nothing here: there is no distillation",
     "train_prm": "nothing here: there are no process reward models; an agent or a reward function may judge each turn",

@@ -20,14 +20,18 @@ from typing import Any, NamedTuple
 
 from openrlhf.algorithms.reduction import pass_at_k
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.rules import required
 from openrlhf.config.schema import to_dict
+from openrlhf.data.prompts import PromptSet
 from openrlhf.data.sources import DataError
 from openrlhf.rollout.runner import EpisodeRunner
 from openrlhf.runs.inference import opened_engine, whole_model, with_engine
 from openrlhf.runs.preflight import policy_images, policy_tokenizer
 from openrlhf.runs.process import prepare_process, process_device, user_errors_end_the_run
+from openrlhf.runs.resume import weights_digest
 from openrlhf.runs.reward_sources import build_reward, reward_model_here
 from openrlhf.runs.rl_assembly import build_episodes, prompts_of, started
+from openrlhf.runs.sample_files import SampleFile, best_answers, preference_pairs, write_records
 from openrlhf.types import Group, Outcome, Prompt, SamplingParams
 
 SAMPLES_AT_ONCE = 512
@@ -131,6 +135,9 @@ class EvalOptions:
     threshold: float
     engine: str
     output: str | None
+    save: str | None = None
+    sft: str | None = None
+    pairs: str | None = None
 
 
 @dataclass(slots=True)
@@ -142,6 +149,8 @@ class Measured:
     prompts: int = 0
     """Of the whole evaluation."""
     groups: list[Group] = field(default_factory=list)
+    end: str = ""
+    """The text of end-of-sequence."""
 
     @property
     def complete(self) -> bool:
@@ -187,8 +196,19 @@ def _play(measured: Measured) -> None:
         prompts = prompts_of(config, tokenizer, evaluation=False, images=images)
     except DataError as error:
         raise DataError(str(error).replace("--data.prompt_dataset", "--data")) from error
-    measured.prompts = len(prompts)
+    measured.prompts, measured.end = len(prompts), tokenizer.eos_token or ""
     with asyncio.Runner() as loop, contextlib.ExitStack() as held:
+        saved = None
+        if measured.options.save is not None:
+            path = Path(measured.options.save).expanduser()
+            saved = held.enter_context(
+                contextlib.closing(
+                    SampleFile(path, _finite(_sampled(measured, prompts)), lambda g: _finite(_group_json(g)))
+                )
+            )
+            measured.groups += saved.groups(prompts)
+            if measured.complete:
+                return
         source = build_reward(config, reward_model_here(config, tokenizer, device))
         reward = source and held.enter_context(started(source, loop, "the reward"))
         engine = held.enter_context(opened_engine(config, tokenizer, device))
@@ -201,26 +221,46 @@ def _play(measured: Measured) -> None:
             max_tokens=config.rollout.max_new_tokens,
             stop=list(config.rollout.stop or ()),
         )
-        loop.run(_play_all(measured, prompts, runner, sampling))
+        loop.run(_play_all(measured, prompts, runner, sampling, saved))
+
+
+def _sampled(measured: Measured, prompts: PromptSet) -> dict[str, Any]:
+    """What samples and their judgement depend on: with another of these they are others."""
+    options, config = measured.options, measured.config
+    return {
+        "weights": weights_digest(required(config.actor.model_name_or_path)),
+        "prompts": prompts.digest,
+        "n": options.n,
+        "temperature": config.eval.temperature,
+        "seed": config.train.seed,
+        "agent": config.train.agent_func_path,
+        **{name: to_dict(config)[name] for name in ("reward", "rollout")},
+    }
 
 
 async def _play_all(
-    measured: Measured, prompts: Sequence[Prompt], runner: EpisodeRunner, sampling: SamplingParams
+    measured: Measured,
+    prompts: Sequence[Prompt],
+    runner: EpisodeRunner,
+    sampling: SamplingParams,
+    saved: SampleFile | None,
 ) -> None:
     """A prompt begins when another has ended, so that a few slow ones do not hold up all others."""
     n, progress = measured.options.n, _Progress(measured)
-    waiting = iter(range(len(prompts)))
+    waiting = iter(sorted({*range(len(prompts))} - {group.prompt.ordinal for group in measured.groups}))
 
     async def play_in_turn() -> None:
         for index in waiting:
             # The same purpose, and so the same samples, as the evaluations of a run with this seed.
             group = await runner.play(prompts[index], n=n, sampling_params=sampling, purpose="eval")
             measured.groups.append(group)
+            if saved is not None:
+                saved.write(group)
             progress.show()
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(len(prompts), max(1, SAMPLES_AT_ONCE // n))):
+            for _ in range(min(len(prompts) - len(measured.groups), max(1, SAMPLES_AT_ONCE // n))):
                 tasks.create_task(play_in_turn())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -269,7 +309,24 @@ def _finish(measured: Measured) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n", encoding="utf-8")
             print(f"samples and results: {path}", file=sys.stderr)
+    if measured.complete:
+        _write_data_sets(measured)
     return 0 if any(group.scored for group in measured.groups) else 1
+
+
+def _write_data_sets(measured: Measured) -> None:
+    """Of a whole evaluation; of what an interrupted one has, `--save` keeps it."""
+    options = measured.options
+    groups = sorted(measured.groups, key=lambda group: group.prompt.ordinal)
+    if options.sft is not None:
+        records = best_answers(groups, threshold=options.threshold, end=measured.end)
+        written = write_records(path := Path(options.sft).expanduser(), map(_finite, records))
+        print(f"best answers: {path}, {written} of {len(groups)} prompts have one", file=sys.stderr)
+    if options.pairs is not None:
+        written = write_records(
+            path := Path(options.pairs).expanduser(), map(_finite, preference_pairs(groups, end=measured.end))
+        )
+        print(f"pairs: {path}, of {written} of {len(groups)} prompts", file=sys.stderr)
 
 
 def table(measured: Measured) -> str:

@@ -7,8 +7,10 @@ import subprocess
 import pytest
 from script_commands import MADE_FOR, RECIPES, SCRIPTS, required_variables, started_by
 
+from openrlhf.cli import eval as evaluation
 from openrlhf.cluster.placement import Node, fit, plan, requested
 from openrlhf.config import parse, require_runnable
+from openrlhf.config.parser import configure
 from openrlhf.config.rules import notes_on
 
 
@@ -19,9 +21,14 @@ def by_name(scripts):
 @by_name(SCRIPTS)
 def test_a_script_starts_commands_that_run(script, tmp_path):
     commands = started_by(script, tmp_path, "--train.seed", "7")
-    assert commands
     for started in commands:
         assert started.launcher[-1] in ("-m", "--module")
+        if started.command == "eval":
+            given, rest = evaluation._parser().parse_known_args(started.words)
+            require_runnable(configure("train_ppo_ray", evaluation._settings(given, rest), name="eval", notes=False))
+    commands = [started for started in commands if started.command != "eval"]
+    assert commands
+    for started in commands:
         config = parse(started.command, started.words)
         require_runnable(config)
     assert commands[0].words[-2:] == ["--train.seed", "7"], "flags after the script's name are passed on"
