@@ -1,6 +1,6 @@
 """The picture of docs/worlds_tools.md, from the metrics of the run: means over five steps each.
 
-    python examples/bfcl/draw.py runs/bfcl/rl docs/images/bfcl.svg
+python examples/bfcl/draw.py runs/bfcl/rl docs/images/bfcl.svg
 """
 
 import sys

@@ -11,6 +11,7 @@ import pytest
 from installed_worlds import install_world
 from patience import patience
 
+from openrlhf.worlds import environments
 from openrlhf.worlds.base import WorldSettings
 from openrlhf.worlds.environments import WorldMissingError, find_python
 from openrlhf.worlds.process import WorldFailure, WorldProcess, WorldRefusal
@@ -228,11 +229,15 @@ def test_settings_that_cannot_work_are_refused_at_the_start(shop_url, options, w
     process.close()
 
 
-def test_two_steps_of_training(cli, shop_url):
+def test_two_steps_of_training(cli, shop_url, tmp_path):
+    """The questions are in characters that the tiny model's tokenizer has."""
+    records = tmp_path / "sums.jsonl"
+    records.write_text("".join(json.dumps({"input": f"{n},3", "label": n}) + "\n" for n in range(8)))
+    options = f"server={shop_url},records={records},reward={EXAMPLE / 'judge.py'}"
     ran = cli(
         "--train.agent_func_path", TARGET,
         data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=512,
-        world__samples=8, world__options=f"server={shop_url},records={EXAMPLE / 'tasks.jsonl'},reward={EXAMPLE / 'judge.py'}",
+        world__samples=8, world__options=options,
     )  # fmt: skip
     assert ran.rc == 0, ran.err
     steps = [record for record in ran.metrics if record["kind"] == "train"]
@@ -242,5 +247,6 @@ def test_two_steps_of_training(cli, shop_url):
 
 def test_a_missing_package_ends_in_the_command_that_installs_it(monkeypatch, tmp_path):
     monkeypatch.setenv("OPENRLHF_WORLDS", str(tmp_path))
+    monkeypatch.setattr(environments, "_has", lambda python, module: False)  # vLLM brings the package along
     with pytest.raises(WorldMissingError, match=r"mcp==2\.3\.0.*Run: openrlhf worlds install mcp$"):
         find_python(TARGET)
