@@ -479,6 +479,8 @@ class Trajectory:
     the reward may be rounding error. None: the turn rewards are the only terms."""
     reward_parts: tuple[RewardPart, ...] = ()
     """What the reward is the weighted sum of, where it was given by name; empty: it is one number."""
+    greedy_reward: float | None = None
+    """The reward of the greedy sample that was played beside it, which is not trained on. None: there is none."""
     score: float | None = None
     """Success in [0, 1]; falls back to the reward."""
     text: str = ""
@@ -588,6 +590,8 @@ class TrainingSample:
     compared_A: Tensor | None = None
     """float32 [A]: the result of the comparison with the prompt's other samples, for each action token. None under
     estimators that do not compare samples."""
+    baseline: float = 0.0
+    """What is taken from its returns, where samples are not compared: the greedy sample's reward, if there is one."""
 
     def __post_init__(self) -> None:
         for name, column in (("rewards", self.rewards_A), ("comparisons", self.compared_A)):

@@ -9,7 +9,8 @@ prompt's samples. The estimators differ in b and s. `Turns` says what x is: the 
 from turn k on, or its rewards turn by turn. Some estimators are then whitened over all action tokens of the round.
 
 The others credit a token with the rewards after it, R_t = Σ_{i ≥ t} γ^(i−t) r_i over action tokens i of the same
-episode, where r_i is the turn's reward if token i ends a turn, else 0; with a critic, `gae` takes the place of R_t.
+episode, where r_i is the turn's reward if token i ends a turn, else 0; with a critic, `gae` takes the place of R_t, and
+`remax` takes the reward of a greedy sample of the prompt from it, which depends on no sample that is trained on.
 
 Environment tokens between turns are in no column: they neither discount nor carry a value. Columns hold several
 samples end to end; `offsets` says where each lies (see `columns`). The segments of an episode are adjacent and in
@@ -124,6 +125,8 @@ class Estimator:
     values [M, K] for each column by itself. In float64. None: a sample is not compared with others."""
     whiten: bool
     """Normalise over all action tokens of the round."""
+    greedy_baseline: bool = False
+    """b is the reward of a greedy sample of the prompt, which is played for that and not trained on; x is R_t."""
     needs_critic: bool = False
     """Advantages are those of `gae`, from a critic's values."""
     takes_k: bool = False
@@ -153,6 +156,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(whiten=True, needs_critic=True, synonyms=("ppo",), paper="arXiv:1506.02438"),
     # REINFORCE++: plain returns, normalised over the whole batch instead of per prompt.
     "reinforce": Estimator(whiten=True, synonyms=("reinforce++", "reinforce_plus_plus"), paper="arXiv:2501.03262"),
+    # ReMax: the greedy sample's reward as baseline.
+    "remax": Estimator(whiten=False, greedy_baseline=True, paper="arXiv:2310.10505"),
     # RLOO: the other samples' mean as baseline.
     "rloo": Estimator(shape=leave_one_out, whiten=False, paper="arXiv:2402.14740"),
     # REINFORCE++-baseline: the group's mean as baseline, then normalised over the whole batch.

@@ -147,7 +147,7 @@ class RLConfig(TrainerSection):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Responses per prompt: as given, else 8 for the group estimators and 1 for gae and reinforce."""
+        """Responses per prompt: as given, else 8 for the group estimators and 1 for the others."""
         given = self.rollout.n_samples_per_prompt
         return given if given is not None else (8 if self.uses_group_baseline else 1)
 

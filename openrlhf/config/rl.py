@@ -151,7 +151,7 @@ class RolloutSection:
     n_samples_per_prompt: Annotated[
         int | None,
         Flag(
-            "responses per prompt; unset: 1 for gae and reinforce, 8 for the group estimators",
+            "responses per prompt; unset: 1 for gae, reinforce and remax, 8 for the group estimators",
             flat="n_samples_per_prompt",
             shown_default="1 or 8",
             above=0,

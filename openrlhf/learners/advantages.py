@@ -94,8 +94,8 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
     """One `TrainingSample` per segment of every judged episode.
 
     Episodes of a prompt are compared with those of the same agent. One that has no other of its agent gives no sample
-    under estimators that compare. An episode in which the policy sampled nothing still counts in its group's
-    statistics; it has no token to train.
+    under estimators that compare, nor one whose greedy sample failed under an estimator that needs it. An episode in
+    which the policy sampled nothing still counts in its group's statistics; it has no token to train.
     """
     samples: list[TrainingSample] = []
     metrics = Metrics()
@@ -104,6 +104,9 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
         if settings.estimator.needs_group and len(members) < 2:
             lonely += len(members)
             continue
+        if settings.estimator.greedy_baseline:
+            whole_count, members = len(members), tuple(m for m in members if m.greedy_reward is not None)
+            lonely += whole_count - len(members)
         charged = [shape_rewards(member, settings.shaping, metrics) for member in members]
         shaped = [earned.clip(settings.shaping.clip_range) for earned in charged]
         rewards += sum(int(earned.rewarded().sum()) for earned in charged)
@@ -111,7 +114,11 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
         metrics.mean("reward", sum(float(earned.rewards_A.sum()) for earned in charged), len(members))
         compared = compare_group(shaped, settings, shared_actions(whole, members))
         for member, earned, compared_A in zip(members, shaped, compared, strict=True):
-            samples.extend(_segments(member, earned.rewards_A.float(), compared_A))
+            baseline = 0.0
+            if settings.estimator.greedy_baseline and member.greedy_reward is not None:
+                low, high = settings.shaping.clip_range
+                baseline = min(max(member.greedy_reward, low), high)
+            samples.extend(_segments(member, earned.rewards_A.float(), compared_A, baseline))
     metrics.mean("reward_clipped", clipped, rewards)
     metrics.last("rollout/left_alone", lonely)
     return ComparedSamples(samples=samples, metrics=metrics, clipped_rewards=clipped, rewards=rewards)
@@ -280,7 +287,9 @@ def shared_actions(group: Group, members: Sequence[Trajectory]) -> list[list[int
     return [[shared[i][j] for j in places] for i in places]
 
 
-def _segments(member: Trajectory, rewards_A: Tensor, compared_A: Tensor | None) -> list[TrainingSample]:
+def _segments(
+    member: Trajectory, rewards_A: Tensor, compared_A: Tensor | None, baseline: float
+) -> list[TrainingSample]:
     samples = []
     start = 0
     for index, segment in enumerate(member.segments):
@@ -292,6 +301,7 @@ def _segments(member: Trajectory, rewards_A: Tensor, compared_A: Tensor | None) 
                     segment=segment,
                     rewards_A=rewards_A[own],
                     compared_A=None if compared_A is None else compared_A[own],
+                    baseline=baseline,
                 )
             )
         start = own.stop
@@ -372,7 +382,7 @@ def give_credit(batch: TrainingBatch, settings: AdvantageSettings, *, costs_A: T
 
         with a critic            GAE over r_t − k_t
         where samples compare    A_t = what came of the comparison − Σ_{i ≥ t} k_i
-        otherwise                A_t = Σ_{i ≥ t} γ^(i−t) (r_i − k_i)
+        otherwise                A_t = Σ_{i ≥ t} γ^(i−t) (r_i − k_i) − b, b the greedy sample's reward if there is one
 
     The price of KL is no part of what samples are compared by: it is not scaled by the group's spread.
     """
@@ -392,7 +402,8 @@ def give_credit(batch: TrainingBatch, settings: AdvantageSettings, *, costs_A: T
             raise ValueError("gae needs the critic's values, and the batch has none")
         result = gae(rewards_A - costs_A, batch.values_A, offsets, gamma=settings.gamma, lambd=settings.lambd)
         return Credit(result.advantages_A, result.returns_A, totals_E)
-    return Credit(discounted_returns(rewards_A - costs_A, offsets, gamma=settings.gamma), None, totals_E)
+    returns_A = discounted_returns(rewards_A - costs_A, offsets, gamma=settings.gamma)
+    return Credit(returns_A - batch.per_action([sample.baseline for sample in batch.samples]), None, totals_E)
 
 
 def whiten_over_ranks(advantages_A: Tensor, settings: AdvantageSettings, ranks: Ranks = ALONE) -> Tensor:

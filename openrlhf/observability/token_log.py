@@ -226,6 +226,7 @@ class _StepBuilder:
             "reward_parts": [
                 [part.name, _number(part.value), _number(part.weight)] for part in trajectory.reward_parts
             ],
+            "greedy_reward": _number(trajectory.greedy_reward),
             "score": _number(trajectory.score),
             "text": trajectory.text,
             "extra_logs": {name: _number(value) for name, value in trajectory.extra_logs.items()},
@@ -559,6 +560,7 @@ class TokenSample:
     reward_size: float | None
     reward_parts: tuple[tuple[str, float, float], ...]
     """Name, value and weight of each reward, where there are several."""
+    greedy_reward: float | None
     score: float | None
     text: str
     extra_logs: dict[str, float]
@@ -739,6 +741,7 @@ def _sample(found: Mapping[str, Any], prompt: int, cutter: _Cutter) -> TokenSamp
         reward=_float(found["reward"]),
         reward_size=_float(found["reward_size"]),
         reward_parts=tuple((name, float(v), float(w)) for name, v, w in found.get("reward_parts", ())),
+        greedy_reward=_float(found.get("greedy_reward")),
         score=_float(found["score"]),
         text=found["text"],
         extra_logs={name: float(value) for name, value in found["extra_logs"].items()},
@@ -813,6 +816,7 @@ def _trajectory(sample: TokenSample, path: Path, images: dict[str, ImageInput]) 
         reward=sample.reward,
         reward_size=sample.reward_size,
         reward_parts=tuple(RewardPart(*part) for part in sample.reward_parts),
+        greedy_reward=sample.greedy_reward,
         score=sample.score,
         text=sample.text,
         extra_logs=sample.extra_logs,

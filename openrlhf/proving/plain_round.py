@@ -77,7 +77,8 @@ class PlainRound:
                 if config.uses_group_baseline and len(members) < 2:
                     continue
                 for member in members:
-                    self._add(member)
+                    if config.algo.advantage.estimator != "remax" or member.greedy_reward is not None:
+                        self._add(member)
         self.reference_logprobs = (
             [plain_logprobs(trial, s, of=trial.plain_reference) for s in self.segments]
             if config.uses_reference
@@ -130,6 +131,7 @@ class PlainRound:
                 turns=lengths,
                 rewards=rewards,
                 truncated=member.outcome is Outcome.TRUNCATED,
+                greedy=member.greedy_reward or 0.0,
                 parts={name: (value, weight) for name, value, weight in member.reward_parts},
             )
         )

@@ -54,6 +54,7 @@ def two_turns(trial: RLTrial, rewards: Sequence[tuple[float, float]], *, prompt:
                 segments=(segment,),
                 outcome=Outcome.FINISHED,
                 reward=float(turn_rewards.sum()),
+                greedy_reward=0.5,
                 score=0.0,
             )
         )
@@ -111,6 +112,8 @@ def _may_disagree(trial: RLTrial) -> str | None:
     config = trial.config
     if config.uses_critic:
         return "with a critic, samples that earned the same may have different advantages"
+    if config.algo.advantage.estimator == "remax":
+        return "samples are compared with a greedy one, which may have earned something else"
     if not config.uses_group_baseline and config.gamma != 1:
         return f"with --algo.advantage.gamma {config.gamma:g}, tokens of one sample have different returns"
     return None

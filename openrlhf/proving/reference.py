@@ -148,6 +148,8 @@ class PlainEpisode:
     rewards: list[float]
     """One per turn."""
     truncated: bool = False
+    greedy: float = 0.0
+    """The reward of the prompt's greedy sample, where one is played."""
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Value and weight of each reward by name, where there are several."""
 
@@ -187,7 +189,7 @@ def advantages(
     estimator = config.algo.advantage.estimator
     rewards = [shaped_rewards(episode, config) for episode in episodes]
     costs = kl_costs or [[0.0] * episode.tokens for episode in episodes]
-    if estimator in ("gae", "reinforce"):
+    if estimator in ("gae", "reinforce", "remax"):
         per_token = []
         for episode, earned, cost in zip(episodes, rewards, costs, strict=True):
             column = []
@@ -200,6 +202,10 @@ def advantages(
             found = [_gae(r, v, gamma, config.algo.advantage.lambd) for r, v in zip(per_token, values, strict=True)]
         else:
             found = [_returns(r, gamma) for r in per_token]
+        if estimator == "remax":
+            low, high = config.reward.clip_range
+            pairs = zip(found, episodes, strict=True)
+            return [[x - min(max(episode.greedy, low), high) for x in row] for row, episode in pairs]
         return _whitened(found, divide=not config.algo.advantage.no_std_norm)
     compared = _compared(episodes, rewards, config)
     found = [[a - k for a, k in zip(c, _returns(k, 1.0), strict=True)] for c, k in zip(compared, costs, strict=True)]

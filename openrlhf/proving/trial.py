@@ -396,6 +396,7 @@ def made_up(groups: Sequence[Group]) -> list[Group]:
                     segments=tuple(segments),
                     reward=total,
                     reward_size=None,
+                    greedy_reward=0.25 * (group.prompt.ordinal % 3),
                     reward_parts=(RewardPart("first", total - 2 * second), RewardPart("second", second, 2.0)),
                     score=total,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,16 +43,19 @@ class EpisodeRunner:
         reward: RewardSource | None,
         seed: int,
         has_worked: bool = False,
+        greedy_baseline: bool = False,
         on_sample: Callable[[], None] = lambda: None,
     ) -> None:
         """`reward` judges the episodes that bring no reward of their own; None: there are none.
 
         `has_worked`: in the run that this one continues. Whatever fails first is then no worse than what fails later.
-        `on_sample` is called after every episode.
+        `greedy_baseline`: beside a prompt's samples for training a greedy one is played and judged. Only its reward is
+        kept, as their `greedy_reward`. `on_sample` is called after every episode.
         """
         self._episodes = episodes
         self._reward = reward
         self._seed = seed
+        self._greedy_baseline = greedy_baseline
         self._on_sample = on_sample
         self._said: Counter[str] = Counter()
         self._played = self._judged = int(has_worked)
@@ -75,8 +79,11 @@ class EpisodeRunner:
 
     async def play(self, prompt: Prompt, *, n: int, sampling_params: SamplingParams, purpose: str = "train") -> Group:
         """`n` samples of a prompt. `purpose` keeps the randomness of evaluation apart from that of training."""
-        seeds = [derive_seed(self._seed, purpose, prompt.ordinal, sample) for sample in range(n)]
+        greedy = self._greedy_baseline and purpose == "train"
+        seeds = [derive_seed(self._seed, purpose, prompt.ordinal, sample) for sample in range(n + greedy)]
         params = [sampling_params.copy(seed=seed) for seed in seeds]
+        if greedy:
+            params[n].temperature = 0.0
         if self._episodes.plays_groups:
             trajectories = await self._together(prompt, params)
         else:
@@ -85,7 +92,11 @@ class EpisodeRunner:
             self._note_unplayed(trajectories[0].error)
         else:
             self._played += 1
-        return Group(prompt=prompt, trajectories=tuple(await self._judge(prompt, trajectories)))
+        judged = await self._judge(prompt, trajectories)
+        if greedy:
+            found = judged[n].reward
+            judged = [dataclasses.replace(t, greedy_reward=found) for t in judged[:n]]
+        return Group(prompt=prompt, trajectories=tuple(judged))
 
     async def _episode(self, prompt: Prompt, sample: int, sampling_params: SamplingParams) -> Trajectory:
         """One episode. A failure that stays becomes a failed trajectory."""

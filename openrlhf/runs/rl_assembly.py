@@ -17,10 +17,12 @@ from openrlhf.agents.episodes import AgentEpisodes, Episodes, OwnEpisodes, hosts
 from openrlhf.agents.host import kill_every_host
 from openrlhf.agents.images import with_images
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.checkpoint.folder import DEEPSPEED_PARTS, CheckpointError
 from openrlhf.checkpoint.manager import CheckpointedModel, Checkpointer, CheckpointManager
 from openrlhf.checkpoint.universal import UniversalCheckpoint, UniversalStart
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.data.curricula import CURRICULA, Curriculum, CurriculumSettings
 from openrlhf.data.image_places import DataImages
@@ -265,6 +267,12 @@ def open_parts(
         episodes = held.enter_context(
             started(build_episodes(config, bound.engine, tokenizer, images, requests=bound.requests), loop, "episodes")
         )
+        greedy = ESTIMATORS[config.algo.advantage.estimator].greedy_baseline
+        if greedy and episodes.plays_groups:
+            raise ConfigError(
+                f"--algo.advantage.estimator {config.algo.advantage.estimator} plays a greedy sample of each prompt by "
+                "itself, and this agent plays the samples of a prompt together: choose another estimator"
+            )
         yield (
             bound,
             EpisodeRunner(
@@ -272,6 +280,7 @@ def open_parts(
                 reward=reward,
                 seed=config.train.seed,
                 has_worked=has_worked,
+                greedy_baseline=greedy,
                 on_sample=lambda: start.end("first sample"),
             ),
         )

@@ -93,6 +93,7 @@ def make_groups(*, first: int = 0) -> list[Group]:
                     segments=(segment,),
                     outcome=Outcome.TRUNCATED if index == 1 else Outcome.FINISHED,
                     reward=float(rewards.sum()),
+                    greedy_reward=0.25,
                     reward_parts=(
                         RewardPart("right", float(rewards.sum()) - 0.5 * index),
                         RewardPart("long", 0.5 * index),

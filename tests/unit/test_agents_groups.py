@@ -15,7 +15,7 @@ from openrlhf.agents.user_agent import UserFileError, load_agent
 from openrlhf.agents.user_calls import AgentError, AgentResultError
 from openrlhf.checking.workbench import write_tiny_model
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.types import Fork, Outcome, Prompt, SamplingParams
+from openrlhf.types import Fork, Outcome, Prompt, RewardPart, SamplingParams
 
 HEAD = """
 import asyncio
@@ -368,6 +368,9 @@ def test_roles_and_forks_come_back_from_a_checkpoint_and_from_the_token_log(tmp_
     played = play(agent(BRANCHES), seeded(), samples=3)
     named = [dataclasses.replace(one, agent=f"role {i}") for i, one in enumerate(played)]
     group = run(Played(named), n=3)
+    parts = (RewardPart("right", 1.0), RewardPart("format", 0.5, 2.0))
+    members = [dataclasses.replace(t, reward_parts=parts, greedy_reward=0.25) for t in group.trajectories]
+    group = dataclasses.replace(group, trajectories=tuple(members))
     again = group_from(group_state(group), group.prompt)
     log = TokenLog(tmp_path, CharTokenizer(), groups=-1)
     log.write(1, [group], lambda keys: {})
@@ -376,3 +379,5 @@ def test_roles_and_forks_come_back_from_a_checkpoint_and_from_the_token_log(tmp_
     for other in (again, logged):
         assert [(t.agent, t.fork) for t in other.trajectories] == [(t.agent, t.fork) for t in group.trajectories]
         assert isinstance(other.trajectories[1].fork, Fork)
+        assert [(t.reward_parts, t.greedy_reward) for t in other.trajectories] == [(parts, 0.25)] * 3
+        assert isinstance(other.trajectories[1].reward_parts[0], RewardPart)

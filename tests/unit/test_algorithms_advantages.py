@@ -72,6 +72,7 @@ def test_several_rewards_are_compared_each_by_itself():
 
 def test_estimators_say_what_they_need():
     assert [name for name, e in ESTIMATORS.items() if e.needs_critic] == ["gae"]
+    assert [name for name, e in ESTIMATORS.items() if e.greedy_baseline] == ["remax"]
     assert [name for name, e in ESTIMATORS.items() if e.whiten] == ["gae", "reinforce", "reinforce_baseline", "gdpo"]
     assert GROUP_ESTIMATORS == ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "maxrl"]
     assert set(COMPARING) - set(GROUP_ESTIMATORS) == {"pass_at_k", "gdpo"}
@@ -275,7 +276,9 @@ def test_permuting_a_group_permutes_its_shaping(name, totals, random):
 
 
 def test_an_unknown_estimator_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="known: gae, reinforce, rloo, reinforce_baseline, group_norm, dr_grpo, maxrl"):
+    with pytest.raises(
+        ValueError, match="known: gae, reinforce, remax, rloo, reinforce_baseline, group_norm, dr_grpo, maxrl"
+    ):
         get_estimator("gea")
 
 

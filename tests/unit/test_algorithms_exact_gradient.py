@@ -263,6 +263,27 @@ def test_leave_one_out_is_unbiased_for_three(task, turns):
 
 
 @pytest.mark.parametrize("task", TASKS)
+def test_remax_is_unbiased(task):
+    """A_t = R_t − b with b the reward of the greedy path, the same for every sample of the prompt: it drops out by (*),
+    and with γ = 1 the rest is as for plain returns. One sample is enough, and its gradient varies less."""
+    game = TASKS[task]()
+    greedy = max(game.paths, key=lambda path: all_likeliest(game, path))
+    assert get_estimator("remax").greedy_baseline
+
+    def advantages(group: Sequence[Path]) -> Tensor:
+        return reinforce()(group) - greedy.total
+
+    assert agrees(expected_gradient(game, advantages, n=1), game.policy_gradient())
+    assert agrees(expected_gradient(game, advantages, n=2), game.policy_gradient())
+
+
+def all_likeliest(game: Task, path: Path) -> tuple[bool, float]:
+    """Whether each action is the likeliest one; of several such paths the luckiest comes first."""
+    best = game.logits.argmax(-1).tolist()
+    return all(best[row] == action for row, action in zip(path.rows, path.actions, strict=True)), path.luck
+
+
+@pytest.mark.parametrize("task", TASKS)
 def test_plain_returns_are_unbiased(task):
     """reinforce without whitening: A_t = R_t, as above with b = 0; one sample is enough."""
     game = TASKS[task]()

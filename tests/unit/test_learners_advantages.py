@@ -599,3 +599,36 @@ def test_a_fork_s_common_tokens_are_compared_with_the_others_under_gdpo():
     assert result[0][0] == pytest.approx(HALF_ROOT)
     assert result[2][0] == pytest.approx(HALF_ROOT)
     assert result[0][1] == pytest.approx(2 / 3 / 3**-0.5 - 1 / 3 / 3**-0.5)
+
+
+# ------------------------------------------------------------------------------------------------ the greedy sample
+
+
+def beside(greedy: float | None, *episodes: tuple[float, ...]) -> Group:
+    whole = group(*episodes)
+    members = tuple(dataclasses.replace(t, greedy_reward=greedy) for t in whole.trajectories)
+    return dataclasses.replace(whole, trajectories=members)
+
+
+def test_remax_takes_the_greedy_sample_s_reward_from_every_return():
+    """Greedy 0.75; turns of two tokens. One turn that earned 1: 0.25 each. Turns of 1 and 0.5: 1.5 − 0.75 for the first
+    turn, 0.5 − 0.75 for the second; with γ = ½ returns 1·½ + ½·½³ = 0.5625, 1.125, 0.25, 0.5. A cost of 0.1 on every
+    token is taken from the return as under reinforce."""
+    made = shape([beside(0.75, (1.0,), (1.0, 0.5))], "remax")
+    batch = TrainingBatch(samples=made.samples)
+    settings = AdvantageSettings(estimator=get_estimator("remax"))
+    credit = give_credit(batch, settings)
+    assert credit.advantages_A.tolist() == pytest.approx([0.25, 0.25, 0.75, 0.75, -0.25, -0.25])
+    assert credit.totals_E.tolist() == [1.0, 1.5]
+    half = give_credit(batch, dataclasses.replace(settings, gamma=0.5)).advantages_A[2:] + 0.75
+    assert half.tolist() == pytest.approx([0.5625, 1.125, 0.25, 0.5])
+    paid = give_credit(batch, settings, costs_A=torch.full((6,), 0.1)).advantages_A[:2]
+    assert paid.tolist() == pytest.approx([0.05, 0.15])
+
+
+def test_samples_whose_greedy_sample_failed_are_left_out_under_remax():
+    made = shape([beside(None, (1.0,), (2.0,)), beside(1.0, (1.0,))], "remax")
+    assert len(made.samples) == 1
+    assert made.metrics.values()["rollout/left_alone"] == 2
+    assert len(shape([beside(None, (1.0,))], "reinforce").samples) == 1
+    assert shape([beside(50.0, (1.0,))], "remax").samples[0].baseline == 10.0  # clipped as rewards are

@@ -84,9 +84,9 @@ def loop():
         yield runner
 
 
-def make_runner(engine, reward, *, max_length: int = 64, has_worked: bool = False) -> EpisodeRunner:
+def make_runner(engine, reward, *, max_length: int = 64, **others) -> EpisodeRunner:
     episodes = OwnEpisodes(SingleTurnAgentExecutor(), engine=engine, tokenizer=CharTokenizer(), max_length=max_length)
-    return EpisodeRunner(episodes=episodes, reward=reward, seed=0, has_worked=has_worked)
+    return EpisodeRunner(episodes=episodes, reward=reward, seed=0, **others)
 
 
 def make_collector(loop, texts, reward, *, batch_size=2, engine=None) -> SyncCollector:
@@ -584,3 +584,18 @@ def test_evaluation_metrics_by_hand(loop):
     assert values["eval_sums_mean"] == 0.5
     assert values["eval_num_samples"] == 8
     assert values["eval_truncated_rate"] == 0
+
+
+def test_a_greedy_sample_is_played_and_judged_beside_the_others_and_kept_as_their_baseline(loop):
+    """Three samples and a greedy one, which is the last that the reward sees; an evaluation has none."""
+    engine = EchoEngine()
+    runner = make_runner(engine, Fixed(1.0, 2.0, 3.0, 0.5), greedy_baseline=True)
+    prompt = Prompt(ordinal=0, text="ab")
+    group = loop.run(runner.play(prompt, n=3, sampling_params=SamplingParams(max_tokens=2)))
+    assert sorted(params.temperature for params in engine.asked) == [0.0, 1.0, 1.0, 1.0]
+    assert [t.key.sample for t in group.trajectories] == [0, 1, 2]
+    assert [(t.reward, t.greedy_reward) for t in group.trajectories] == [(1.0, 0.5), (2.0, 0.5), (3.0, 0.5)]
+    runner = make_runner(engine, Fixed(1.0, 2.0), greedy_baseline=True)
+    asked = runner.play(prompt, n=2, sampling_params=SamplingParams(max_tokens=2), purpose="eval")
+    assert [t.greedy_reward for t in loop.run(asked).trajectories] == [None, None]
+    assert [params.temperature for params in engine.asked[4:]] == [1.0, 1.0]
