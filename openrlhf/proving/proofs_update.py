@@ -88,6 +88,10 @@ def loss(trial: RLTrial) -> str:
     plain = played(trial)
     current_A = torch.cat(plain.current)
     old_A = current_A - spread(len(current_A), config=config)
+    if config.actor.policy_loss_type.startswith("dppo"):
+        old_A[::3] = math.log(
+            0.5
+        )  # its bounds are those of probabilities, and tokens of a random model have hardly any
     rollout_A = old_A - 0.7 * spread(len(current_A), config=config, shift=4)
     # The advantages are another proof's business: both sides get the same, of either sign on every ratio.
     advantages_A = torch.tensor([(0.7, -1.1, 0.4, -0.6)[i % 4] for i in range(len(current_A))])

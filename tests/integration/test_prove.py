@@ -517,6 +517,22 @@ def test_prove_raises_no_false_alarm(name, place):
     assert ("resume" in applied) == (name in RESUMED)
 
 
+@pytest.mark.parametrize("loss", ["gmpo", "luspo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"])
+def test_prove_knows_the_loss(loss, place):
+    """Beside `tests/unit/test_proving.py`, which compares the formulas alone: in a whole update."""
+    report = proved(rl(place, actor__policy_loss_type=loss, rollout__n_samples_per_prompt=2), "loss")
+    applied = {verdict.proof.name for verdict in report.verdicts if verdict.status is Status.PASS}
+    assert (report.failed, report.untried) == ([], []), report.to_json()
+    assert "loss" in applied
+
+
+@pytest.mark.parametrize("estimator", ["gdpo", "remax", "maxrl", "pass_at_k"])
+def test_prove_knows_the_estimator(estimator, place):
+    flags = {"algo__advantage__estimator": estimator, "algo__advantage__pass_k": 2, "algo__kl__init_coef": 0.05}
+    report = proved(rl(place, **flags), "advantages", "returns", "agreement", "shares")
+    assert (report.failed, report.untried) == ([], []), report.to_json()
+
+
 CHATS = {"data__dataset": "chats.jsonl", "data__input_key": "messages", "data__apply_chat_template": True}
 SUPERVISED_RUNS = {
     "sft": ("train_sft", CHATS | {"data__multiturn": True}),
