@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from chat_model import write_chat_model
 from installed_worlds import install_world
 from patience import patience
 
@@ -177,3 +178,23 @@ def test_the_random_player_plays_legal_moves_to_the_end(world, game):
 def test_what_cannot_be_played_is_said_before_the_run(world, games, options, why):
     with pytest.raises(WorldRefusal, match=why):
         world(*games, **options).start_now()
+
+
+@pytest.mark.slow
+def test_two_steps_of_self_play_are_measured_against_a_random_player(cli, tmp_path):
+    """A model of random weights knows no legal move: half of all samples, those whose game the other has lost by a
+    foul, have won."""
+    ran = cli(
+        "--train.agent_func_path", TARGET, "--world.tasks", "Nim-v0", "--world.eval_opponent", "random",
+        data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=1024,
+        actor__model_name_or_path=write_chat_model(tmp_path / "model"),
+        world__samples=8, world__options='game={"piles":[1,2]},show=board', max_steps=2,
+        rollout__n_samples_per_prompt=4, eval__dataset=TARGET, world__eval_samples=2, eval__at_start="true",
+    )  # fmt: skip
+    assert ran.rc == 0, ran.err
+    steps = [record for record in ran.metrics if record["kind"] == "train"]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["invalid_move"] > 0
+        assert "rollout/reward_mean_player 0" in step
+    assert any(f"eval_Nim-v0_score_player {seat}" in record for record in ran.metrics for seat in (0, 1))

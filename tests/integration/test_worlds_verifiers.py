@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from chat_model import Speaker, chat_tokenizer
+from chat_model import Speaker, chat_tokenizer, write_chat_model
 from installed_worlds import install_world
 from patience import patience
 
@@ -106,3 +106,16 @@ def test_episodes_at_once_are_told_apart(player):
 def test_what_cannot_be_loaded_is_said_before_the_run(tasksets, options, why):
     with pytest.raises(UserFileError, match=why):
         WorldPlayer(plan(*tasksets, **options))
+
+
+def test_two_steps_of_training(cli, tmp_path):
+    ran = cli(
+        "--train.agent_func_path", TARGET, "--world.tasks", TASKSET, "--world.options", 'taskset={"num_tasks":8}',
+        data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=1024,
+        actor__model_name_or_path=write_chat_model(tmp_path / "model"),
+        world__samples=8, max_steps=2,
+    )  # fmt: skip
+    assert ran.rc == 0, ran.err
+    steps = [record for record in ran.metrics if record["kind"] == "train"]
+    assert len(steps) == 2
+    assert all(step["rollout/failed"] == 0 and step["turns"] == 1.0 for step in steps)

@@ -146,6 +146,14 @@ def learn_by_heart(model: Any, tokenizer: Any, dialogue: str, *, steps: int = 60
         optimizer.zero_grad()
 
 
+def write_chat_model(folder: Any, *, template: str = "plain") -> str:
+    """A folder with such a model and its tokenizer, as users have them; its path."""
+    tokenizer = chat_tokenizer(template)
+    chat_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 class Speaker:
     """An engine that says these texts in turn, the last one again and again, each closed with end-of-sequence.
 

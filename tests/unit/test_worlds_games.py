@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from chat_model import Speaker, chat_model, chat_tokenizer
+from chat_model import Speaker, chat_tokenizer, write_chat_model
 from patience import patience
 from world_files import counting_world, duel_world
 
@@ -205,11 +205,8 @@ def test_a_world_without_games_is_played_as_ever(player, tmp_path):
 def test_another_model_plays_from_its_folder(player, tmp_path):
     """Its words are read by the policy, and its tokens are in no sample. A model of random weights says no digit: the
     game ends with its first move."""
-    tokenizer = chat_tokenizer()
-    folder = tmp_path / "opponent"
-    chat_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    played, engine = play(player(str(folder)), lambda text: "2", samples=2)
+    folder = write_chat_model(tmp_path / "opponent")
+    played, engine = play(player(folder), lambda text: "2", samples=2)
     assert all(asked.count("assistant\n") <= 2 for asked in engine.asked)
     real = [episode for episode in played if not isinstance(episode, FailedEpisode)]
     assert real
