@@ -146,7 +146,7 @@ def train_rl(
         config: an `RLConfig`, or settings by name, dotted (`"train.batch_size"`) or nested (`{"train": {…}}`).
         reward: what judges samples: a function of (queries, prompts, labels), a file, a URL, or several of these. A
             function runs in a process of its own, with a copy of what it uses.
-        agent: a class as agent files define it (`AgentExecutor`), or such a file.
+        agent: a class as agent files define it (`AgentExecutor`), or such a file; or a world by its name.
         data: prompts to train on: records, or what --data.prompt_dataset names.
         eval: prompts to measure on, likewise.
         on_step: called with (step, metrics) after every step. Returning False, or raising `StopTraining`, ends the

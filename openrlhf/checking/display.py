@@ -17,6 +17,7 @@ from openrlhf.checking.agent_check import PlayedEpisode, num_turns
 from openrlhf.checking.image_display import ImageDisplay
 from openrlhf.checking.reward_check import JudgedPrompt, log_names
 from openrlhf.observability.turns import SegmentReader, Span, spans
+from openrlhf.worlds.environments import is_world
 
 PIPE_WIDTH = 120
 MOST_CHARACTERS = 600
@@ -72,7 +73,7 @@ class Display:
 
     def episodes(self, file: Path, played: Sequence[PlayedEpisode], tokenizer: Any) -> None:
         """The one with most turns in full, with the other roles of its game beside it; then all in a line each."""
-        self._head(f"{file.name}: AgentExecutor")
+        self._head(f"{file.name}: {played_by(file)}")
         longest = max(played, key=lambda p: num_turns(p.episode, tokenizer))
         self._episode(longest, tokenizer)
         roles = any(p.episode.agent for p in played)
@@ -201,7 +202,12 @@ def reward_summary(judged: Sequence[JudgedPrompt]) -> str:
     )
 
 
-def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any) -> str:
+def played_by(file: Path) -> str:
+    """What of the file plays episodes."""
+    return "World" if is_world(file) else "AgentExecutor"
+
+
+def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any, *, by: str) -> str:
     """How many episodes were played, how far, and with which rewards."""
     turns = [num_turns(one.episode, tokenizer) for one in played]
     rewards = [one.episode.reward for one in played if one.episode.reward is not None]
@@ -211,7 +217,7 @@ def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any) -> str:
     earned = f"they earned {_range(rewards)}" if rewards else "they have no reward of their own"
     ends = f"{len(played) - cut} ended by {'itself' if len(played) - cut == 1 else 'themselves'}, {cut} by a limit"
     return (
-        f"AgentExecutor played {len(played)} episode{'s' if len(played) > 1 else ''} of {prompts} "
+        f"{by} played {len(played)} episode{'s' if len(played) > 1 else ''} of {prompts} "
         f"prompt{'s' if prompts > 1 else ''}, with {_span(turns)} turns, {trained:,} of whose tokens would be trained "
         f"on; {earned}; {ends}. A run takes the file with --train.agent_func_path."
     )

@@ -14,6 +14,10 @@ from pathlib import Path
 
 from openrlhf.agents.host import HostProcess, HostStartError
 from openrlhf.agents.user_calls import UserFileError
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.rl import WorldSection
+from openrlhf.config.training import RLTrainSection
+from openrlhf.worlds.environments import is_world
 
 LOAD_SECONDS = 60.0
 """The least time allowed for loading a file: importing libraries may take long, however short its calls are."""
@@ -40,6 +44,21 @@ class CheckOptions:
     max_new_tokens: int
     max_steps: int
     agent_hosts: int
+    tasks: str | None = None
+    """Of a world; so are the next two."""
+    world_options: str | None = None
+    python: str | None = None
+
+    @property
+    def world(self) -> RLConfig | None:
+        """A run that plays the world that the file is; None: it is none."""
+        target = str(self.file)
+        if not is_world(target):
+            return None
+        world = WorldSection(
+            tasks=self.tasks, options=self.world_options, python=self.python, timeout=self.timeout, samples=4
+        )
+        return RLConfig(train=RLTrainSection(agent_func_path=target), world=world)
 
     @property
     def start_timeout(self) -> float:
@@ -81,6 +100,7 @@ class Kind(StrEnum):
 
     REWARD = "reward_func"
     AGENT = "AgentExecutor"
+    WORLD = "World"
 
 
 EXPECTED = "a reward file defines reward_func(queries, prompts, labels), an agent file class AgentExecutor"
@@ -93,12 +113,14 @@ async def kinds_of(file: Path, *, start_timeout: float, load: bool = False) -> l
     Otherwise it is run only when neither name is assigned in its text, so that it is broken, has the name from an
     `import *`, or is not what it was taken for.
     """
+    if is_world(file):
+        return [Kind.WORLD]
     if not file.is_file():
         raise UserFileError(f"there is no file {file}")
     names = assigned_names(file)
     if load or not names & set(Kind):
         names = await _loaded_names(file, start_timeout=start_timeout)
-    kinds = [kind for kind in Kind if kind in names]
+    kinds = [kind for kind in (Kind.REWARD, Kind.AGENT) if kind in names]
     if not kinds:
         there = ", ".join(sorted(name for name in names if not name.startswith("_"))) or "nothing"
         raise UserFileError(

@@ -10,15 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from openrlhf.agents.episodes import AgentFileError, EpisodeError
 from openrlhf.checking.agent_check import agent_warnings, check_agent
-from openrlhf.checking.display import Display, agent_summary, reward_summary
+from openrlhf.checking.display import Display, agent_summary, played_by, reward_summary
 from openrlhf.checking.options import CheckOptions, Kind, captured_stderr, replay
 from openrlhf.checking.reward_check import check_reward, reward_warnings
 from openrlhf.checking.workbench import Workbench, workbench
+from openrlhf.config.fields import ConfigError
 from openrlhf.data.files import DataError
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.rewards.base import RewardError
 
-USER_ERRORS = (RewardError, AgentFileError, EpisodeError, DataError, ModelLoadError)
+USER_ERRORS = (RewardError, AgentFileError, EpisodeError, DataError, ModelLoadError, ConfigError)
 """Errors whose text is all a user needs: no traceback."""
 
 RUN_FLAGS = ("--reward.remote_url: ", "--train.agent_func_path: ")
@@ -71,7 +72,7 @@ async def _agent(bench: Workbench, display: Display) -> tuple[str, list[str]]:
     played = await check_agent(bench)
     display.episodes(bench.options.file, played, bench.tokenizer)
     warnings = agent_warnings(played, bench.tokenizer, max_steps=bench.options.max_steps)
-    return agent_summary(played, bench.tokenizer), warnings
+    return agent_summary(played, bench.tokenizer, by=played_by(bench.options.file)), warnings
 
 
 def _one_line(error: Exception) -> str:

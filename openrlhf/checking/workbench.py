@@ -6,6 +6,7 @@ Without a model of the user's it is one of a few thousand random weights that sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import tempfile
 from collections import Counter
@@ -24,10 +25,11 @@ from openrlhf.checking.options import CheckOptions
 from openrlhf.data.image_places import DataImages
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.sources import load_records
-from openrlhf.data.templates import render_prompt
+from openrlhf.data.templates import render_prompt, set_chat_template
 from openrlhf.models.loading import LoadSettings, load_policy, load_tokenizer, silence_progress_bars
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.runs.preflight import data_images, reading_model
+from openrlhf.runs.worlds import world_plan, world_records
 from openrlhf.types import Prompt, SamplingParams
 from openrlhf.utils.randomness import derive_seed
 
@@ -208,6 +210,7 @@ class Workbench:
             max_model_len=self.engine.max_model_len,
             images=self.options.max_images_per_prompt > 0,
             allow_image_urls=self.options.allow_image_urls,
+            world=None if (run := self.options.world) is None else world_plan(run, str(self.options.file)),
         )
 
 
@@ -222,6 +225,7 @@ def workbench(options: CheckOptions) -> Iterator[Workbench]:
             write_tiny_model(Path(folder), images=options.max_images_per_prompt > 0)
         with reading_model(folder, flag="--pretrain"):
             tokenizer = load_tokenizer(folder, flag="--pretrain")
+            tokenizer = set_chat_template(tokenizer, None, {}, needed=options.world is not None)
             images = data_images(folder, tokenizer, options, trust_remote_code=False, flag="--pretrain")
             settings = LoadSettings(device=device, flag="--pretrain", images=images is not None)
             policy = load_policy(folder, settings)
@@ -237,15 +241,21 @@ def workbench(options: CheckOptions) -> Iterator[Workbench]:
 
 
 def _prompts(options: CheckOptions, tokenizer: Any, images: DataImages | None) -> list[Prompt]:
-    if options.prompt_data is None:
+    run = options.world
+    if options.prompt_data is None and run is None:
         return builtin_prompts(tokenizer if options.apply_chat_template else None)
     flag = "--prompt_data"
     prompts = PromptSet(
-        load_records(options.prompt_data, max_samples=MOST_PROMPTS, flag=flag),
+        load_records(
+            options.prompt_data or str(options.file),
+            max_samples=MOST_PROMPTS,
+            worlds=None if run is None else functools.partial(world_records, run, evaluation=False),
+            flag=flag,
+        ),
         tokenizer=tokenizer,
         input_key=options.input_key,
-        label_key=options.label_key,
-        apply_chat_template=options.apply_chat_template,
+        label_key=options.label_key or (run.label_key if run else None),
+        apply_chat_template=options.apply_chat_template or run is not None,
         images=images,
         image_key=options.image_key,
         max_prompt_tokens=options.max_len - options.max_new_tokens,

@@ -12,12 +12,13 @@ from pathlib import Path
 from openrlhf.agents.user_calls import UserFileError
 from openrlhf.checking.options import CheckOptions, captured_stderr, kinds_of, replay
 from openrlhf.utils import interrupts
+from openrlhf.worlds.environments import is_world
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: it can be trained with; 1: it cannot, or a model or data could not be read."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-") and not words[0].endswith(".py"):
+    if words and not words[0].startswith("-") and not words[0].endswith(".py") and not is_world(words[0]):
         return _check_data(words)
     parser = _parser()
     given = parser.parse_args(words)
@@ -66,16 +67,17 @@ def _run(options: CheckOptions) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openrlhf check",
-        usage="openrlhf check FILE.py [OPTIONS]",
-        description="Try a file that defines reward_func or AgentExecutor on a few prompts, by the code that runs it "
-        "in training. Says in one line what is wrong with it (exit status 1), or shows what it judged or played (0). "
-        "Without options it takes prompts of its own and a tiny model with random weights.",
+        usage="openrlhf check FILE.py|WORLD [OPTIONS]",
+        description="Try a file that defines reward_func or AgentExecutor, or a world (openrlhf.worlds.NAME, or a file "
+        "that defines World), on a few prompts, by the code that runs it in training. Says in one line what is wrong "
+        "with it (exit status 1), or shows what it judged or played (0). Without options it takes prompts of its own "
+        "and a tiny model with random weights.",
         epilog="With a data set in place of the file (openrlhf check DATA --model MODEL) it shows which tokens of its "
         "records are learnt; openrlhf check DATA --help. Options may also have the names they have in a run.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("file", type=_file, metavar="FILE.py", help="reward or agent file, or both in one")
+    add("file", type=_file, metavar="FILE.py", help="reward or agent file, or both in one; or a world")
     add("--prompt_data", "--data.prompt_dataset", metavar="DATA", help="where prompts are: the first four are taken")
     add("--input_key", "--data.input_key", metavar="KEY", default="input", help="field of the prompt (default input)")
     add("--label_key", "--data.label_key", metavar="KEY", help="field of the label")
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pretrain", "--actor.model_name_or_path", metavar="MODEL", help="model and tokenizer to use")
     add("--n", "--rollout.n_samples_per_prompt", metavar="N", type=_count, default=4, help="samples of each prompt (4)")
     add(
-        *("--timeout", "--reward.timeout", "--rollout.step_timeout"),
+        *("--timeout", "--reward.timeout", "--rollout.step_timeout", "--world.timeout"),
         metavar="SECONDS",
         type=_seconds,
         default=30.0,
@@ -114,11 +116,15 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="0 plays agents in this process, where a debugger can follow and no time limit holds",
     )
+    add("--tasks", "--world.tasks", metavar="TASKS", help="of a world, as in a run")
+    add("--world_options", "--world.options", metavar="OPTIONS", help="of a world, as in a run")
+    add("--python", "--world.python", metavar="PROGRAM", help="interpreter that has the world's package")
     return parser
 
 
 def _file(text: str) -> Path:
-    return Path(text).expanduser().resolve()
+    path = Path(text)
+    return path if is_world(text) and path.suffix != ".py" else path.expanduser().resolve()
 
 
 def _count(text: str) -> int:

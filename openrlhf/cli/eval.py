@@ -11,6 +11,7 @@ from openrlhf.config.aliases import Given, vocabulary
 from openrlhf.config.fields import ConfigError
 from openrlhf.config.parser import USAGE_ERROR, configure, settings_in
 from openrlhf.utils import interrupts
+from openrlhf.worlds.environments import is_world
 
 COMMAND = "train_ppo_ray"
 """The command whose flags about prompts, rewards, sampling and engines hold here too."""
@@ -20,6 +21,7 @@ TAKEN = frozenset(
         *(f"reward.{name}" for name in ("timeout", "api_key", "weights", "normalize_enable")),
         *(f"vllm.{name}" for name in ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization")),
         *(f"vllm.{name}" for name in ("enforce_eager", "logits_dtype", "enable_prefix_caching", "quantization")),
+        *(f"world.{name}" for name in ("tasks", "options", "eval_samples", "python", "processes", "timeout")),
         *("max_steps", "train.seed", "actor.trust_remote_code", "ds.param_dtype", "ds.attn_implementation"),
     }
 )
@@ -86,9 +88,12 @@ def _settings(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     reward = given.reward or ""
     is_model = reward and not reward.endswith(".py") and "://" not in reward
     at_once = max(1, 512 // given.n)
+    data = given.data or given.agent
+    if data is None or (given.data is None and not is_world(data)):
+        raise ConfigError("which prompts? Give --data (only a world has prompts of its own)")
     settings: dict[str, Any] = {
         "actor.model_name_or_path": given.model,
-        "data.prompt_dataset": given.data,
+        "data.prompt_dataset": data,
         "rollout.n_samples_per_prompt": given.n,
         "rollout.batch_size": at_once,
         "train.batch_size": at_once * given.n,
@@ -97,6 +102,8 @@ def _settings(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         "algo.advantage.estimator": "reinforce",
         "algo.kl.init_coef": 0,
     }
+    if is_world(data):  # the records that training never draws
+        settings["eval.dataset"] = data
     if given.limit is not None:
         settings["data.max_samples"] = given.limit
     if reward:
@@ -133,14 +140,18 @@ def _parser() -> argparse.ArgumentParser:
         "errors for scores). A sample whose reward or agent failed is counted, shown, and in no other number.",
         epilog="Flags of openrlhf rl about data, rewards, sampling and engines hold here too, under all their names: "
         "--input_key, --label_key, --apply_chat_template, --max_len, --max_new_tokens, --top_p, --top_k, --seed, "
-        "--reward.timeout, --vllm.tensor_parallel_size, … (openrlhf rl --help all).",
+        "--reward.timeout, --world.tasks, --vllm.tensor_parallel_size, … (openrlhf rl --help all).",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hub name of a model, folder of an adapter, or folder of a run")
-    add("--data", required=True, metavar="DATA", help="prompts: file, folder or Hub name, as --data.prompt_dataset")
+    add(
+        "--data",
+        metavar="DATA",
+        help="prompts: file, folder or Hub name, as --data.prompt_dataset; a world has its own",
+    )
     add("--reward", metavar="REWARD", help="a .py file with reward_func, a reward server's URL, or a reward model")
-    add("--agent", metavar="FILE.py", help="an agent file, which plays the episodes")
+    add("--agent", metavar="FILE.py", help="an agent file, or a world (openrlhf.worlds.NAME), which plays the episodes")
     add("--n", type=count, default=4, metavar="N", help="samples of each prompt (4)")
     add("--k", type=count, nargs="+", metavar="K", help="the k of pass@k (1, 2, 4, … up to N)")
     add(

@@ -259,7 +259,7 @@ def look_at_data(config: TrainerConfig, *, must_be_here: bool) -> Looked:
     from openrlhf.models.loading import ModelLoadError
 
     missing = Status.FAILURE if must_be_here else Status.WARNING
-    path = config.data.prompt_dataset if isinstance(config, RLConfig) else config.data.dataset
+    path = config.prompt_dataset if isinstance(config, RLConfig) else config.data.dataset
     flag = "--data.prompt_dataset" if isinstance(config, RLConfig) else "--data.dataset"
     findings: list[Finding] = []
     few = dataclasses.replace(config.data, max_samples=min(SAMPLE, config.data.max_samples))
@@ -281,19 +281,25 @@ def look_at_data(config: TrainerConfig, *, must_be_here: bool) -> Looked:
 def _records(config: TrainerConfig) -> int:
     from openrlhf.data.sources import load_records
 
-    data = config.data
+    data: Any = config.data
     prompts = isinstance(config, RLConfig)
-    source = data.prompt_dataset if prompts else data.dataset  # type: ignore[union-attr]
-    split = data.prompt_split if prompts else data.dataset_split  # type: ignore[union-attr]
+    source = config.prompt_dataset if isinstance(config, RLConfig) else config.data.dataset
+    split = data.prompt_split if prompts else data.dataset_split
     assert source is not None
     records = load_records(
         source,
         split=split,
         max_samples=data.max_samples,
         trust_remote_code=data.trust_remote_code,
+        worlds=_records_of(config) if isinstance(config, RLConfig) else None,
         flag="--data.prompt_dataset" if prompts else "--data.dataset",
     )
     return len(records)
+
+
+def _records_of(config: RLConfig) -> Callable[[str, int | None], list[dict[str, Any]]]:
+    """As many records as a world would make, which takes long: only their number counts here."""
+    return lambda name, limit: [{}] * min(config.world.samples, limit or config.world.samples)
 
 
 def _template(config: TrainerConfig, tokenizer: Any) -> Iterator[Finding]:
@@ -355,7 +361,7 @@ def look_at_reward(config: RLConfig) -> list[Finding]:
         options = CheckOptions(
             file=Path(file).expanduser().resolve(),
             pretrain=None,
-            prompt_data=config.data.prompt_dataset,
+            prompt_data=config.prompt_dataset,
             input_key=config.data.input_key,
             label_key=config.data.label_key,
             apply_chat_template=config.data.apply_chat_template,

@@ -99,7 +99,7 @@ def _opened(
     flag = "--data.prompt_dataset" if is_rl else "--data.dataset"
     # Three steps of two prompts, or of as many samples.
     data, limit, longest = short_data(
-        given, flag, required(given.data.prompt_dataset if is_rl else given.data.dataset), folder, count=6
+        given, flag, required(given.prompt_dataset if is_rl else given.data.dataset), folder, count=6
     )
     kind = "rl" if is_rl else kind_of(given)
     if sizes is None:

@@ -7,6 +7,7 @@ which processes; `notes` says of each other change why it is made.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch
 
 from openrlhf.config.commands import RLConfig, SupervisedConfig
 from openrlhf.data.sources import load_records
+from openrlhf.runs.worlds import world_records
 
 LOOKED_AT = 256
 """Records among which the shortest are chosen."""
@@ -80,6 +82,7 @@ def short_data(config: _C, flag: str, dataset: str, folder: Path, *, count: int)
         probs=data.prompt_probs if isinstance(config, RLConfig) else data.dataset_probs,
         seed=config.train.seed,
         trust_remote_code=data.trust_remote_code,
+        worlds=functools.partial(world_records, config, evaluation=False) if isinstance(config, RLConfig) else None,
         flag=flag,
     )
     try:

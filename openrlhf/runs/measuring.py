@@ -193,9 +193,10 @@ def _play(measured: Measured) -> None:
     tokenizer = policy_tokenizer(config)
     images = policy_images(config, tokenizer)
     try:
-        prompts = prompts_of(config, tokenizer, evaluation=False, images=images)
+        prompts = prompts_of(config, tokenizer, evaluation=config.eval.dataset is not None, images=images)
     except DataError as error:
-        raise DataError(str(error).replace("--data.prompt_dataset", "--data")) from error
+        text = str(error).replace("--data.prompt_dataset", "--data").replace("--eval.dataset", "--data")
+        raise DataError(text.replace("--train.agent_func_path", "--agent")) from error
     measured.prompts, measured.end = len(prompts), tokenizer.eos_token or ""
     with asyncio.Runner() as loop, contextlib.ExitStack() as held:
         saved = None
