@@ -280,7 +280,7 @@ def test_two_steps_of_training(cli, served):
     ran = cli(
         "--train.agent_func_path", TARGET,
         data__prompt_dataset="none", reward__remote_url="none", data__label_key="none", data__max_len=512,
-        world__samples=8, world__options=f"server={served}/notes,prompt=1",
+        world__samples=8, world__options=f"server={served}/notes,prompt=Note 1.",
     )  # fmt: skip
     assert ran.rc == 0, ran.err
     steps = [record for record in ran.metrics if record["kind"] == "train"]
