@@ -10,6 +10,7 @@ Shapes: T tokens of one stream, N sequences, A action tokens, G samples of a gro
 column entry describes the token itself: `logprobs[t]` is log π(token t | tokens before t), never that of t + 1.
 Routes of a mixture: R tokens, L decoder layers (those without experts have zeros that nobody reads), K experts of a
 token. `routes[t]` are the experts that computed token t, so they are part of the log-prob of token t + 1.
+Supports: S token ids that sampled tokens were chosen among, those of all tokens one after the other.
 """
 
 from __future__ import annotations
@@ -160,6 +161,9 @@ class SamplingParams:
     """Randomness of this request; token i is a function of (seed, i) alone. None: the engine picks one."""
     logprobs: bool | int | None = True
     """Whether the sampled tokens' log-probs are wanted: True, 0 or 1 mean yes (vLLM counts alternatives), None no."""
+    supports: int = 0
+    """The size of the largest support that is to be told (`Supports`) where top-k, top-p or min-p cut the distribution;
+    0: none is. This name is not vLLM's."""
     include_stop_str_in_output: bool = False
     """Whether the text keeps what ended it: the stop string, stop token or end-of-sequence."""
     skip_special_tokens: bool = True
@@ -184,6 +188,11 @@ class SamplingParams:
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def wants_supports(self) -> bool:
+        """Whether supports are to be told, and there are some."""
+        return self.supports > 0 and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def validate(self) -> None:
         """Raises a ValueError that names the first field no generation can be sampled with."""
@@ -222,6 +231,7 @@ _SAMPLING_RULES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "max_tokens": (numbers.Integral, ">= 1 or None", lambda x: x >= 1),
     "min_tokens": (numbers.Integral, ">= 0", lambda x: x >= 0),
     "seed": (numbers.Integral, "an integer or None", lambda x: True),
+    "supports": (numbers.Integral, ">= 0", lambda x: x >= 0),
     "n": (numbers.Integral, "1 (call n times instead)", lambda x: x == 1),
 }
 _NOT_AVAILABLE = (
@@ -233,6 +243,89 @@ _NOT_AVAILABLE = (
     "guided_decoding",
     "truncate_prompt_tokens",
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supports:
+    """The tokens that each of A sampled tokens was chosen among, where top-k, top-p or min-p cut its distribution.
+
+    Three tokens; the second one's distribution was whole:
+
+        sizes_A     2 0 3
+        token_ids   4 9 1 4 7
+    """
+
+    sizes_A: Tensor
+    """int32 [A], on the CPU, wherever the ids are. 0: the distribution was whole. `UNTOLD`: it was cut, and what was
+    left is too large to be told, or not known."""
+    token_ids: Tensor
+    """int32 [S]: those of all tokens, one after the other. The sampled token is always among its own."""
+
+    def __post_init__(self) -> None:
+        if self.sizes_A.dim() != 1 or self.token_ids.shape != (int(self.sizes_A.clamp(min=0).sum()),):
+            raise ValueError(f"{tuple(self.token_ids.shape)} ids for supports of {self.sizes_A.tolist()[:8]} … tokens")
+
+    @staticmethod
+    def of(told: Sequence[Sequence[int] | None]) -> Supports:
+        """One for each token; an empty one: it was whole; None: untold."""
+        sizes_A = torch.tensor([UNTOLD if ids is None else len(ids) for ids in told], dtype=torch.int32)
+        return Supports(sizes_A, torch.tensor([token for ids in told for token in ids or ()], dtype=torch.int32))
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Supports | None, int]]) -> Supports | None:
+        """Those of parts, one after the other; with each part the number of its tokens, whose distributions were whole
+        where it has none. None: no part has any."""
+        if all(own is None for own, _ in parts):
+            return None
+        whole = [own or Supports(torch.zeros(count, dtype=torch.int32), _NO_IDS) for own, count in parts]
+        return Supports(torch.cat([own.sizes_A for own in whole]), torch.cat([own.token_ids for own in whole]))
+
+    def __len__(self) -> int:
+        return len(self.sizes_A)
+
+    def __getitem__(self, part: slice) -> Supports:
+        """Those of tokens that follow one another."""
+        ends = self.ends
+        start, stop, _ = part.indices(len(self))
+        return Supports(self.sizes_A[start:stop], self.token_ids[ends[start] : ends[max(start, stop)]])
+
+    def at(self, indices: Tensor) -> Supports:
+        """Those of these tokens, in this order. `indices`: int64, on the CPU."""
+        ends = torch.tensor(self.ends)
+        sizes = self.sizes_A[indices]
+        counts = sizes.clamp(min=0).long()
+        inside = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        places = ends[indices].repeat_interleave(counts) + inside
+        return Supports(sizes, self.token_ids[moved(places, self.token_ids.device)])
+
+    @property
+    def ends(self) -> list[int]:
+        """[A+1]: where the ids of each token begin, and the end."""
+        return [0, *self.sizes_A.clamp(min=0).cumsum(0).tolist()]
+
+    def tolist(self) -> list[list[int] | None]:
+        """As `of` takes them."""
+        ids, ends = self.token_ids.tolist(), self.ends
+        return [
+            None if size == UNTOLD else ids[start:end]
+            for size, start, end in zip(self.sizes_A.tolist(), ends[:-1], ends[1:], strict=True)
+        ]
+
+    def to(self, device: torch.device | str) -> Supports:
+        return Supports(self.sizes_A, moved(self.token_ids, device))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As numpy arrays, see `Segment.__reduce__`."""
+        return supports_from, (self.sizes_A.numpy(), self.token_ids.numpy())
+
+
+UNTOLD = -1
+_NO_IDS = torch.zeros(0, dtype=torch.int32)
+
+
+def supports_from(sizes_A: np.ndarray, token_ids: np.ndarray) -> Supports:
+    """In memory of their own: what comes from another process may belong to it, and torch warns of that."""
+    return Supports(torch.from_numpy(sizes_A.copy()), torch.from_numpy(token_ids.copy()))
 
 
 class FinishReason(StrEnum):
@@ -269,12 +362,17 @@ class Generation:
     """uint8 or int16 [R, L, K]: the experts of each token that the engine has read, prompt and response without the
     last one; those of the last reading, where weights changed in between. Of a streamed generation the last part has
     them. None: the model has no experts, or the engine does not tell."""
+    supports: Supports | None = field(default=None, compare=False)
+    """What each sampled token was chosen among, at the moment when it was; each part of a streamed generation has those
+    of its own tokens. None: nobody asked, or nothing cut the distribution."""
     _outputs: list[CompletionOutput] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {"token_ids": len(self.token_ids), "versions": len(self.versions)}
         if self.logprobs is not None:
             lengths["logprobs"] = len(self.logprobs)
+        if self.supports is not None:
+            lengths["supports"] = len(self.supports)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a generation's columns must have equal lengths, got {lengths}")
         if self.routes is not None and self.routes.ndim != 3:
@@ -371,6 +469,8 @@ class Segment:
     routes: Tensor | None = None
     """uint8 or int16 [R, L, K], R <= T: the experts of the first R tokens, as the engine chose them. The others have
     none: no layer of the engine has seen the last token, nor feedback after the last action. None: it does not tell."""
+    supports: Supports | None = None
+    """What each of its A action tokens was chosen among. None: the distributions were whole, or nobody asked."""
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
@@ -393,6 +493,8 @@ class Segment:
                 raise ValueError(f"the tokens from {start} on are not those of the image {image.digest}")
         if self.routes is not None and (self.routes.dim() != 3 or len(self.routes) > len(self)):
             raise ValueError(f"routes must be [R, L, K] of at most {len(self)} tokens, got {tuple(self.routes.shape)}")
+        if self.supports is not None and len(self.supports) != self.num_actions:
+            raise ValueError(f"{len(self.supports)} supports for {self.num_actions} action tokens")
 
     @property
     def oldest_version(self) -> int | None:
@@ -407,7 +509,7 @@ class Segment:
         segment instead of 0.06."""
         columns = [getattr(self, name) for name in (*SEGMENT_COLUMNS, "routes")]
         arrays = [None if column is None else column.numpy() for column in columns]
-        return _segment_from_arrays, (arrays, self.images)
+        return _segment_from_arrays, (arrays, self.images, self.supports)
 
     @property
     def num_actions(self) -> int:
@@ -430,10 +532,10 @@ SEGMENT_COLUMNS = ("token_ids", "action_mask", "rollout_logprobs", "versions", "
 """One entry per token."""
 
 
-def _segment_from_arrays(arrays: list[Any], images: tuple[PlacedImage, ...]) -> Segment:
+def _segment_from_arrays(arrays: list[Any], images: tuple[PlacedImage, ...], supports: Supports | None) -> Segment:
     columns: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
     named = dict(zip((*SEGMENT_COLUMNS, "routes"), columns, strict=True))
-    return Segment(**named, images=images)
+    return Segment(**named, images=images, supports=supports)
 
 
 class Fork(NamedTuple):
@@ -781,6 +883,8 @@ class PackedTokens:
     routes_TLK: Tensor | None = None
     """int16 [T, L, K]: the experts that the policy's routers are to choose (`models.routes`); -1: their own choice.
     None: their own choice everywhere."""
+    supports: Supports | None = None
+    """What the action tokens were chosen among, [A]: a policy's softmax is over these. None: over all tokens."""
 
     def __post_init__(self) -> None:
         T = self.token_ids.shape[0]
@@ -792,6 +896,8 @@ class PackedTokens:
             raise ValueError(f"{len(self.shared_prefixes)} shared prefixes for {self.num_sequences} sequences")
         if self.routes_TLK is not None and self.routes_TLK.shape[0] != T:
             raise ValueError(f"routes of shape {tuple(self.routes_TLK.shape)} for {T} tokens")
+        if self.supports is not None and len(self.supports) != self.num_actions:
+            raise ValueError(f"{len(self.supports)} supports for {self.num_actions} actions")
 
     @staticmethod
     def from_sequences(
@@ -801,11 +907,12 @@ class PackedTokens:
         shared_prefixes: Sequence[int] = (),
         images: Sequence[Sequence[PlacedImage]] = (),
         routes: Sequence[Tensor | None] = (),
+        supports: Sequence[Supports | None] = (),
     ) -> PackedTokens:
         """Pack 1-D id tensors; `action_masks` (bool, same lengths) say whose log-probs are wanted.
 
-        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here. `images` and
-        `routes` (`Segment.routes`): those of each sequence.
+        `shared_prefixes`: as the field. The caller must be sure of them: they are not compared here. `images`,
+        `routes` (`Segment.routes`) and `supports`: those of each sequence.
         """
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) == 0:
@@ -826,6 +933,7 @@ class PackedTokens:
             shared_prefixes=tuple(shared_prefixes) if any(shared_prefixes) else (),
             images=PackedImages.of(images, lengths),
             routes_TLK=_packed_routes(routes, lengths),
+            supports=_packed_supports(supports, action_masks),
         )
 
     @staticmethod
@@ -837,6 +945,7 @@ class PackedTokens:
             shared_prefixes=(0, *(_shared_prompt(a, b) for a, b in pairwise(segments))),
             images=[s.images for s in segments],
             routes=[s.routes for s in segments],
+            supports=[s.supports for s in segments],
         )
 
     @property
@@ -858,27 +967,32 @@ class PackedTokens:
 
     def split(self) -> Iterator[PackedTokens]:
         """One stream per sequence, for models that cannot be packed."""
-        bounds = self.cu_seqlens.tolist()
+        bounds, first = self.cu_seqlens.tolist(), 0
         for start, end in pairwise(bounds):
             inside = (self.action_positions >= start) & (self.action_positions < end)
+            supports = None
+            if self.supports is not None:
+                last = first + int(inside.sum())
+                supports, first = self.supports[first:last], last
             yield self.at(
                 slice(start, end),
                 cu_seqlens=self.cu_seqlens.new_tensor([0, end - start]),
                 action_positions=self.action_positions[inside] - start,
                 max_seqlen=end - start,
                 shared_prefixes=(),
+                supports=supports,
             )
 
     def at(self, positions: Tensor | slice, **changes: Any) -> PackedTokens:
         """The stream that is made of these positions of this one, with all that its tokens have. `changes`: the fields
-        that say where its sequences and actions are."""
+        that say where its sequences and actions are, and what actions were chosen among, which no body reads."""
         return dataclasses.replace(
             self,
             token_ids=self.token_ids[positions],
             position_ids=self.position_ids[..., positions],
             images=None if self.images is None else self.images.at(positions),
             routes_TLK=None if self.routes_TLK is None else self.routes_TLK[positions],
-            **changes,
+            **{"supports": None, **changes},
         )
 
     def to(self, device: torch.device | str) -> PackedTokens:
@@ -889,6 +1003,7 @@ class PackedTokens:
             action_positions=moved(self.action_positions, device),
             images=None if self.images is None else self.images.to(device),
             routes_TLK=None if self.routes_TLK is None else moved(self.routes_TLK, device),
+            supports=None if self.supports is None else self.supports.to(device),
         )
 
     def without_routes(self) -> PackedTokens:
@@ -949,6 +1064,12 @@ def _packed_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> T
             packed_TLK[begin : begin + len(known)] = known
         begin += length
     return packed_TLK
+
+
+def _packed_supports(supports: Sequence[Supports | None], action_masks: Sequence[Tensor]) -> Supports | None:
+    if all(own is None for own in supports):
+        return None
+    return Supports.joined([(own, int(mask.sum())) for own, mask in zip(supports, action_masks, strict=True)])
 
 
 def _shared_prompt(first: Segment, second: Segment) -> int:

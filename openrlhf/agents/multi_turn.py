@@ -160,7 +160,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             if result.sampling_params is not None:
                 # An episode's randomness goes on when parameters made from nothing name no seed.
                 seed = params.seed if result.sampling_params.seed is None else result.sampling_params.seed
-                params = result.sampling_params.copy(seed=seed, logprobs=params.logprobs)
+                params = result.sampling_params.copy(seed=seed, logprobs=params.logprobs, supports=params.supports)
         # Reward functions split the text where the prompt ends, also when `reset` has rewritten the prompt.
         begins_with_prompt = start.observation.startswith(prompt)
         return Episode(

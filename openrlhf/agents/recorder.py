@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import Generation, PlacedImage, Segment
+from openrlhf.types import Generation, PlacedImage, Segment, Supports
 
 
 class TokenRecorder:
@@ -31,6 +31,7 @@ class TokenRecorder:
         self._turn_ends: list[bool] = []
         self._images: list[PlacedImage] = []
         self._routes: np.ndarray | None = None
+        self._supports: list[tuple[Supports | None, int]] = []
         self._has_logprobs = True
         self._turns = 0
         if not prompt_ids:
@@ -71,6 +72,7 @@ class TokenRecorder:
         n = len(generation.token_ids)
         if generation.routes is not None:
             self._take_routes(generation.routes, read=len(self) + n - 1)
+        self._supports.append((generation.supports, n))
         self._grow(generation.token_ids, [True] * n, generation.logprobs or [0.0] * n, generation.versions, rewards)
         self._turn_ends[-1] = True
         self._turns += 1
@@ -94,6 +96,7 @@ class TokenRecorder:
             turn_ends=_column(self._turn_ends, np.bool_),
             images=self.images,
             routes=None if self._routes is None else torch.from_numpy(self._routes),
+            supports=Supports.joined(self._supports),
         )
 
     def _take_routes(self, routes: np.ndarray, *, read: int) -> None:

@@ -14,7 +14,7 @@ from openrlhf.agents.host_worker import AskError
 from openrlhf.agents.images import NO_IMAGES, EpisodeImages
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.values import BadValueError, as_sampling_params, as_token_ids, shown
-from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams, Segment
+from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams, Segment, Supports
 from openrlhf.utils.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class RecordingEngine:
         placed already; our own executors have no others.
 
         Each call of an episode has randomness of its own: a `seed` that is None or the episode's is made one for this
-        call, so that asking the same thing twice gives two samples. Log-probs come whenever the run wants them.
+        call, so that asking the same thing twice gives two samples. Log-probs and supports come whenever the run wants
+        them.
         """
         prompt_ids, placed = await self._prompt(prompt_token_ids, multi_modal_data, images)
         params = self._params(prompt_ids, sampling_params)
@@ -162,6 +163,7 @@ class RecordingEngine:
         self._asked += 1
         params.max_tokens = min(params.max_tokens or room, room)
         params.logprobs = params.logprobs or self._episode.logprobs
+        params.supports = self._episode.supports
         return params
 
     async def _on_behalf(self, asking: Coroutine[Any, Any, T]) -> T:
@@ -199,6 +201,7 @@ class RecordingEngine:
         versions: list[int] = []
         reason: FinishReason | None = FinishReason.STOP
         routes = None
+        supports: list[tuple[Supports | None, int]] = []
         at = start
         while at < end:
             here = token_ids[at:end]
@@ -220,12 +223,18 @@ class RecordingEngine:
             n = min(len(best.token_ids), len(here))
             logprobs = None if logprobs is None or best.logprobs is None else logprobs + best.logprobs[:n]
             versions += best.versions[:n]
+            supports.append((None if best.supports is None else best.supports[:n], n))
             # If the user's code has cut the answer, the engine's finish reason (its length limit) does not apply.
             reason = best.finish_reason if n == len(best.token_ids) else FinishReason.STOP
             at += n
             routes = None if best.routes is None else best.routes[: at - 1]  # of all before its last token
         return Generation(
-            token_ids=token_ids[start:end], logprobs=logprobs, versions=versions, finish_reason=reason, routes=routes
+            token_ids=token_ids[start:end],
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=reason,
+            routes=routes,
+            supports=Supports.joined(supports),
         )
 
 
@@ -243,6 +252,7 @@ def joined(parts: Sequence[Generation]) -> Generation:
         stop_reason=parts[-1].stop_reason,
         text="".join(part.text for part in parts),
         routes=parts[-1].routes,
+        supports=Supports.joined([(part.supports, len(part.token_ids)) for part in parts]),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import SEGMENT_COLUMNS, PlacedImage, SampleKey, Segment, TrainingBatch, TrainingSample
+from openrlhf.types import SEGMENT_COLUMNS, PlacedImage, SampleKey, Segment, Supports, TrainingBatch, TrainingSample
 
 TRAINED_COLUMNS = tuple(name for name in SEGMENT_COLUMNS if name != "turn_ends")
 """The columns that ranks need. Credit per turn is given before samples are sent, so `turn_ends` is not among them."""
@@ -27,6 +27,7 @@ class _Header(NamedTuple):
     has_logprobs: bool
     images: tuple[PlacedImage, ...]
     routes: np.ndarray | None
+    supports: Supports | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class PackedSamples:
                     has_logprobs=sample.segment.rollout_logprobs is not None,
                     images=sample.segment.images,
                     routes=None if sample.segment.routes is None else sample.segment.routes.numpy(),
+                    supports=sample.segment.supports,
                 )
                 for place, sample in placed
             ],
@@ -77,7 +79,7 @@ class PackedSamples:
             routes = None if header.routes is None else torch.from_numpy(header.routes.copy())
             sample = TrainingSample(
                 key=header.key,
-                segment=Segment(**own, images=header.images, routes=routes),
+                segment=Segment(**own, images=header.images, routes=routes, supports=header.supports),
                 rewards_A=rewards_A[action : action + header.actions],
                 compared_A=None if compared_A is None else compared_A[action : action + header.actions],
             )

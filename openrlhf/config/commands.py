@@ -55,6 +55,9 @@ from openrlhf.worlds.environments import is_world
 
 RewardSource = Literal["agent", "function", "http", "model"]
 
+LARGEST_SUPPORT = 64
+"""The size of the largest support that engines tell unless they are asked for more. A nucleus of 0.9 is nearly always
+smaller; vLLM sorts so many tokens out of the vocabulary, and sends them, for each token that it samples."""
 LOGPROBS_EVERY = 16
 """vLLM takes half as long again with sampled log-probs. Where only metrics use them, one prompt in so many has them."""
 
@@ -253,6 +256,19 @@ class RLConfig(TrainerSection):
         if self.critic.model_name_or_path:
             return self.critic.model_name_or_path
         return self.reward.model_paths[0] if self.reward_source == "model" else self.actor.model_name_or_path
+
+    @property
+    def cuts_distributions(self) -> bool:
+        """Whether some tokens may be sampled from a part of the vocabulary. Agents sample each call as they like."""
+        return self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.train.agent_func_path is not None
+
+    @property
+    def largest_support(self) -> int:
+        """The size of the largest support that engines tell, and the policy's softmax is over. 0: they tell none."""
+        if self.rollout.exact:  # the exact softmax is over the whole vocabulary
+            return 0
+        asked = self.algo.sampling_mask
+        return max(LARGEST_SUPPORT, self.rollout.top_k) if asked is None else asked
 
     @property
     def corrects_off_policy(self) -> bool:

@@ -143,6 +143,16 @@ class AlgoSection:
             "where the engine tells them"
         ),
     ] = None
+    sampling_mask: Annotated[
+        int | None,
+        Flag(
+            "with top-p, top-k or min-p, the policy's softmax is over what a token was sampled from, where that is at "
+            "most so many tokens; 0: over the whole vocabulary; unset: 64, or top_k where it is more",
+            shown_default="64",
+            only_with="cuts_distributions !rollout.exact",
+            at_least=0,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

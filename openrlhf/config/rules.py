@@ -169,6 +169,12 @@ def sampling_is_valid(config: RLConfig) -> Iterator[str]:
         yield f"--rollout.top_p {config.rollout.top_p}: must be more than 0 and at most 1"
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         yield f"--rollout.top_k {config.rollout.top_k}: give a number of tokens, or -1 for all"
+    mask = config.algo.sampling_mask
+    if mask and mask < config.rollout.top_k and config.rollout.top_p == 1:
+        yield (
+            f"--algo.sampling_mask {mask} is less than --rollout.top_k {config.rollout.top_k}: no softmax would be "
+            f"over what was sampled from; give {config.rollout.top_k} or more, or 0 for the whole vocabulary"
+        )
     if not all(config.rollout.stop or (True,)):
         yield "--rollout.stop: an empty text would end every response at once: leave it out"
 

@@ -3,7 +3,7 @@
 For token a with hidden state h_a, and W the head's weight, s its scale, c its soft-cap, τ the temperature:
 
     z_av = softcap(s · h_a·W_v + s · bias_v) / τ            softcap(x) = c·tanh(x / c), or x without a cap
-    (−∞ for a token v that is never sampled)
+    (−∞ for a token v that is never sampled, and for one that a was not chosen among: `Supports`)
     logprob_a = z_a,target − log Σ_v exp z_av
     entropy_a = log Σ_v exp z_av − Σ_v p_av z_av            p = softmax(z)
 
@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from openrlhf.types import Supports, moved
 
 _TILE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 """fp32 logits held at once: what stays in a CPU's cache between two passes; what keeps a GPU busy."""
@@ -50,7 +52,7 @@ class LogitTransform:
 
 IDENTITY = LogitTransform()
 _LOWEST = -1e30
-"""The logit of a banned token: its exponential is 0. An infinite one would make 0 · ∞ in entropies."""
+"""The logit of a token that has no share: its exponential is 0. An infinite one would make 0 · ∞ in entropies."""
 
 
 class Logprobs(NamedTuple):
@@ -69,15 +71,19 @@ def chunked_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     transform: LogitTransform = IDENTITY,
+    supports: Supports | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Logprobs:
     """log π(targets) and, on request, the entropy of π, in fp32; differentiable in hidden, weight and bias.
 
-    π is the distribution after temperature; temperature 0 (greedy sampling) is treated as 1. `tile` is (rows,
-    vocabulary entries) of logits held at once, chosen by device when None.
+    π is the distribution after temperature; temperature 0 (greedy sampling) is treated as 1. Where a token has a
+    support, π is over that alone, and nothing outside it gets a gradient. `tile` is (rows, vocabulary entries) of
+    logits held at once, chosen by device when None.
     """
     if hidden_AD.shape[0] != targets_A.shape[0]:
         raise ValueError(f"{hidden_AD.shape[0]} hidden states for {targets_A.shape[0]} targets")
+    if supports is not None and len(supports) != len(targets_A):
+        raise ValueError(f"{len(supports)} supports for {len(targets_A)} targets")
     if temperature < 0:
         raise ValueError(f"temperature must be >= 0, got {temperature}")
     device = hidden_AD.device.type
@@ -89,6 +95,7 @@ def chunked_logprobs(
         scale=transform.scale,
         softcap=transform.softcap,
         banned=transform.banned,
+        supports=None if supports is None else _Support(supports, hidden_AD.device),
         temperature=temperature or 1.0,
         with_entropy=with_entropy,
         keep=torch.is_grad_enabled()
@@ -108,6 +115,7 @@ class _TilePlan:
     scale: float
     softcap: float | None
     banned: tuple[int, ...]
+    supports: _Support | None
     temperature: float
     with_entropy: bool
     keep: bool
@@ -165,7 +173,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for rows in _ranges(A, plan.rows_cols[0]):
                 if plan.fused:
                     reduce_tile(
-                        _ban(_product(hidden_AD[rows], weight_VD[cols].t()), cols, plan.banned),
+                        _limit(_product(hidden_AD[rows], weight_VD[cols].t()), rows, cols, plan),
                         targets_A[rows],
                         peak_A=peak_A[rows],
                         total_A=total_A[rows],
@@ -177,7 +185,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     )
                     continue
                 z = buffers.logits(hidden_AD[rows], weight_VD[cols], None if bias_V is None else bias_V[cols])
-                _ban(z, cols, plan.banned)
+                _limit(z, rows, cols, plan)
                 inside, column = _targets_in(targets_A[rows], cols)
                 chosen_A[rows] = torch.where(inside, z.gather(1, column[:, None]).squeeze(1), chosen_A[rows])
                 peak = torch.maximum(peak_A[rows], z.amax(1))
@@ -238,7 +246,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 hidden = hidden_AD[rows]
                 slope = None
                 if plan.fused:
-                    z = _ban(_product(hidden, weight_tile.t()), cols, plan.banned)
+                    z = _limit(_product(hidden, weight_tile.t()), rows, cols, plan)
                     dz = tile_gradient(
                         z,
                         targets_A[rows],
@@ -259,7 +267,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     if plan.softcap is not None:  # d softcap(x) / dx = 1 − (softcap(x) / c)²
                         slope = (z * (plan.temperature / plan.softcap)).square_().neg_().add_(1.0)
                         slope.mul_(plan.scale / plan.temperature)
-                    _ban(z, cols, plan.banned)
+                    _limit(z, rows, cols, plan)
                     z.sub_(lse_A[rows][:, None])
                     if k_A is None:
                         dz = z.exp_().mul_(-g_A[rows][:, None])
@@ -350,6 +358,36 @@ def _ban(z: Tensor, cols: slice, banned: tuple[int, ...]) -> Tensor:
         if cols.start <= token < cols.stop:
             z[:, token - cols.start] = _LOWEST
     return z
+
+
+def _limit(z: Tensor, rows: slice, cols: slice, plan: _TilePlan) -> Tensor:
+    """The tile, with what has no share in the softmax at the bottom."""
+    _ban(z, cols, plan.banned)
+    return z if plan.supports is None else plan.supports.limit(z, rows, cols)
+
+
+class _Support:
+    """`Supports` in the form in which a tile asks for them."""
+
+    def __init__(self, supports: Supports, device: torch.device) -> None:
+        self._ends = supports.ends
+        sizes_A = supports.sizes_A.clamp(min=0).long()
+        self._cut_A = moved(sizes_A > 0, device)
+        self._rows_S = moved(torch.arange(len(sizes_A)).repeat_interleave(sizes_A), device)
+        self._ids_S = supports.token_ids.to(device=device, dtype=torch.int64)
+
+    def limit(self, z: Tensor, rows: slice, cols: slice) -> Tensor:
+        """In place."""
+        own = slice(self._ends[rows.start], self._ends[rows.stop])
+        if own.start == own.stop:
+            return z
+        # What lies in another tile goes to a column that is not there: nothing has to be counted on the device first.
+        width = z.shape[1]
+        column_S = self._ids_S[own] - cols.start
+        column_S = torch.where((column_S >= 0) & (column_S < width), column_S, width)
+        outside = self._cut_A[rows, None].repeat(1, width + 1)
+        outside[self._rows_S[own] - rows.start, column_S] = False
+        return z.masked_fill_(outside[:, :width], _LOWEST)
 
 
 def _targets_in(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:

@@ -83,10 +83,11 @@ class Policy(nn.Module):
     ) -> PolicyOutput | TopLogprobs:
         """log π(token t | tokens before t of its sequence) for t in `action_positions`, in that order.
 
-        π is the softmax of logits / temperature, in fp32; temperature 0 (greedy) counts as 1. `router_log` and
-        `route_log` are filled, if there are any; `route_log` is for routers that can take routes. `token_ids_AK`: other
-        tokens whose log-probs are wanted where each action was taken. `top_k`: the likeliest tokens are wanted instead
-        of all that, of the first `vocabulary`.
+        π is the softmax of logits / temperature, in fp32, over what the tokens were chosen among, where the stream says
+        it; temperature 0 (greedy) counts as 1. `router_log` and `route_log` are filled, if there are any; `route_log`
+        is for routers that can take routes. `token_ids_AK`: other tokens whose log-probs are wanted where each action
+        was taken. `top_k`: the likeliest tokens are wanted instead of all that, of the first `vocabulary`. Both are
+        of a softmax over all tokens.
         """
         if self.routers is None or not self.replays:
             tokens = tokens.without_routes()
@@ -109,8 +110,11 @@ class Policy(nn.Module):
                 *map(share.whole, top_logprobs(hidden_aD, head.weight, top_k, vocabulary=vocabulary, **of_head))
             )
         targets_a = share.own(tokens.token_ids[tokens.action_positions])
+        supports_a = tokens.supports
+        if supports_a is not None and self.context is not None:
+            supports_a = supports_a.at(share.own(torch.arange(len(supports_a), device=targets_a.device)).cpu())
         logprobs_a, entropy_a = chunked_logprobs(
-            hidden_aD, head.weight, targets_a, with_entropy=with_entropy, **of_head
+            hidden_aD, head.weight, targets_a, with_entropy=with_entropy, supports=supports_a, **of_head
         )
         chosen_aK = rest_a = None
         if token_ids_AK is not None:

@@ -65,6 +65,16 @@ CATALOG = (
             "rollout/response_length_mean": Metric(TOKENS, "the same as `response_length`"),
             "rollout/truncated_rate": Metric(SHARE, "the same as `truncated`"),
             "rollout/num_samples": Metric(SAMPLES, "judged samples of the round"),
+            "rollout/support_size": Metric(
+                TOKENS,
+                "how many tokens a token was sampled from, on average over those of which it is known, where top-p, "
+                "top-k or min-p cut the distribution",
+            ),
+            "rollout/support_untold": Metric(
+                SHARE,
+                "of the tokens whose distribution was cut, those that were sampled from more tokens than engines tell "
+                "(`--algo.sampling_mask`): their softmax is over the whole vocabulary",
+            ),
             "rollout/failed": Metric(
                 SAMPLES, "samples whose episode or reward failed, those of replaced groups included"
             ),

@@ -6,8 +6,9 @@
     token_ids, …    what the rollout recorded, flat over the tokens of all segments (`TOKEN_COLUMNS`)
     advantages, …   what the trainer computed, flat over their action tokens (`TRAINED_COLUMNS`); NaN where a segment
                     was not trained on. A column that the run does not compute is not there
-    routes_…        experts of a mixture, and `images/` beside the file the images, each once: only where all groups are
-                    kept (--logger.rollouts_per_step -1), because they are larger than all the rest
+    routes_…        experts of a mixture; support_…  what tokens were sampled from; and `images/` beside the file the
+                    images, each once: only where all groups are kept (--logger.rollouts_per_step -1), because they are
+                    larger than all the rest
     piece_…         the bytes of every token id that occurs
 
 A file appears whole or not at all. `read_step` reads one with numpy alone, and `read_groups` makes of one the very
@@ -39,7 +40,7 @@ from openrlhf.observability.thumbnails import ThumbnailFolder
 from openrlhf.utils import waits
 
 if TYPE_CHECKING:
-    from openrlhf.types import Group, ImageInput, SampleKey, Segment, Trajectory
+    from openrlhf.types import Group, ImageInput, SampleKey, Segment, Supports, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ class _StepBuilder:
         names = {name for own in columns.values() for name in own}
         self._flat_A: dict[str, list[np.ndarray]] = {name: [] for name in TRAINED_COLUMNS if name in names}
         self._routes: dict[str, list[np.ndarray]] = {}
+        self._supports: list[Supports] = []
         self.images: dict[str, ImageInput] = {}
 
     def add(self, choice: str, group: Group) -> None:
@@ -268,6 +270,7 @@ class _StepBuilder:
             "turn_ends": segment.turn_ends is not None,
             "trained": trained is not None,
             "routes": self._segment_routes(segment),
+            "supports": self._keeps_supports(segment),
             "images": [
                 {
                     "start": placed.start,
@@ -288,6 +291,13 @@ class _StepBuilder:
         self._routes.setdefault(routes.dtype.name, []).append(routes.ravel())
         return [routes.dtype.name, *routes.shape]
 
+    def _keeps_supports(self, segment: Segment) -> int | None:
+        """The number of their ids; None: the segment has none, or they are not kept."""
+        if segment.supports is None or not self._whole:
+            return None
+        self._supports.append(segment.supports)
+        return len(segment.supports.token_ids)
+
     def arrays(self, step: int, *, complete: bool) -> dict[str, np.ndarray]:
         index = {"format": FORMAT, "step": step, "complete": complete, "groups": self._groups}
         arrays = {"index": np.frombuffer(json.dumps(index).encode("ascii"), np.uint8)}
@@ -301,6 +311,9 @@ class _StepBuilder:
             arrays[name] = np.concatenate([np.zeros(0, np.float32), *parts])
         for dtype, parts in self._routes.items():
             arrays[f"routes_{dtype}"] = np.concatenate(parts)
+        if self._supports:
+            arrays["support_sizes"] = np.concatenate([own.sizes_A.numpy() for own in self._supports])
+            arrays["support_ids"] = np.concatenate([own.token_ids.numpy() for own in self._supports])
         unique = np.unique(arrays["token_ids"])
         pieces = [self._bytes_of(token) for token in unique.tolist()]
         arrays["piece_ids"] = unique
@@ -518,6 +531,8 @@ class TokenSegment:
     """`TOKEN_COLUMNS` of [T] and `TRAINED_COLUMNS` of [A] entries, those that were read and that the file has."""
     routes: np.ndarray | None = field(default=None, repr=False)
     """[R, L, K], see `openrlhf.types.Segment.routes`."""
+    supports: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+    """Sizes and ids, see `openrlhf.types.Supports`."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -659,8 +674,11 @@ def read_step(path: str | Path, *, columns: Collection[str] | None = None) -> St
             wanted = ("action", *wanted)
         members = {name: archive[aliases.get(name, name)] for name in wanted}
         routes = {name: archive[name] for name in names if name.startswith("routes_")} if columns is None else {}
+        supports = None
+        if columns is None and "support_sizes" in names:
+            supports = archive["support_sizes"], archive["support_ids"]
         pieces = _pieces(archive) if wanted else Pieces({})
-        cutter = _Cutter(members, routes)
+        cutter = _Cutter(members, routes, supports)
         groups = tuple(_group(group, cutter) for group in index["groups"])
         cutter.require_end()
     return StepTokens(
@@ -694,9 +712,16 @@ def _pieces(archive: Any) -> Pieces:
 class _Cutter:
     """Cuts flat columns into those of segments, in order."""
 
-    def __init__(self, columns: Mapping[str, np.ndarray], routes: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, np.ndarray],
+        routes: Mapping[str, np.ndarray],
+        supports: tuple[np.ndarray, np.ndarray] | None,
+    ) -> None:
         self._columns = columns
         self._routes = routes
+        self._supports = supports
+        self._size = self._id = 0
         self._token = self._action = 0
         self._route = dict.fromkeys(routes, 0)
 
@@ -712,6 +737,13 @@ class _Cutter:
         start = self._route[name]
         self._route[name] = end = start + math.prod(shape)
         return self._routes[name][start:end].reshape(shape)
+
+    def supports(self, ids: int | None, *, actions: int) -> tuple[np.ndarray, np.ndarray] | None:
+        if ids is None or self._supports is None:
+            return None
+        own_A, own_S = slice(self._size, self._size + actions), slice(self._id, self._id + ids)
+        self._size, self._id = own_A.stop, own_S.stop
+        return self._supports[0][own_A], self._supports[1][own_S]
 
     def require_end(self) -> None:
         for name, column in self._columns.items():
@@ -765,6 +797,7 @@ def _segment(found: Mapping[str, Any], cutter: _Cutter) -> TokenSegment:
         ),
         columns=cutter.segment(found["tokens"], found["actions"]),
         routes=cutter.routes(found["routes"]),
+        supports=cutter.supports(found.get("supports"), actions=found["actions"]),
     )
 
 
@@ -829,7 +862,7 @@ def _trajectory(sample: TokenSample, path: Path, images: dict[str, ImageInput]) 
 def _trained_segment(segment: TokenSegment, path: Path, images: dict[str, ImageInput]) -> Segment:
     import torch
 
-    from openrlhf.types import PlacedImage, Segment
+    from openrlhf.types import PlacedImage, Segment, supports_from
 
     def tensor(column: np.ndarray | None) -> Any:
         return None if column is None else torch.from_numpy(column.copy())
@@ -846,6 +879,7 @@ def _trained_segment(segment: TokenSegment, path: Path, images: dict[str, ImageI
         turn_ends=tensor(segment.turn_ends),
         images=tuple(PlacedImage(placed.start, images[placed.digest]) for placed in segment.images),
         routes=tensor(segment.routes),
+        supports=None if segment.supports is None else supports_from(*segment.supports),
     )
 
 

@@ -42,6 +42,7 @@ def plain_logprobs(trial: RLTrial, segment: Segment, *, of: PlainModel | None = 
     model = trial.plain if of is None else of
     with torch.no_grad():
         logits = model.logits(segment.token_ids, **inputs_of(segment, trial.device))
+    logits = reference.over_supports(logits, segment)
     column = reference.logprobs(logits, segment.token_ids, temperature=trial.config.rollout.temperature)
     return column[segment.action_mask.to(column.device)].cpu()
 

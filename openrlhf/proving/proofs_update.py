@@ -26,7 +26,7 @@ from openrlhf.proving.registry import Disproved, proof
 from openrlhf.proving.threads import together
 from openrlhf.proving.trial import RLTrial, Updated
 from openrlhf.runs.rl_models import advantage_settings, kl_controller, step_settings, teacher_reward
-from openrlhf.types import Segment, TrainingBatch
+from openrlhf.types import UNTOLD, Segment, TrainingBatch
 
 
 def _image_reference(trial: RLTrial) -> str | None:
@@ -39,7 +39,7 @@ def _image_reference(trial: RLTrial) -> str | None:
     "log-probs",
     title="engine, trainer and transformers agree on log-probs",
     shows="The log-probs of the sampled tokens, as the engine told them and as the trainer computes them, are those of "
-    "transformers' own forward of the same weights, of logits / temperature.",
+    "transformers' own forward of the same weights, of logits / temperature, over what top_p and top_k left.",
     remedy="Clipping, KL and importance weights are all wrong: look at what was changed in the model's forward, its "
     "attention or --rollout.temperature.",
     cost=2,
@@ -50,26 +50,31 @@ def log_probs(trial: RLTrial) -> str:
     learners = trial.learners(twice).learners
     batch, _ = learners.place(trial.samples)
     learners.score(batch)
-    filtered = trial.config.rollout.top_p < 1 or trial.config.rollout.top_k > 0
+    cut = trial.config.rollout.top_p < 1 or trial.config.rollout.top_k > 0
     engine_gap = trainer_gap = 0.0
-    told = False
+    compared = 0
     for i, (sample, plain) in enumerate(zip(batch.samples, played(trial).current, strict=True)):
         own = batch.actions_of(i)
         assert batch.old_logprobs_A is not None
         scored = batch.old_logprobs_A[own]
         if bool(scored.any()):  # samples without an advantage are not scored
             trainer_gap = max(trainer_gap, worst(scored, plain))
-        sampled = sample.segment.rollout_logprobs
-        if sampled is not None and not filtered:
-            told = True
-            engine_gap = max(engine_gap, worst(sampled[sample.segment.action_mask], plain))
+        sampled, supports = sample.segment.rollout_logprobs, sample.segment.supports
+        if sampled is not None and (supports is not None or not cut):
+            # Of a support that is larger than engines tell, the trainer's softmax is another one.
+            known_A = torch.ones(len(plain), dtype=torch.bool) if supports is None else supports.sizes_A != UNTOLD
+            compared += int(known_A.sum())
+            if bool(known_A.any()):
+                engine_gap = max(engine_gap, worst(sampled[sample.segment.action_mask][known_A], plain[known_A]))
     for name, gap in (("trainer", trainer_gap), ("engine", engine_gap)):
         if not gap <= LOGPROB_TOLERANCE:
             raise Disproved(
                 f"the {name}'s log-probs of sampled tokens are up to {gap:.2g} away from those of transformers at "
                 f"temperature {trial.config.rollout.temperature:g}; {LOGPROB_TOLERANCE:g} is allowed"
             )
-    engine = f", engine {engine_gap:.1g}" if told else "; the engine's are after top_p and top_k" if filtered else ""
+    engine = f", engine {engine_gap:.1g}" if compared else "; the engine's are after top_p and top_k" if cut else ""
+    if compared and compared < batch.num_actions and cut:
+        engine += f" over {compared} of them"
     return f"{batch.num_actions} tokens: trainer {trainer_gap:.1g} away{engine}"
 
 
@@ -115,14 +120,15 @@ def loss(trial: RLTrial) -> str:
         strict=True,
     )
     for segment, owner, key, old, advantage, rollout, ref in pieces:
-        logits = trial.plain.logits(segment.token_ids, **inputs_of(segment, trial.device))
+        over_all = trial.plain.logits(segment.token_ids, **inputs_of(segment, trial.device))
+        logits = reference.over_supports(over_all, segment)
         mask = segment.action_mask.to(logits.device)
         column = reference.logprobs(logits, segment.token_ids, temperature=config.rollout.temperature)
         entropy = reference.entropies(logits, temperature=config.rollout.temperature)[mask].cpu()
         entropies.append(entropy.detach())
         whole = teacher = None
         if config.teacher.loss is not None and config.uses_teacher:
-            whole = reference.whole_logprobs(logits, temperature=config.rollout.temperature)[mask]
+            whole = reference.whole_logprobs(over_all, temperature=config.rollout.temperature)[mask]
             teacher = _teacher_logprobs(trial, segment, vocabulary=whole.shape[1])[mask]
         samples.append(
             reference.PlainSample(

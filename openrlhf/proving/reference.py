@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from openrlhf.types import Segment
+
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.default\.weight")
 
 
@@ -114,6 +116,19 @@ def never_sampled(config: Any) -> list[int]:
     return sorted(token for token in found if isinstance(token, int) and 0 <= token < size)
 
 
+def over_supports(logits_TV: Tensor, segment: Segment) -> Tensor:
+    """The logits that a token of the segment was sampled by: −∞ for what it was not chosen among."""
+    if segment.supports is None:
+        return logits_TV
+    outside_TV = torch.zeros(logits_TV.shape, dtype=torch.bool)
+    positions = segment.action_mask.nonzero().flatten().tolist()
+    for position, token_ids in zip(positions, segment.supports.tolist(), strict=True):
+        if token_ids:
+            outside_TV[position - 1] = True
+            outside_TV[position - 1, token_ids] = False
+    return logits_TV.masked_fill(outside_TV.to(logits_TV.device), -math.inf)
+
+
 def logprobs(logits_TV: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
     """float32 [T]: log softmax(logits / temperature) of each token given those before it; 0 for the first."""
     scaled = logits_TV[:-1] / (temperature or 1.0)
@@ -124,7 +139,8 @@ def logprobs(logits_TV: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
 def entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
     """float32 [T]: −Σ p log p of the distribution that each token was drawn from; 0 for the first."""
     log_p = whole_logprobs(logits_TV, temperature=temperature)[1:]
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    # 0 · log 0 = 0, and so is its gradient.
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
     return torch.cat([entropy.new_zeros(1), entropy])
 
 

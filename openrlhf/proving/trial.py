@@ -55,6 +55,7 @@ from openrlhf.types import (
     RewardPart,
     SampleKey,
     SamplingParams,
+    Supports,
     TrainingBatch,
     Trajectory,
 )
@@ -155,6 +156,7 @@ class RecordedEngine:
             versions=[version for part in parts for version in part.versions],
             finish_reason=parts[-1].finish_reason,
             routes=parts[-1].routes,
+            supports=Supports.joined([(part.supports, len(part.token_ids)) for part in parts]),
         )
         self.calls.append(Call(asked, whole, tuple(images), sampling_params.copy()))
 

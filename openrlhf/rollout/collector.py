@@ -19,11 +19,25 @@ from dataclasses import dataclass, fields
 from statistics import pstdev, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from openrlhf.data.prompts import PromptStream
 from openrlhf.observability.metrics import Metrics
 from openrlhf.rollout.filtering import ScoreFilter, Verdicts
 from openrlhf.rollout.runner import EpisodeRunner
-from openrlhf.types import Fork, Group, Outcome, Prompt, RewardPart, SampleKey, SamplingParams, Segment, Trajectory
+from openrlhf.types import (
+    UNTOLD,
+    Fork,
+    Group,
+    Outcome,
+    Prompt,
+    RewardPart,
+    SampleKey,
+    SamplingParams,
+    Segment,
+    Supports,
+    Trajectory,
+)
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopRunner
 
@@ -192,7 +206,7 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _trajectory_from(state: dict[str, Any]) -> Trajectory:
-    segments = tuple(Segment(**segment) for segment in state["segments"])
+    segments = tuple(_segment_from(segment) for segment in state["segments"])
     fork = state.get("fork")  # checkpoints of earlier versions have none
     return Trajectory(
         **state
@@ -206,8 +220,17 @@ def _trajectory_from(state: dict[str, Any]) -> Trajectory:
     )
 
 
+def _segment_from(state: dict[str, Any]) -> Segment:
+    supports = state.get("supports")  # checkpoints of earlier versions have none
+    return Segment(**state | {"supports": None if supports is None else Supports(*supports)})
+
+
 def _values(record: Trajectory | Segment) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+    """By their names; supports as the two columns that they are."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    if (supports := values.get("supports")) is not None:
+        values["supports"] = [supports.sizes_A, supports.token_ids]
+    return values
 
 
 def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
@@ -239,6 +262,11 @@ def rollout_metrics(groups: Sequence[Group], *, max_length: int) -> Metrics:
     metrics.mean("rollout/response_length_mean", responses, count)
     metrics.mean("rollout/truncated_rate", truncated, count)
     metrics.last("rollout/num_samples", count)
+    told = [segment.supports for t in judged for segment in t.segments if segment.supports is not None]
+    sizes_A = torch.cat([supports.sizes_A for supports in told]) if told else torch.zeros(0)
+    if cut := int((sizes_A != 0).sum()):
+        metrics.mean("rollout/support_size", float(sizes_A.clamp(min=0).sum()), int((sizes_A > 0).sum()))
+        metrics.mean("rollout/support_untold", int((sizes_A == UNTOLD).sum()), cut)
     metrics.sum("rollout/failed", sum(t.failed for group in groups for t in group.trajectories))
     return metrics
 

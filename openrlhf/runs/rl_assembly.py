@@ -578,4 +578,5 @@ def sampling_params(config: RLConfig, *, temperature: float, evaluation: bool = 
         max_tokens=config.rollout.max_new_tokens,
         stop=list(config.rollout.stop or ()),
         logprobs=None if evaluation and config.vllm.num_engines != 0 else True,
+        supports=0 if evaluation else config.largest_support,
     )

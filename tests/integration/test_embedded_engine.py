@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_supports import check_supports
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -32,7 +33,7 @@ from openrlhf.models.support import examine
 from openrlhf.rollout.embedded import EmbeddedEngine
 from openrlhf.rollout.embedded.kv_store import BLOCK, KeptHistories, KVStore, LayerShape, StoredHistory
 from openrlhf.rollout.generated_text import GrowingText, StopStrings, decode, eos_token_ids
-from openrlhf.types import FinishReason, Generation, SamplingParams
+from openrlhf.types import FinishReason, Generation, SamplingParams, Supports
 
 VOCABULARY = 260
 SIZES = {
@@ -109,11 +110,17 @@ def generate_all(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], param
 @torch.no_grad()
 def rescore(model, prompt: Sequence[int], generation: Generation, *, temperature: float = 1.0) -> torch.Tensor:
     """log-probs of the generated tokens by one forward over the whole sequence."""
+    logprobs = torch.log_softmax(logits_of(model, prompt, generation) / temperature, -1)
+    return logprobs.gather(-1, torch.tensor(generation.token_ids)[:, None]).squeeze(-1)
+
+
+@torch.no_grad()
+def logits_of(model, prompt: Sequence[int], generation: Generation) -> torch.Tensor:
+    """float32 [A, V]: those that the generated tokens were sampled by."""
     ids = torch.tensor([[*prompt, *generation.token_ids]])
     plan = PackedAttention(torch.tensor([0, ids.shape[1]], dtype=torch.int32), ids.shape[1])
     logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], attention_plan=plan).logits[0]
-    logprobs = torch.log_softmax(logits.float() / temperature, -1)
-    return logprobs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+    return logits.float()[len(prompt) - 1 : -1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -235,6 +242,54 @@ def test_requests_under_way_are_read_again_after_the_weights_changed():
     assert torch.allclose(torch.tensor(second.logprobs), rescore(model, prompt, second), atol=1e-5)
     expected = torch.cat([rescore(before, prompt, first)[:10], rescore(model, prompt, first)[10:]])
     assert torch.allclose(torch.tensor(first.logprobs), expected, atol=1e-5)
+
+
+CUTS = {
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.7, "temperature": 0.5},
+    "min-p": {"min_p": 0.2},
+    "all": {"top_k": 12, "top_p": 0.8, "min_p": 0.05, "temperature": 1.3},
+    "few told": {"top_p": 0.9, "supports": 3},
+}
+
+
+def test_every_token_says_what_it_was_chosen_among():
+    """Requests of all kinds in one batch, and of some that ask for nothing or have nothing to say."""
+    model = make_model(CONFIGS["qwen2"])
+    engine = EmbeddedEngine(model, None, max_model_len=64, max_batch_size=16)
+    asked = [SamplingParams(**{"supports": 64, "max_tokens": 12, **cut}) for cut in CUTS.values()]
+    silent = [SamplingParams(max_tokens=12, supports=64), SamplingParams(max_tokens=12, top_k=5)]
+    prompts = random_prompts(len(asked) + 2, longest=20)
+    for prompt, said, params in zip(
+        prompts, generate_all(engine, prompts, [*asked, *silent]), [*asked, *silent], strict=True
+    ):
+        if params in asked:
+            check_supports(logits_of(model, prompt, said), said, params)
+        else:
+            assert said.supports is None
+
+
+def test_supports_are_those_of_the_weights_that_sampled():
+    """Weights that change in the middle: what is read again was sampled from what it was sampled from."""
+    model = make_model(CONFIGS["qwen2"])
+    before = copy.deepcopy(model)
+    engine = EmbeddedEngine(model, None, max_model_len=64, max_batch_size=4)
+    prompt, params = [3, 1, 4, 1, 5], SamplingParams(max_tokens=40, seed=1, top_p=0.8, supports=200)
+
+    async def scenario() -> Generation:
+        running = asyncio.create_task(engine.generate(prompt, params))
+        while engine.stats.generated_tokens < 10:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        await engine.resume(1)
+        return await running
+
+    said = asyncio.run(scenario())
+    assert said.versions == [0] * 10 + [1] * 30
+    old, new = logits_of(before, prompt, said)[:10], logits_of(model, prompt, said)[10:]
+    check_supports(torch.cat([old, new]), said, params)
 
 
 def test_reading_again_keeps_to_the_tokens_of_a_step_and_to_who_is_still_there():
@@ -483,6 +538,7 @@ def joined(parts: Sequence[Generation]) -> Generation:
         finish_reason=parts[-1].finish_reason,
         stop_reason=parts[-1].stop_reason,
         text="".join(part.text for part in parts),
+        supports=Supports.joined([(part.supports, len(part.token_ids)) for part in parts]),
     )
 
 
@@ -498,6 +554,8 @@ def test_a_stream_is_generate_in_parts(data):
         include_stop_str_in_output=data.draw(st.booleans()),
         ignore_eos=data.draw(st.booleans()),
         logprobs=data.draw(st.sampled_from([True, None])),
+        top_k=data.draw(st.sampled_from([-1, 20])),
+        supports=data.draw(st.sampled_from([0, 20])),
     )
     free = generate_all(engine, [[40, 41, 42]], params)[0]
     for _ in range(data.draw(st.integers(0, 3))):
@@ -509,6 +567,8 @@ def test_a_stream_is_generate_in_parts(data):
     whole = generate_all(engine, [[40, 41, 42]], params)[0]
     parts = asyncio.run(collect(engine.stream([40, 41, 42], params)))
     assert joined(parts) == whole
+    assert (whole.supports is None) is (params.top_k == -1 or not params.supports)
+    assert whole.supports is None or joined(parts).supports.tolist() == whole.supports.tolist()
     assert [len(part.token_ids) for part in parts] == [1] * len(whole.token_ids)
 
 

@@ -25,7 +25,7 @@ from openrlhf.learners.scorer import Scorer, logprobs
 from openrlhf.learners.steps import StepSettings, optimizer_steps
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
-from openrlhf.types import SampleKey, Segment, TrainingBatch, TrainingSample
+from openrlhf.types import SampleKey, Segment, Supports, TrainingBatch, TrainingSample
 
 CPU = torch.device("cpu")
 VOCABULARY = 13
@@ -146,6 +146,72 @@ def test_gradient_and_means_do_not_depend_on_the_cut_or_the_order(policy, aggreg
         (gradient,), cut_values = update(policy, batch, cut, aggregation=aggregation, seed=seed)
         assert relative_gap(gradient, whole) < 1e-5
         assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
+
+
+def with_supports(batch: TrainingBatch, *, seed: int = 0) -> TrainingBatch:
+    """Of every kind; the second sample's distributions were whole."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for index, sample in enumerate(batch.samples):
+        told = []
+        for token in sample.segment.token_ids[sample.segment.action_mask].tolist():
+            others = [other for other in torch.randperm(VOCABULARY, generator=generator).tolist() if other != token]
+            size = int(torch.randint(-1, 5, (), generator=generator))
+            told.append(None if size < 0 else sorted([token, *others[:size]]))
+        supports = None if index == 1 else Supports.of(told)
+        segment = dataclasses.replace(sample.segment, supports=supports)
+        samples.append(dataclasses.replace(sample, segment=segment))
+    made = TrainingBatch(samples=samples)
+    made.advantages_A, made.old_logprobs_A = batch.advantages_A, batch.old_logprobs_A
+    return made
+
+
+@pytest.mark.parametrize("cut", [MicroBatching(tokens=20), MicroBatching(samples=1), MicroBatching(samples=3)])
+def test_over_supports_the_gradient_does_not_depend_on_the_cut_or_the_order(policy, cut):
+    """With entropy, and with a prompt that samples share."""
+    batch = with_supports(make_batch([(3, 6), (2, 4), (5, 7), (6, 1), (1, 9), (4, 4), (4, 3)]))
+    shared = batch.samples[5].segment
+    ids = torch.cat([shared.token_ids[:4], batch.samples[6].segment.token_ids[4:]])
+    segment = dataclasses.replace(batch.samples[6].segment, token_ids=ids)
+    batch.samples[6] = dataclasses.replace(batch.samples[6], segment=segment)
+    assert any(batch.pack(range(7)).tokens.shared_prefixes)
+    entropic = dataclasses.replace(POLICY, entropy_coef=0.1)
+    (whole,), values = update(policy, batch, WHOLE, entropic)
+    for seed in (0, 1):
+        (gradient,), cut_values = update(policy, batch, cut, entropic, seed=seed)
+        assert relative_gap(gradient, whole) < 1e-5
+        assert cut_values == pytest.approx(values, rel=1e-5, abs=1e-6)
+
+
+def test_over_supports_the_update_is_that_of_the_definition(policy):
+    """log π and H of each token over its support alone, from the model's own logits; the reference's numbers, and those
+    before the update, are over the same supports."""
+    batch = with_supports(make_batch([(3, 6), (2, 4), (5, 7)]))
+    scored_A = Scorer(policy, logprobs(0.7), batching=WHOLE, device=CPU).score(batch)
+    entropic = dataclasses.replace(POLICY, entropy_coef=0.1)
+    (gradient,), values = update(policy, batch, WHOLE, entropic)
+    plain = Qwen2ForCausalLM._from_config(policy.model.config, attn_implementation="eager")
+    plain.load_state_dict(policy.model.state_dict())
+    loss, entropies, column = torch.zeros(()), [], []
+    for index, sample in enumerate(batch.samples):
+        segment = sample.segment
+        logits = plain(segment.token_ids[None]).logits[0] / 0.7
+        told = [[]] * segment.num_actions if segment.supports is None else segment.supports.tolist()
+        positions = segment.action_mask.nonzero().flatten().tolist()
+        for position, ids, advantage in zip(positions, told, batch.advantages_A[batch.actions_of(index)], strict=True):
+            own = ids or list(range(VOCABULARY))
+            log_p = logits[position - 1, own].log_softmax(-1)
+            chosen = log_p[own.index(int(segment.token_ids[position]))]
+            entropies.append(-(log_p.exp() * log_p).sum())
+            column.append(chosen.detach())
+            loss = loss - (chosen * advantage + 0.1 * entropies[-1]) / batch.num_actions
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    torch.testing.assert_close(scored_A, torch.stack(column), rtol=1e-5, atol=1e-5)
+    assert relative_gap(gradient, expected) < 1e-5
+    assert values["entropy_loss"] == pytest.approx(float(torch.stack(entropies).detach().mean()), rel=1e-5)
+    whole, _ = update(policy, make_batch([(3, 6), (2, 4), (5, 7)]), WHOLE, entropic)
+    assert relative_gap(whole[0], expected) > 0.1
 
 
 class Reads(TorchDispatchMode):

@@ -25,10 +25,12 @@ import pytest
 import torch
 from engine_contract import EngineContract, Subject
 from own_routes import check_routes
+from own_supports import check_supports
 from processes import living_children, wait_until
 from small_tokenizers import tokenizer as small_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from openrlhf.agents.recording_engine import joined
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.config.backend import LoraSection
 from openrlhf.models.adapters import add_adapter
@@ -247,6 +249,71 @@ def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(setup):
         torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
         assert generation.versions == [setup.version] * 24
         assert generation.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9, "temperature": 0.5},
+        {"min_p": 0.2, "logprobs": None},
+        {"top_k": 12, "top_p": 0.8, "min_p": 0.05},
+        {"top_p": 0.95, "supports": 3},
+        {"top_p": 0.9999, "supports": 10_000},
+    ],
+    ids=str,
+)
+def test_every_token_says_what_it_was_chosen_among(setup, cut):
+    """Beside requests that ask for other things. The last cut may leave the whole vocabulary."""
+    setup.push(setup.sync())
+    params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, "supports": 64, **cut})
+    asked = prompts(3)
+
+    async def sampled() -> list[Generation]:
+        beside = [params.copy(supports=0), SamplingParams(max_tokens=16, ignore_eos=True, supports=64)]
+        others = [setup.engine.generate(prompt, other) for prompt, other in zip(asked, beside, strict=False)]
+        return await _gather([*(setup.engine.generate(prompt, params) for prompt in asked), *others])
+
+    found = asyncio.run(sampled())
+    for prompt, generation in zip(asked, found, strict=False):
+        assert (generation.logprobs is None) is ("logprobs" in cut)
+        check_supports(_logits(setup.model, prompt, generation), generation, params)
+    assert [generation.supports for generation in found[3:]] == [None, None]
+    assert [len(generation.logprobs or ()) for generation in found[3:]] == [0 if "logprobs" in cut else 16, 16]
+
+
+def test_supports_are_those_of_the_weights_that_sampled(setup):
+    """Of a stream that a push interrupts."""
+    setup.push(setup.sync())
+    params, prompt = SamplingParams(max_tokens=200, ignore_eos=True, top_k=6, supports=64), prompts(1)[0]
+    kept = copy.deepcopy(setup.model.state_dict())
+
+    async def interrupted() -> list[Generation]:
+        parts = setup.engine.stream(prompt, params)
+        seen = [await anext(parts)]
+        await setup.engine.pause()
+        rest = asyncio.create_task(_collected(parts, seen))
+        await asyncio.to_thread(push_other)
+        await rest
+        return seen
+
+    def push_other() -> None:
+        setup.change_weights(seed=3)
+        setup.push(setup.sync())
+
+    seen = asyncio.run(interrupted())
+    whole = joined(seen)
+    first = sum(version < setup.version for version in whole.versions)
+    assert 0 < first < 200
+    new = _logits(setup.model, prompt, whole)[first:]
+    setup.model.load_state_dict(kept)
+    check_supports(torch.cat([_logits(setup.model, prompt, whole)[:first], new]), whole, params)
+    setup.push(setup.sync())
+
+
+async def _collected(parts: Any, seen: list[Generation]) -> None:
+    async for part in parts:
+        seen.append(part)
 
 
 def test_a_model_without_experts_has_no_routes(setup, caplog):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 import math
@@ -136,16 +137,21 @@ def test_sequences_have_the_probability_that_the_policy_gives_them(setup):
     χ² of 2,048 samples has 26 degrees of freedom: 26 on average, and more than 54.1 once in a thousand cases.
     """
     prompt, samples = [5, 6, 7, 8, 5, 6, 7], 2048
+
+    @functools.cache
+    def likeliest(read: tuple[int, ...]) -> list[int]:
+        return setup.logits(read).topk(3).indices.tolist()
+
     expected = {(): 1.0}
     for _ in range(3):
         expected = {
             (*tokens, int(token)): probability * float(share)
             for tokens, probability in expected.items()
-            for likeliest in [setup.logits([*prompt, *tokens]).topk(3)]
-            for token, share in zip(likeliest.indices, likeliest.values.softmax(0), strict=True)
+            for top in [setup.logits([*prompt, *tokens]).topk(3)]
+            for token, share in zip(top.indices, top.values.softmax(0), strict=True)
         }
     asyncio.run(setup.engine.take_draft_counts())
-    params = SamplingParams(temperature=1.0, top_k=3, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, top_k=3, max_tokens=3, ignore_eos=True, supports=8)
     found = setup.sample([prompt] * samples, params)
     counts = asyncio.run(setup.engine.take_draft_counts())
     assert counts.accepted > samples / 2
@@ -155,6 +161,9 @@ def test_sequences_have_the_probability_that_the_policy_gives_them(setup):
     assert min(expected.values()) * samples > 1
     assert sum((seen[key] - samples * p) ** 2 / (samples * p) for key, p in expected.items()) < 54.1
     for generation in found[-64:]:
+        for place, told in enumerate(generation.supports.tolist()):
+            before = [*prompt, *generation.token_ids[:place]]
+            assert sorted(told) == sorted(likeliest(tuple(before)))
         total = sum(generation.logprobs)
         assert total == pytest.approx(math.log(expected[tuple(generation.token_ids)]), abs=1e-3)
 

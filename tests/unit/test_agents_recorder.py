@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openrlhf.agents.base import Episode
 from openrlhf.agents.recorder import TokenRecorder
 from openrlhf.agents.results import describe_episode
-from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage
+from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, Supports
 from openrlhf.utils.randomness import derive_seed
 
 
@@ -57,6 +57,18 @@ def test_routes_are_those_of_the_last_reading():
     assert recorder.segment().routes.shape == (5, 2, 1)
     with pytest.raises(ValueError, match="routes of 3 tokens, and has read 8"):
         recorder.append_action(dataclasses.replace(said([5]), routes=routed(3, mark=9)))
+
+
+def test_supports_are_those_of_the_action_tokens():
+    """The second turn's distributions were whole; feedback has none."""
+    recorder = TokenRecorder([10, 11])
+    recorder.append_action(dataclasses.replace(said([1, 2]), supports=Supports.of([[1, 5], None])))
+    recorder.append_observation([12])
+    recorder.append_action(said([3]))
+    recorder.append_action(dataclasses.replace(said([4]), supports=Supports.of([[4]])))
+    assert recorder.segment().supports.tolist() == [[1, 5], None, [], [4]]
+    with pytest.raises(ValueError, match="'supports': 1"):
+        dataclasses.replace(said([1, 2]), supports=Supports.of([[1]]))
 
 
 def test_turns_side_by_side_are_told_apart():

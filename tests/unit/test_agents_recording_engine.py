@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 from vision_models import image, vision_tokenizer
 
-from openrlhf.agents.recording_engine import EngineCall, RecordingEngine, segments_from_calls
-from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, SamplingParams
+from openrlhf.agents.recording_engine import EngineCall, RecordingEngine, joined, segments_from_calls
+from openrlhf.types import FinishReason, Generation, ImageInput, PlacedImage, SamplingParams, Supports
 
 
 def call(prompt: str, answer: str, *, version: int = 0, reason: FinishReason = FinishReason.STOP) -> EngineCall:
@@ -67,6 +67,40 @@ def test_a_range_has_the_routes_of_all_that_was_read_before_its_last_token():
     assert match(engine, "ab[CDE]F").routes.ravel().tolist() == [100, 101, 102, 103]
     (segment,) = segments_from_calls(told)
     assert segment.routes.ravel().tolist() == [100, 101, 102, 103, 104]
+
+
+def test_supports_come_along_with_the_tokens_that_are_taken():
+    """Answers that go on, one that is cut, and parts of a stream; a call without any had whole distributions."""
+
+    def with_supports(prompt, answer, told):
+        one = call(prompt, answer)
+        return one._replace(generation=dataclasses.replace(one.generation, supports=Supports.of(told)))
+
+    c, d, f = ord("C"), ord("D"), ord("F")
+    first, second = with_supports("ab", "CD", [[c, 1], [d]]), with_supports("abCDe", "F", [None])
+    engine = recording(first, second, call("abCD", "E"))
+    assert match(engine, "ab[C]D").supports.tolist() == [[c, 1]]
+    assert match(engine, "ab[CDE]").supports.tolist() == [[c, 1], [d], []]
+    assert match(engine, "abCD[E]").supports is None
+    (segment,) = segments_from_calls([first, second])
+    assert segment.supports.tolist() == [[c, 1], [d], None]
+    parts = [with_supports("ab", "C", [[c]]).generation, call("abC", "D").generation]
+    assert joined([*parts, with_supports("abCD", "F", [[f, 2]]).generation]).supports.tolist() == [[c], [], [f, 2]]
+
+
+def test_calls_tell_supports_as_the_episode_wants_them():
+    """Whatever the parameters of a call say: they are a user's, who knows vLLM's names."""
+    asked = []
+
+    def answer(token_ids, params):
+        asked.append(params.supports)
+        return [5]
+
+    for wanted in (64, 0):
+        episode = SamplingParams(seed=1, supports=wanted)
+        engine = RecordingEngine(ScriptedEngine(answer), sampling_params=episode, max_length=10)
+        asyncio.run(engine.generate([1], SamplingParams(top_p=0.5, supports=3)))
+    assert asked == [64, 0]
 
 
 def routed(one: EngineCall, first: int) -> Generation:

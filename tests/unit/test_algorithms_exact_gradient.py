@@ -36,6 +36,8 @@ from openrlhf.algorithms.corrections import CorrectionInputs, get_correction
 from openrlhf.algorithms.kl import get_kl_estimator
 from openrlhf.algorithms.losses import POLICY_LOSSES, LossInputs, LossSettings, get_policy_loss
 from openrlhf.algorithms.reduction import Aggregation, sample_weights
+from openrlhf.models.logprobs import chunked_logprobs
+from openrlhf.types import Supports
 
 VOCABULARY = 3
 
@@ -704,3 +706,68 @@ def test_corrected_gradients_of_another_sampler(name, low, high, weight):
         assert agrees(found, torch.autograd.grad((policy.exp() * rewards).sum(), logits)[0])
     else:
         assert weights.tolist() != pytest.approx((pi / mu).tolist())
+
+
+# ------------------------------------------------------------------------------------------------- cut distributions
+
+
+def kept_by(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> list[list[int]]:
+    """What top-k, or top-p, leaves of the distribution of each history."""
+    kept = []
+    for row in logits.detach().softmax(-1).tolist():
+        likeliest, mass, own = sorted(range(len(row)), key=lambda v: -row[v]), 0.0, []
+        for token in likeliest[: top_k or len(row)]:
+            if mass < top_p:
+                own.append(token)
+            mass += row[token]
+        kept.append(sorted(own))
+    return kept
+
+
+def over(kept: list[list[int]], logits: Tensor) -> Tensor:
+    """log π of every token, over what is kept of its row; −∞ for the rest."""
+    outside = torch.ones_like(logits, dtype=torch.bool)
+    for row, own in enumerate(kept):
+        outside[row, own] = False
+    return logits.masked_fill(outside, -math.inf).log_softmax(-1)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_k": 1}, {"top_p": 0.6}])
+@pytest.mark.parametrize("moved", [0.0, 0.3])
+def test_what_is_sampled_from_a_cut_distribution_teaches_that_distribution(task, cut, moved):
+    """q_θ(τ) = Π_t softmax over S_t, the set that top-k or top-p leaves after τ's first tokens. By (**) with q for π,
+    E_q[R Σ_t ∇log q(a_t|h_t)] = ∇_θ Σ_τ q_θ(τ) R(τ): S_t does not move with θ, almost everywhere. In a later step of
+    the round θ has moved and S_t is still the one that was sampled from, so with ρ = q_θ / q_old of the whole response
+    E_old[ρ R Σ_t ∇log q] = ∇_θ Σ_τ q_θ(τ) R(τ) as well. ∇log q is that of the trainer's head, in fp32; the head of a
+    table is the table, and the state of a history is its unit vector. A softmax over everything gives another gradient.
+    """
+    game = TASKS[task]()
+    kept = kept_by(game.logits, **cut)
+    old = over(kept, game.logits).detach()
+    generator = torch.Generator().manual_seed(3)
+    logits = (game.logits + moved * torch.randn(game.logits.shape, generator=generator)).detach().requires_grad_()
+
+    def chance(table: Tensor, path: Path) -> Tensor:
+        return path.luck * table[list(path.rows), list(path.actions)].sum().exp()
+
+    wanted = sum(chance(over(kept, logits), path) * path.total for path in game.paths)
+    (definition,) = torch.autograd.grad(wanted, logits)
+
+    def expected(*, masked: bool) -> Tensor:
+        total = torch.zeros_like(logits)
+        for path in game.paths:
+            if not (sampled := float(chance(old, path))):
+                continue
+            weight = logits.detach().t().float().requires_grad_()
+            hidden = torch.eye(len(logits))[list(path.rows)]
+            supports = Supports.of([kept[row] for row in path.rows]) if masked else None
+            column = chunked_logprobs(hidden, weight, torch.tensor(path.actions), supports=supports, tile=(2, 2))
+            ratio = float(column.logprobs_A.detach().sum().exp()) * path.luck / sampled
+            (own,) = torch.autograd.grad(column.logprobs_A.sum(), weight)
+            total += sampled * ratio * path.total * own.t()
+        return total
+
+    torch.testing.assert_close(expected(masked=True), definition, rtol=1e-4, atol=1e-6)
+    if any(len(own) < logits.shape[1] for own in kept):
+        assert (expected(masked=False) - definition).norm() > 0.02 * definition.norm()

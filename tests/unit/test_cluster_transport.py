@@ -10,7 +10,7 @@ from small_rl import make_groups
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.cluster.transport import Column, PackedSamples, packed_parts, unpacked
 from openrlhf.learners.advantages import AdvantageSettings, training_samples
-from openrlhf.types import ImageInput, PlacedImage, TrainingBatch
+from openrlhf.types import ImageInput, PlacedImage, Supports, TrainingBatch
 
 
 def test_samples_survive_packing():
@@ -23,7 +23,8 @@ def test_samples_survive_packing():
     samples[1] = dataclasses.replace(samples[1], segment=bare)
     routes = torch.arange(12, dtype=torch.uint8).view(2, 3, 2)
     routed = dataclasses.replace(samples[2].segment, routes=routes)
-    samples[2] = dataclasses.replace(samples[2], segment=routed)
+    told = Supports.of([[7, 8], *[None] * (routed.num_actions - 1)])
+    samples[2] = dataclasses.replace(samples[2], segment=dataclasses.replace(routed, supports=told))
     arrived = unpacked([pickle.loads(pickle.dumps(PackedSamples.of(list(enumerate(samples)))))])
     assert len(arrived) == len(samples) == 6
     for there, here in zip(arrived, samples, strict=True):
@@ -35,7 +36,8 @@ def test_samples_survive_packing():
             assert (one is None) == (other is None)
             assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
     assert torch.equal(arrived[2].segment.routes, routes)
-    assert arrived[1].segment.routes is None
+    assert arrived[2].segment.supports.tolist() == told.tolist()
+    assert arrived[1].segment.routes is arrived[1].segment.supports is None
     (placed,) = arrived[1].segment.images
     assert (placed.start, placed.image.digest, placed.image.token_ids) == (0, "a", (first,))
     assert (placed.image.thumbnail, placed.image.size) == (b"png", (3, 2))

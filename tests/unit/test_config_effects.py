@@ -33,6 +33,8 @@ CONDITIONS = {
     "!uses_group_baseline": ("--algo.advantage.estimator rloo", "--algo.advantage.estimator reinforce"),
     "uses_group_baseline": ("--algo.advantage.estimator reinforce", "--algo.advantage.estimator rloo"),
     "corrects_off_policy": ("", "--algo.advantage.is_correction_enable"),
+    "!rollout.exact": ("--rollout.exact", ""),
+    "cuts_distributions": ("", "--train.agent_func_path a.py"),
     "algo.advantage.estimator=pass_at_k": ("", "--algo.advantage.estimator pass_at_k"),
     "algo.dynamic_filtering_enable": ("", "--algo.dynamic_filtering_enable --rollout.n_samples_per_prompt 2"),
     "algo.kl.target": ("", "--algo.kl.target 0.1"),

@@ -92,6 +92,7 @@ ADDED = {
     ("algo.advantage.turns", "str outcome/to_go/step", None): ("train_ppo_ray",),
     ("algo.loss_agg", "str token/sequence/constant/prompt_mean/token_sum", None): ("train_ppo_ray",),
     ("algo.router_replay", "switch", None): ("train_ppo_ray",),
+    ("algo.sampling_mask", "int", None): ("train_ppo_ray",),
     ("teacher.model_name_or_path", "str", None): ("train_ppo_ray",),
     ("teacher.loss", "str reverse/forward/js", None): ("train_ppo_ray",),
     ("teacher.top_k", "int", 64): ("train_ppo_ray",),

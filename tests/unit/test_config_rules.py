@@ -57,6 +57,7 @@ CASES = [
     ("worlds_can_be_asked_for", "train_ppo_ray", "--agent_func_path openrlhf.worlds.gymnasium --world.tasks a,a", ["--world.tasks: a task is named twice: a, a"], "--agent_func_path openrlhf.worlds.gymnasium --world.tasks a:2,b"),
     ("worlds_can_be_asked_for", "train_ppo_ray", "--agent_func_path openrlhf.worlds.gymnasium --world.options rows", ["--world.options: rows: expected key=value"], "--agent_func_path openrlhf.worlds.gymnasium --world.options rows=4"),
     ("sampling_is_valid", "train_ppo_ray", "--top_p 0", ["--rollout.top_p"], "--top_p 0.5"),
+    ("sampling_is_valid", "train_ppo_ray", "--top_k 20 --algo.sampling_mask 8", ["--algo.sampling_mask 8", "--rollout.top_k 20", "20 or more"], "--top_k 20 --algo.sampling_mask 20"),
     ("sampling_is_valid", "train_ppo_ray", "--top_k 0", ["--rollout.top_k 0", "-1"], "--top_k 20"),
     ("reward_clip_is_ordered", "train_ppo_ray", "--reward_clip_range 5 -5", ["--reward.clip_range"], "--reward_clip_range 0 1"),
     ("curriculum_range_is_ordered", "train_ppo_ray", "--data.curriculum_score_range 1 1", ["--data.curriculum_score_range 1 1"], "--data.curriculum_score_range -1 1 --data.curriculum success"),

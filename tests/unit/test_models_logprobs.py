@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from openrlhf.models import logprobs
 from openrlhf.models.logprobs import LogitTransform, chunked_logprobs
+from openrlhf.types import Supports
 
 
 def make(tokens, vocab, hidden, *, bias=False, dtype=torch.float32, spread=1.0):
@@ -246,3 +247,129 @@ def test_the_logits_of_all_tokens_never_exist_at_once():
         (out.logprobs_A.sum() + out.entropy_A.sum()).backward()
     assert max(sizes) == 4096 * 8
     assert 64 * 100 in sizes
+
+
+# ------------------------------------------------------------------------------------------------------- supports
+
+
+def drawn_supports(targets_A, vocab, *, seed):
+    """Of every kind: whole, untold, the target alone, some, all."""
+    generator = torch.Generator().manual_seed(seed)
+    told = []
+    for target in targets_A.tolist():
+        others = [token for token in torch.randperm(vocab, generator=generator).tolist() if token != target]
+        size = int(torch.randint(-2, vocab, (), generator=generator))
+        told.append(None if size == -2 else [] if size == -1 else [target, *others[:size]])
+    return told
+
+
+def over_supports(hidden_AD, weight_VD, bias_V, targets_A, told, *, temperature=1.0, transform=LogitTransform()):  # noqa: B008
+    """By the definition: token after token, with the logits of its support alone."""
+    columns = []
+    for a, ids in enumerate(told):
+        own = torch.tensor(ids or range(len(weight_VD)))
+        bias = None if bias_V is None else bias_V[own]
+        place = torch.tensor([own.tolist().index(int(targets_A[a]))])
+        columns.append(
+            in_full(hidden_AD[a : a + 1], weight_VD[own], bias, place, temperature=temperature, transform=transform)
+        )
+    logprobs_A, entropy_A = zip(*columns, strict=True)
+    return torch.cat(logprobs_A), torch.cat(entropy_A)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    vocab=st.integers(2, 23),
+    tile=st.tuples(st.integers(1, 10), st.integers(1, 25)),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    transform=st.sampled_from([LogitTransform(), LogitTransform(scale=0.25), LogitTransform(scale=2.0, softcap=3.0)]),
+    bias=st.booleans(),
+    entropy=st.booleans(),
+    kept=st.booleans(),
+)
+def test_a_softmax_over_supports_and_its_gradient_are_those_of_the_definition(
+    tokens, vocab, tile, temperature, transform, bias, entropy, kept
+):
+    """Supports that are in some tiles and not in others, also not in the first."""
+    inputs = make(tokens, vocab, 6, bias=bias)
+    targets_A = inputs[-1]
+    told = drawn_supports(targets_A, vocab, seed=tokens + vocab)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(logprobs._KEPT_BYTES, "cpu", 1 << 20 if kept else 0)
+        actual = chunked_logprobs(
+            *inputs[:2],
+            targets_A,
+            bias_V=inputs[2],
+            temperature=temperature,
+            with_entropy=entropy,
+            transform=transform,
+            supports=Supports.of(told),
+            tile=tile,
+        )
+    expected = over_supports(*inputs, told, temperature=temperature, transform=transform)
+    torch.testing.assert_close(actual.logprobs_A, expected[0], rtol=1e-5, atol=1e-5)
+    g, k = torch.randn(2, tokens, generator=torch.Generator().manual_seed(7))
+    mine, theirs = (g * actual.logprobs_A).sum(), (g * expected[0]).sum()
+    if entropy:
+        torch.testing.assert_close(actual.entropy_A, expected[1], rtol=1e-5, atol=1e-5)
+        mine, theirs = mine + (k * actual.entropy_A).sum(), theirs + (k * expected[1]).sum()
+    leaves = [leaf for leaf in inputs[:3] if leaf is not None]
+    for a, b in zip(torch.autograd.grad(mine, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_over_supports_is_that_of_finite_differences():
+    """Of Σ g·log π − k·H, by the definition in fp64, at each entry of the hidden states and of the head."""
+    hidden_AD, weight_VD, _, targets_A = make(4, 11, 3)
+    told = [
+        [int(targets_A[0]), (int(targets_A[0]) + 3) % 11, (int(targets_A[0]) + 7) % 11],
+        [],
+        None,
+        [int(targets_A[3])],
+    ]
+    g_A, k_A = torch.tensor([0.7, -1.3, 0.4, 2.0]), torch.tensor([0.3, -0.2, 0.5, 1.0])
+    out = chunked_logprobs(
+        hidden_AD, weight_VD, targets_A, with_entropy=True, supports=Supports.of(told), temperature=0.8, tile=(3, 4)
+    )
+    gradients = torch.autograd.grad((g_A * out.logprobs_A - k_A * out.entropy_A).sum(), (hidden_AD, weight_VD))
+
+    def value(hidden, weight):
+        total = 0.0
+        for a, ids in enumerate(told):
+            own = ids or list(range(11))
+            log_p = torch.log_softmax(hidden[a] @ weight[own].t() / 0.8, dim=-1)
+            total += g_A[a] * log_p[own.index(int(targets_A[a]))] + k_A[a] * (log_p.exp() * log_p).sum()
+        return float(total)
+
+    leaves = [hidden_AD.detach().double(), weight_VD.detach().double()]
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        for place in range(leaf.numel()):
+            around = []
+            for step in (1e-5, -1e-5):
+                leaf.view(-1)[place] += step
+                around.append(value(*leaves))
+                leaf.view(-1)[place] -= step
+            assert gradient.view(-1)[place].item() == pytest.approx((around[0] - around[1]) / 2e-5, abs=1e-4)
+
+
+def test_what_is_outside_every_support_gets_no_gradient():
+    """Exactly 0, not nearly: its row of the head is that of no token."""
+    hidden_AD, weight_VD, _, _ = make(6, 40, 5)
+    targets_A = torch.tensor([3, 3, 17, 18, 19, 39])
+    told = [[3, 5], [3], [17, 18, 19], [18, 17], [19, 39], [39, 5]]
+    out = chunked_logprobs(hidden_AD, weight_VD, targets_A, with_entropy=True, supports=Supports.of(told), tile=(4, 7))
+    (out.logprobs_A.sum() + out.entropy_A.sum()).backward()
+    inside = sorted({token for ids in told for token in ids})
+    outside = [token for token in range(40) if token not in inside]
+    assert (weight_VD.grad[outside] == 0).all()
+    assert (weight_VD.grad[[5, 17, 18, 19, 39]] != 0).any(dim=1).all()
+    assert out.logprobs_A[1].item() == 0.0  # the only token that it could be
+    assert out.entropy_A[1].item() == pytest.approx(0.0, abs=1e-6)
+    assert (hidden_AD.grad[1] == 0).all()
+
+
+def test_supports_must_be_those_of_the_tokens():
+    hidden_AD, weight_VD, _, targets_A = make(3, 5, 2)
+    with pytest.raises(ValueError, match="2 supports for 3 targets"):
+        chunked_logprobs(hidden_AD, weight_VD, targets_A, supports=Supports.of([[1], [2]]))

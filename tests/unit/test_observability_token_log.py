@@ -23,7 +23,7 @@ from openrlhf.observability.token_log import (
     read_step,
     steps,
 )
-from openrlhf.types import Group, ImageInput, Outcome, PlacedImage, Prompt, SampleKey, Segment, Trajectory
+from openrlhf.types import Group, ImageInput, Outcome, PlacedImage, Prompt, SampleKey, Segment, Supports, Trajectory
 
 
 class LetterTokenizer:
@@ -163,6 +163,13 @@ ROUNDS = {
             6,
             episode(6, 0, routed(torch.uint8, 0), segment(seed=5), routed(torch.int16, 1)),
             episode(6, 1, routed(torch.uint8, 2)),
+        )
+    ],
+    "supports": [
+        group(
+            6,
+            episode(6, 0, segment(supports=Supports.of([[97, 5], [], None])), segment(seed=5)),
+            episode(6, 1, segment(seed=2, supports=Supports.of([[1], [1, 2, 3], []]))),
         )
     ],
     "odd ids": [group(7, episode(7, 0, segment(token_ids=torch.tensor([0, 2**31 - 1, 97, 97, 5, 1_200_000]))))],

@@ -28,7 +28,7 @@ from openrlhf.rollout.collector import (
 )
 from openrlhf.rollout.filtering import ScoreFilter, mean_score
 from openrlhf.rollout.runner import RolloutError
-from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Trajectory
+from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Supports, Trajectory
 
 GOOD, BAD, FAILS = (1.0, 0.0), (0.0, 0.0), (None, None)
 """Scores of a prompt's two samples; None: the sample failed."""
@@ -472,6 +472,8 @@ def test_a_group_comes_back_from_a_checkpoint_as_it_was():
     routed = dataclasses.replace(
         group.trajectories[0].segments[0], routes=torch.tensor([[[200, 1], [0, 255]]], dtype=torch.uint8)
     )
+    actions = routed.num_actions
+    routed = dataclasses.replace(routed, supports=Supports.of([[4, 9], None, *[[]] * (actions - 2)][:actions]))
     trajectories = (dataclasses.replace(group.trajectories[0], segments=(routed,)), *group.trajectories[1:])
     group = dataclasses.replace(group, trajectories=trajectories)
     same = group_from(as_kept(group_state(group)), group.prompt)
@@ -480,6 +482,7 @@ def test_a_group_comes_back_from_a_checkpoint_as_it_was():
     for name in ("token_ids", "action_mask", "rollout_logprobs", "versions", "turn_rewards", "routes"):
         assert torch.equal(getattr(segment, name), getattr(kept, name))
         assert getattr(segment, name).dtype == getattr(kept, name).dtype
+    assert kept.supports.tolist() == segment.supports.tolist()
     for one, other in zip(group.trajectories, same.trajectories, strict=True):
         for name in ("key", "outcome", "reward", "score", "text", "extra_logs", "error"):
             assert getattr(one, name) == getattr(other, name)

@@ -180,6 +180,28 @@ def test_unsampled_tokens_are_as_if_the_vocabulary_had_none_of_them(asked):
         assert torch.allclose(out.logprobs, alone.logprobs, atol=1e-6)
 
 
+def test_each_row_is_told_what_its_token_was_chosen_among():
+    """p = (0.1, 0.4, 0.2, 0.3). top-k 2: {1, 3}; top-p 0.8: {1, 3, 2}, for 0.4 + 0.3 is less; min-p 0.6: above 0.24.
+    A row that wants at most two is not told of three; one that wants nothing, and a greedy one, are told nothing; a
+    distribution that nothing cuts has every token."""
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().expand(8, 4)
+    out = sample(
+        logits.clone(),
+        uniform=np.linspace(0, 0.99, 8),
+        temperature=np.array([1, 1, 1, 1, 1, 0, 1, 1], np.float32),
+        top_p=np.array([1, 0.8, 1, 0.8, 0.8, 0.8, 1, 0.8], np.float32),
+        top_k=np.array([2, -1, -1, -1, -1, -1, -1, 2]),
+        min_p=np.array([0, 0, 0.6, 0, 0, 0, 0, 0], np.float32),
+        most_support=np.array([2, 3, 64, 2, 0, 64, 64, 64]),
+    )
+    assert [None if own is None else list(own) for own in out.supports] == [
+        [1, 3], [1, 2, 3], [1, 3], None, [], [], [0, 1, 2, 3], [1, 3],
+    ]  # fmt: skip
+    for token, own in zip(out.token_ids.tolist(), out.supports, strict=True):
+        assert not own or token in own
+    assert draw(logits, uniform=[0.5] * 8, top_k=2).supports is None
+
+
 def test_min_p_keeps_what_is_near_the_likeliest():
     """p = (0.1, 0.4, 0.2, 0.3), min_p = 0.6: 0.24 is the least, so 0.4 and 0.3 stay: q = (4/7, 3/7)."""
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(2, -1)

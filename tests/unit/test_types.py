@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from openrlhf.types import (
+    UNTOLD,
     FinishReason,
     Generation,
     Group,
@@ -18,6 +20,7 @@ from openrlhf.types import (
     SampleKey,
     SamplingParams,
     Segment,
+    Supports,
     TrainingBatch,
     TrainingSample,
     Trajectory,
@@ -69,6 +72,56 @@ def test_routes_cross_processes_and_are_packed_where_their_tokens_are():
     assert PackedTokens.from_segments([segment()]).routes_TLK is None
     with pytest.raises(ValueError, match="at most 6 tokens"):
         dataclasses.replace(segment(6), routes=torch.zeros(7, 2, 2, dtype=torch.uint8))
+
+
+TOLD = [[4, 9], [], None, [1, 4, 7], [2]]
+
+
+def test_supports_are_cut_joined_and_sent_as_they_were_told():
+    supports = Supports.of(TOLD)
+    assert supports.sizes_A.tolist() == [2, 0, UNTOLD, 3, 1]
+    assert supports.token_ids.tolist() == [4, 9, 1, 4, 7, 2]
+    assert pickle.loads(pickle.dumps(supports)).tolist() == supports.tolist() == TOLD
+    for start, stop in itertools.combinations_with_replacement(range(6), 2):
+        assert supports[start:stop].tolist() == TOLD[start:stop]
+    assert supports[3:].tolist() == TOLD[3:]
+    assert supports.at(torch.tensor([3, 2, 0, 3])).tolist() == [TOLD[3], None, TOLD[0], TOLD[3]]
+    assert supports.at(torch.tensor([], dtype=torch.int64)).tolist() == []
+    assert Supports.joined([(supports[:2], 2), (None, 2), (supports[3:], 2)]).tolist() == [*TOLD[:2], [], [], *TOLD[3:]]
+    assert Supports.joined([(None, 2), (None, 1)]) is Supports.joined([]) is None
+    with pytest.raises(ValueError, match="ids for supports of"):
+        Supports(torch.tensor([2, UNTOLD]), torch.tensor([1]))
+
+
+def test_supports_are_packed_with_their_actions():
+    """A stream without any has none; a sequence without any beside others was sampled from whole distributions."""
+    first = segment(6)
+    actions = first.num_actions
+    told = [[token] for token in first.token_ids[first.action_mask].tolist()]
+    sent = [dataclasses.replace(first, supports=Supports.of(told)), segment(6)]
+    sent.append(dataclasses.replace(sent[0], supports=Supports.of([None] * actions)))
+    packed = PackedTokens.from_segments([pickle.loads(pickle.dumps(one)) for one in sent])
+    assert packed.supports.tolist() == [*told, *[[]] * actions, *[None] * actions]
+    apart = [tokens.supports.tolist() for tokens in packed.split()]
+    assert apart == [told, [[]] * actions, [None] * actions]
+    assert PackedTokens.from_segments([segment(6)]).supports is None
+    with pytest.raises(ValueError, match=f"1 supports for {actions} action tokens"):
+        dataclasses.replace(first, supports=Supports.of([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 1}, True),
+        ({"min_p": 0.1}, True),
+        ({}, False),
+        ({"top_p": 0.9, "temperature": 0.0}, False),
+        ({"top_p": 0.9, "supports": 0}, False),
+    ],
+)
+def test_supports_are_wanted_where_something_cuts_the_distribution(given, wanted):
+    assert SamplingParams(**{"supports": 8, **given}).wants_supports is wanted
 
 
 def test_prompt_must_not_be_empty():

@@ -1,13 +1,16 @@
 """Our words and vLLM's: sampling parameters and engine arguments. No vLLM is needed to compare them."""
 
+import itertools
+import math
 import pickle
 import tempfile
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
-from openrlhf.rollout.vllm.sampling import sampling_arguments
+from openrlhf.rollout.vllm.sampling import likeliest_told, read_told, sampling_arguments
 from openrlhf.rollout.vllm.settings import (
     VllmSettings,
     ask_for_fp32_logits,
@@ -70,6 +73,61 @@ def test_logprobs_are_of_the_sampled_token_alone():
         None,
         None,
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "likeliest"),
+    [
+        ({"top_k": 20}, 21),  # the twenty-first shows that there are no more
+        ({"top_p": 0.9}, 65),
+        ({"min_p": 0.1}, 65),
+        ({"top_k": 200, "top_p": 0.9}, 65),
+        ({"top_k": 20, "supports": 8}, 9),
+        ({"top_p": 0.9, "supports": 5000}, 1000),  # the whole vocabulary
+        ({}, 0),  # nothing is cut
+        ({"top_k": 20, "temperature": 0.0}, 0),
+        ({"top_k": 20, "supports": 0}, 0),
+    ],
+)
+def test_supports_are_asked_for_as_the_likeliest_tokens(given, likeliest):
+    params = SamplingParams(**{"supports": 64, **given})
+    assert likeliest_told(params, vocab_size=1000) == likeliest
+    asked = sampling_arguments(params, room=9, end_ids=(), deterministic=False, likeliest=likeliest)
+    assert asked["logprobs"] == likeliest
+    silent = params.copy(logprobs=None)
+    asked = sampling_arguments(silent, room=9, end_ids=(), deterministic=False, likeliest=likeliest)
+    assert asked["logprobs"] == (likeliest or None)
+
+
+def flat(*positions: dict[int, float] | list[tuple[int, float]]) -> SimpleNamespace:
+    """vLLM's `FlatLogprobs`."""
+    entries = [list(position.items()) if isinstance(position, dict) else position for position in positions]
+    ends = list(itertools.accumulate(map(len, entries)))
+    return SimpleNamespace(
+        start_indices=[0, *ends][:-1],
+        end_indices=ends,
+        token_ids=[token for position in entries for token, _ in position],
+        logprobs=[value for position in entries for _, value in position],
+    )
+
+
+def test_supports_are_read_from_flat_lists():
+    """Each token, then the three likeliest. The second one's third has a probability as well, so there may be a fourth;
+    of a vocabulary of three there is none. The fourth was in a part that vLLM has put together with others: once alone.
+    The fifth, sampled from more than three, is not among them."""
+    out = -math.inf
+    told = flat(
+        [(7, -0.1), (7, -0.1), (4, -2.4), (9, out)],
+        [(4, -1.0), (4, -1.0), (7, -1.1), (9, -1.2)],
+        [(9, 0.0), (9, 0.0), (4, out), (7, out)],
+        {4: -2.4, 7: -0.1, 9: out},
+        [(8, -3.0), (4, -1.0), (7, -1.1), (9, -1.2)],
+    )
+    logprobs, supports = read_told(told, vocab_size=100)
+    assert logprobs == [-0.1, -1.0, 0.0, -2.4, -3.0]
+    assert supports.tolist() == [[7, 4], None, [9], [4, 7], None]
+    assert read_told(flat({4: -1.0, 7: -1.1, 9: -1.2}), vocab_size=3).supports.tolist() == [[4, 7, 9]]
+    assert len(read_told(flat(), vocab_size=3).supports) == 0
 
 
 def test_vllm_decodes_only_where_it_looks_for_stop_strings():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from openrlhf.rollout.embedded.kv_store import Tokens
 from openrlhf.rollout.embedded.sampler import Penalty, uniforms
 from openrlhf.rollout.generated_text import GrowingText, StopStrings
-from openrlhf.types import Generation, PlacedImage, SamplingParams
+from openrlhf.types import Generation, PlacedImage, SamplingParams, Supports
 
 _NO_TOKEN = -1
 
@@ -77,12 +78,15 @@ class RunningBatch:
         self._penalised = np.zeros(max_rows, bool)
         self._ends = np.full((max_rows, 1), _NO_TOKEN)
         self._wants_logprobs = np.zeros(max_rows, bool)
+        self._most_support = np.zeros(max_rows, np.int64)
         self._watched = np.zeros(max_rows, bool)
         self.last_tokens = np.zeros(max_rows, np.int64)
         """The token that each row feeds to its next step."""
         self._token_ids = np.zeros((max_rows, 64), np.int64)
         self._logprobs = np.zeros((max_rows, 64), np.float32)
         self._versions = np.zeros((max_rows, 64), np.int64)
+        self._supports: list[list[Sequence[int] | None]] = [[] for _ in range(max_rows)]
+        """Of rows that want them: for each token what it was chosen among (`sampler.Sampled.supports`)."""
 
     def __len__(self) -> int:
         return len(self.requests) - len(self._free)
@@ -111,6 +115,8 @@ class RunningBatch:
             0,
         )
         self._wants_logprobs[row] = params.wants_logprobs
+        self._most_support[row] = params.supports if params.wants_supports else 0
+        self._supports[row] = []
         missing = len(request.ends) - self._ends.shape[1]
         if missing > 0:
             self._ends = np.pad(self._ends, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
@@ -125,6 +131,7 @@ class RunningBatch:
         assert request is not None
         request.row = None
         self.requests[row] = None
+        self._supports[row] = []
         self._free.append(row)
 
     def sampling(self, rows: np.ndarray) -> dict:
@@ -141,6 +148,7 @@ class RunningBatch:
             "penalties": [self._penalty(i, rows[i]) for i in np.flatnonzero(self._penalised[rows])],
             "forbidden": np.stack([line, ends[line, column]], axis=1),
             "want_logprobs": bool(self._wants_logprobs[rows].any()),
+            "most_support": most if (most := self._most_support[rows]).any() else None,
         }
 
     def _penalty(self, line: int, row: int) -> Penalty:
@@ -157,7 +165,13 @@ class RunningBatch:
         )
 
     def record(
-        self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray | None, *, version: int
+        self,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray | None,
+        supports: Sequence[Sequence[int] | None] | None = None,
+        *,
+        version: int,
     ) -> tuple[list[int], list[int]]:
         """Append one token to each row. Returns the rows that stopped and those that reached their limit."""
         count = self._count[rows]
@@ -169,6 +183,9 @@ class RunningBatch:
         self._versions[rows, count] = version
         if logprobs is not None:
             self._logprobs[rows, count] = logprobs
+        if supports is not None:
+            for i in np.flatnonzero(self._most_support[rows]).tolist():
+                self._supports[rows[i]].append(supports[i])
         self.last_tokens[rows] = token_ids
         count += 1
         self._count[rows] = count
@@ -192,6 +209,7 @@ class RunningBatch:
             logprobs=self._logprobs[row, new].tolist() if request.params.wants_logprobs else None,
             versions=self._versions[row, new].tolist(),
             finish_reason=None,
+            supports=Supports.of(self._supports[row][new]) if self._most_support[row] else None,
         )
 
 
@@ -226,6 +244,7 @@ class StreamedParts:
             stop_reason=whole.stop_reason,
             text=whole.text[self._shown :],
             routes=whole.routes,
+            supports=None if whole.supports is None else whole.supports[self.num_tokens :],
         )
 
     def _show(self, token_ids: list[int]) -> str:

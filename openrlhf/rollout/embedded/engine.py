@@ -362,7 +362,8 @@ class EmbeddedEngine:
             rows, logits = self._decoder.step(self._batch.last_tokens, prefills)
             sampled = sample(logits, unsampled=self._unsampled, **self._batch.sampling(rows))
         logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
-        stopped, full = self._batch.record(rows, sampled.token_ids.cpu().numpy(), logprobs, version=self._version)
+        token_ids = sampled.token_ids.cpu().numpy()
+        stopped, full = self._batch.record(rows, token_ids, logprobs, sampled.supports, version=self._version)
         self.stats.steps += 1
         self.stats.generated_tokens += len(rows)
         self.stats.prompt_tokens += sum(len(prefill.token_ids) for prefill in prefills)

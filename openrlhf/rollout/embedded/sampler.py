@@ -28,6 +28,9 @@ class Sampled(NamedTuple):
     """int64 [B]"""
     logprobs: Tensor | None
     """float32 [B]; None when no row wants them."""
+    supports: list[Sequence[int] | None] | None = None
+    """For each row what its token was chosen among: nothing where that was everything, None where it was more than the
+    row wants to be told (as `types.Supports.of` takes them). None when no row wants any."""
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -74,6 +77,7 @@ def sample(
     forbidden: np.ndarray | None = None,
     unsampled: Tensor | None = None,
     want_logprobs: bool = True,
+    most_support: np.ndarray | None = None,
 ) -> Sampled:
     """One token per row of `logits` [B, V], which is overwritten.
 
@@ -86,6 +90,7 @@ def sample(
         forbidden: int64 [K, 2] pairs (row, token id) that must not be sampled.
         unsampled: int64 [K] token ids that no row ever samples, on the device of the logits. They are no part of the
             distribution: all below is as if the vocabulary had no such tokens.
+        most_support: int64 [B]: the size of the largest support that is told; 0: none is. None: no row's.
 
     The log-prob of a sampled token is log q(token) with q the distribution it was drawn from: after penalties,
     forbidding, temperature, min-p, top-k and top-p. A greedy token is reported under the temperature-1 softmax
@@ -122,9 +127,27 @@ def sample(
         token_ids = inverse_cdf(probs, torch.from_numpy(uniform).to(device))
         if argmax is not None:
             token_ids = torch.where(torch.from_numpy(greedy).to(device), argmax, token_ids)
-    if not want_logprobs:
-        return Sampled(token_ids, None)
-    return Sampled(token_ids, probs.gather(-1, token_ids[:, None]).squeeze(-1).log_())
+    logprobs = probs.gather(-1, token_ids[:, None]).squeeze(-1).log_() if want_logprobs else None
+    if most_support is None:
+        return Sampled(token_ids, logprobs)
+    return Sampled(token_ids, logprobs, _supports(probs, np.where(greedy, 0, most_support)))
+
+
+def _supports(probs: Tensor, most: np.ndarray) -> list[Sequence[int] | None]:
+    """The tokens of each row of `probs` [B, V] that have a probability, where it wants them and they are at most `most`
+    [B]."""
+    found: list[Sequence[int] | None] = [()] * len(most)
+    wanted = np.flatnonzero(most > 0)
+    if not len(wanted):
+        return found
+    kept = probs[torch.from_numpy(wanted).to(probs.device)] > 0
+    counts = kept.sum(-1)
+    told = counts <= torch.from_numpy(most[wanted]).to(counts)
+    row_S, ids_S = (kept & told[:, None]).nonzero().cpu().unbind(1)
+    ids = ids_S.split(torch.bincount(row_S, minlength=len(wanted)).tolist())
+    for row, own, is_told in zip(wanted.tolist(), ids, told.tolist(), strict=True):
+        found[row] = own.tolist() if is_told else None
+    return found
 
 
 def _penalise(logits_V: Tensor, penalty: Penalty) -> None:

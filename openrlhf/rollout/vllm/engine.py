@@ -49,7 +49,7 @@ from openrlhf.rollout.base import (
 from openrlhf.rollout.generated_text import eos_token_ids
 from openrlhf.rollout.vllm import compat, spare
 from openrlhf.rollout.vllm.routes import merged
-from openrlhf.rollout.vllm.sampling import sampling_arguments
+from openrlhf.rollout.vllm.sampling import likeliest_told, read_told, sampling_arguments
 from openrlhf.rollout.vllm.settings import (
     OWNER,
     SOCKETS,
@@ -63,7 +63,7 @@ from openrlhf.rollout.vllm.settings import (
 from openrlhf.rollout.vllm.spare import SpareProcess
 from openrlhf.rollout.vllm.speculation import DraftGate
 from openrlhf.rollout.vllm.texts import PartTexts
-from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams
+from openrlhf.types import FinishReason, Generation, PlacedImage, SamplingParams, Supports
 from openrlhf.utils import waits
 from openrlhf.utils.event_loops import LoopThread
 from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock, WeightSyncError
@@ -107,6 +107,8 @@ class _Request:
     prompt: Any = field(kw_only=True)
     """Both, as vLLM takes them."""
     arguments: dict[str, Any] = field(kw_only=True)
+    tells_supports: bool = field(kw_only=True)
+    """Whether vLLM tells the likeliest tokens beside each sampled one."""
     texts: PartTexts | None = field(kw_only=True)
     """None: no text, or vLLM's own where it looks for stop strings."""
 
@@ -426,6 +428,7 @@ class VllmEngine:
         if self.settings.speculation is not None and params.min_p > 0:
             raise ValueError("vLLM applies no min_p beside drafts of the next tokens (--vllm.speculation)")
         wants_text = params.detokenize and not params.stop and self.tokenizer is not None
+        likeliest = likeliest_told(params, vocab_size=self._vocab_size)
         return _Request(
             name=str(next(self._numbers)),
             params=params,
@@ -440,7 +443,9 @@ class VllmEngine:
                 room=room,
                 end_ids=self._ends,
                 deterministic=self.settings.deterministic,
+                likeliest=likeliest,
             ),
+            tells_supports=likeliest > 0,
             texts=PartTexts(self.tokenizer, params) if wants_text else None,
         )
 
@@ -475,11 +480,7 @@ class VllmEngine:
         token_ids = list(found.token_ids)
         start, end = len(request.sampled), len(request.sampled) + len(token_ids)
         request.sampled += token_ids
-        logprobs = None
-        if request.params.wants_logprobs:
-            logprobs = list(found.logprobs.logprobs) if found.logprobs else []
-            if len(logprobs) != len(token_ids):
-                raise VllmError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
+        logprobs, supports = self._told(request, found, tokens=len(token_ids))
         reason = FinishReason(found.finish_reason) if found.finish_reason else None
         stop_reason = found.stop_reason
         if not request.params.ignore_eos and stop_reason in self._ends:
@@ -496,7 +497,21 @@ class VllmEngine:
             stop_reason=stop_reason,
             text=text,
             routes=await self._routes_of(request, found) if reason else None,
+            supports=supports,
         )
+
+    def _told(self, request: _Request, found: Any, *, tokens: int) -> tuple[list[float] | None, Supports | None]:
+        """The log-probs of the sampled tokens, and what they were chosen among: those that are wanted."""
+        if request.arguments["logprobs"] is None:
+            return None, None
+        supports = None
+        if request.tells_supports and found.logprobs:
+            logprobs, supports = read_told(found.logprobs, vocab_size=self._vocab_size)
+        else:
+            logprobs = list(found.logprobs.logprobs) if found.logprobs else []
+        if len(logprobs) != tokens:
+            raise VllmError(f"vLLM gave {len(logprobs)} log-probs for {tokens} tokens")
+        return logprobs if request.params.wants_logprobs else None, supports
 
     async def _routes_of(self, request: _Request, found: Any) -> np.ndarray | None:
         """The experts of all that vLLM has read for a request that has ended: everything but its last token."""

@@ -113,6 +113,8 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         "seed": settings.seed,
         # A rollout log-prob is that of the distribution sampled from: after temperature, top-p and penalties.
         "logprobs_mode": "processed_logprobs",
+        # What a token was chosen among is told as the log-probs of so many of the likeliest.
+        "max_logprobs": -1,
         # End-of-sequence ids come with every request; defaults of the model's makers must not change ours.
         "generation_config": "vllm",
         "disable_log_stats": True,
