@@ -40,11 +40,12 @@ ELSEWHERE = {
     "train_kto": "openrlhf dpo --model.loss_type kto (--input_key is --data.prompt_key there, and --output_key "
     "--data.response_key)",
     "kto": "openrlhf dpo --model.loss_type kto",
-    "batch_inference": "openrlhf eval MODEL --save FILE for answers with rewards (--sft and --pairs make data of them: "
-    "docs/recipes.md has rejection sampling and iterative DPO), vLLM's own `vllm run-batch` for answers alone, and "
+    "batch_inference": "openrlhf eval MODEL, which saves answers with their rewards and makes data of them "
+    "(docs/recipes.md: rejection sampling, iterative DPO), vLLM's own `vllm run-batch` for answers alone, and "
     "openrlhf serve-rm for rewards",
     "interactive_chat": "openrlhf chat MODEL, or vLLM's own `vllm serve` and `vllm chat`",
-    "train_kd": "nothing here: there is no distillation",
+    "train_kd": "openrlhf rl --teacher.model_name_or_path TEACHER, which learns from a teacher on the policy's own "
+    "samples (docs/distillation.md)",
     "train_prm": "nothing here: there are no process reward models; an agent or a reward function may judge each turn",
 }
 """Commands of older versions and other tools, and what does their work."""

