@@ -60,6 +60,8 @@ class Prompt:
     images: tuple[Any, ...] = ()
     """The images that belong to the text, as the data has them (`data.images.read_image`), in the order of their
     placeholders."""
+    teacher_ids: tuple[int, ...] = ()
+    """The tokens of the prompt that a teacher reads in its place; empty: it reads the same."""
 
     def __post_init__(self) -> None:
         if self.ordinal < 0:
@@ -515,6 +517,22 @@ class Segment:
     def num_actions(self) -> int:
         return int(self.action_mask.sum())
 
+    def reading(self, other: OtherPrompt) -> Segment:
+        """The same actions after another prompt. Routes are left out: they were chosen in view of this one."""
+        token_ids = torch.tensor(other.token_ids, dtype=torch.int64)
+        if torch.equal(self.token_ids[: other.replaces], token_ids):
+            return self
+        if self.images:
+            raise ValueError("the prompt of a segment with images cannot be replaced")
+        blank: dict[str, Any] = {"token_ids": token_ids, "versions": token_ids.new_full(token_ids.shape, -1)}
+        columns: dict[str, Any] = {}
+        for name in SEGMENT_COLUMNS:
+            own = getattr(self, name)
+            if own is not None:
+                first = blank.get(name, torch.zeros(len(token_ids)))
+                columns[name] = torch.cat([first.to(own.dtype), own[other.replaces :]])
+        return dataclasses.replace(self, **columns, routes=None)
+
     @property
     def turn_ends_A(self) -> Tensor:
         """bool [A]: the action tokens that end a turn.
@@ -536,6 +554,14 @@ def _segment_from_arrays(arrays: list[Any], images: tuple[PlacedImage, ...], sup
     columns: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
     named = dict(zip((*SEGMENT_COLUMNS, "routes"), columns, strict=True))
     return Segment(**named, images=images, supports=supports)
+
+
+class OtherPrompt(NamedTuple):
+    """What a teacher reads at the beginning of a segment, in the place of what the policy has read there."""
+
+    replaces: int
+    """The number of the segment's first tokens in whose place it stands."""
+    token_ids: tuple[int, ...]
 
 
 class Fork(NamedTuple):
@@ -694,6 +720,8 @@ class TrainingSample:
     estimators that do not compare samples."""
     baseline: float = 0.0
     """What is taken from its returns, where samples are not compared: the greedy sample's reward, if there is one."""
+    other_prompt: OtherPrompt | None = None
+    """None: a teacher reads what the policy has read."""
 
     def __post_init__(self) -> None:
         for name, column in (("rewards", self.rewards_A), ("comparisons", self.compared_A)):

@@ -213,7 +213,7 @@ def requested(
         Role.ACTOR: True,
         Role.CRITIC: config.uses_critic,
         Role.REFERENCE: config.uses_reference and not config.reference_is_base,
-        Role.TEACHER: config.teacher.model_name_or_path is not None,
+        Role.TEACHER: config.teacher_path is not None,
         Role.REWARD: config.uses_reward_model,
     }
     train = config.train

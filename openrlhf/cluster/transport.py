@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import SEGMENT_COLUMNS, PlacedImage, SampleKey, Segment, Supports, TrainingBatch, TrainingSample
+from openrlhf.types import (
+    SEGMENT_COLUMNS,
+    OtherPrompt,
+    PlacedImage,
+    SampleKey,
+    Segment,
+    Supports,
+    TrainingBatch,
+    TrainingSample,
+)
 
 TRAINED_COLUMNS = tuple(name for name in SEGMENT_COLUMNS if name != "turn_ends")
 """The columns that ranks need. Credit per turn is given before samples are sent, so `turn_ends` is not among them."""
@@ -28,6 +37,8 @@ class _Header(NamedTuple):
     images: tuple[PlacedImage, ...]
     routes: np.ndarray | None
     supports: Supports | None
+    other_prompt: OtherPrompt | None
+    """Samples of one prompt have the same tuple, which pickle writes once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,7 @@ class PackedSamples:
                     images=sample.segment.images,
                     routes=None if sample.segment.routes is None else sample.segment.routes.numpy(),
                     supports=sample.segment.supports,
+                    other_prompt=sample.other_prompt,
                 )
                 for place, sample in placed
             ],
@@ -82,6 +94,7 @@ class PackedSamples:
                 segment=Segment(**own, images=header.images, routes=routes, supports=header.supports),
                 rewards_A=rewards_A[action : action + header.actions],
                 compared_A=None if compared_A is None else compared_A[action : action + header.actions],
+                other_prompt=header.other_prompt,
             )
             result.append((header.place, sample))
             token += header.tokens

@@ -219,7 +219,20 @@ class RLConfig(TrainerSection):
     @property
     def uses_teacher(self) -> bool:
         """Whether the policy is distilled from a teacher, alone or beside the task's reward."""
-        return self.teacher.model_name_or_path is not None
+        return self.teacher.model_name_or_path is not None or self.teacher.policy is not None
+
+    @property
+    def teacher_path(self) -> str | None:
+        """The files of a teacher that has weights of its own. None: there is no teacher, or it needs none: it is the
+        policy, as it is or without its adapter."""
+        if self.teacher.policy == "initial" and not self.ds.lora.rank:
+            return self.actor.model_name_or_path
+        return self.teacher.model_name_or_path
+
+    @property
+    def teacher_flag(self) -> str:
+        """The flag that names `teacher_path`."""
+        return "--actor.model_name_or_path" if self.teacher.policy else "--teacher.model_name_or_path"
 
     @property
     def teacher_rewards(self) -> bool:

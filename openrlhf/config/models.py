@@ -153,10 +153,8 @@ class RefSection(OtherGroupSection):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSection(OtherGroupSection):
-    num_nodes: Annotated[int, replace(NODES, only_with=".model_name_or_path train.launcher=ray")] = 1
-    num_gpus_per_node: Annotated[int | None, replace(WORKERS, only_with=".model_name_or_path train.launcher=ray")] = (
-        None
-    )
+    num_nodes: Annotated[int, replace(NODES, only_with="teacher_path train.launcher=ray")] = 1
+    num_gpus_per_node: Annotated[int | None, replace(WORKERS, only_with="teacher_path train.launcher=ray")] = None
     model_name_or_path: Annotated[
         str | None,
         Flag(
@@ -193,7 +191,22 @@ class TeacherSection(OtherGroupSection):
             only_with="uses_teacher !.loss",
         ),
     ] = 0.0
-    offload: Annotated[bool, Flag("keep the teacher's weights in CPU memory", only_with=".model_name_or_path")] = False
+    policy: Annotated[
+        Literal["initial", "current"] | None,
+        Flag(
+            "the policy is its own teacher: with the weights that the run begins with, or with those of the moment, "
+            "which needs teacher.prompt_key"
+        ),
+    ] = None
+    prompt_key: Annotated[
+        str | None,
+        Flag(
+            "record key of the prompt that the teacher reads in the place of the policy's, such as one with a hint or "
+            "the solution; unset: it reads the same",
+            only_with="uses_teacher",
+        ),
+    ] = None
+    offload: Annotated[bool, Flag("keep the teacher's weights in CPU memory", only_with="teacher_path")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -453,6 +453,27 @@ def reward_weights_match(config: RLConfig) -> Iterator[str]:
 
 
 @contradiction
+def there_is_one_teacher(config: RLConfig) -> Iterator[str]:
+    teacher = config.teacher
+    if teacher.policy is not None and teacher.model_name_or_path is not None:
+        yield f"--teacher.policy {teacher.policy} and --teacher.model_name_or_path are two teachers: drop one of them"
+    if teacher.policy == "current" and teacher.prompt_key is None:
+        yield (
+            "--teacher.policy current: a policy that reads what it has read already teaches itself nothing: give "
+            "--teacher.prompt_key, or --teacher.policy initial"
+        )
+
+
+@contradiction
+def a_teachers_prompt_has_no_images(config: RLConfig) -> Iterator[str]:
+    if config.teacher.prompt_key is not None and config.data.max_images_per_prompt > 0:
+        yield (
+            "--teacher.prompt_key: a prompt of the teacher's own is text alone: drop it, or "
+            "--data.max_images_per_prompt"
+        )
+
+
+@contradiction
 def async_modes_agree(config: RLConfig) -> Iterator[str]:
     train = config.train
     if train.partial_rollout_enable and not train.async_enable:
@@ -612,7 +633,7 @@ def _groups(config: RLConfig) -> dict[str, bool]:
         "actor": True,
         "critic": config.uses_critic,
         "ref": config.uses_reference,
-        "teacher": config.teacher.model_name_or_path is not None,
+        "teacher": config.teacher_path is not None,
         "reward": config.uses_reward_model,
     }
 
@@ -680,7 +701,7 @@ def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
     if config.reward_source is None and not config.uses_teacher:
         yield (
             "no reward: give --reward.remote_url (.py files with reward_func, or URLs), --train.agent_func_path, "
-            "--reward.model_name_or_path, or a teacher (--teacher.model_name_or_path)"
+            "--reward.model_name_or_path, or a teacher (--teacher.model_name_or_path, --teacher.policy)"
         )
     if config.reward_source in (None, "model"):
         if config.eval.dataset:

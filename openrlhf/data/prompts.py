@@ -63,11 +63,13 @@ class PromptSet(Sequence[Prompt]):
         input_template: str | None = None,
         images: DataImages | None = None,
         image_key: str = "images",
+        teacher_key: str | None = None,
         max_prompt_tokens: int | None = None,
         long_prompts: str = "cut",
         flag: str = "--data.prompt_dataset",
     ) -> None:
-        """`images`: how images are read, None: none are; `image_key` says then where they would be."""
+        """`images`: how images are read, None: none are; `image_key` says then where they would be. `teacher_key`:
+        where every record has the prompt that a teacher reads in the place of its own; needs a tokenizer."""
         if max_prompt_tokens is not None and tokenizer is None:
             raise ValueError("max_prompt_tokens needs a tokenizer to count with")
         self._records = records
@@ -78,6 +80,7 @@ class PromptSet(Sequence[Prompt]):
         self._input_template = usable_template(input_template, apply_chat_template=apply_chat_template)
         self._images = images
         self._image_key = images.places.key if images else image_key
+        self._teacher_key = teacher_key
         self.max_prompt_tokens = max_prompt_tokens
         self._long_prompts = long_prompts
         self._flag = flag
@@ -106,6 +109,7 @@ class PromptSet(Sequence[Prompt]):
             label=self._label(record),
             datasource=self._datasource(row, record),
             where=self._records.where(row),
+            teacher_ids=self._teacher_ids(row, record),
         )
 
     def difficulties(self, key: str) -> np.ndarray:
@@ -160,6 +164,7 @@ class PromptSet(Sequence[Prompt]):
                     empty.append(row)
             first = set(with_images[:DECODED])
             self._decode([(row, prompt) for row, prompt, _ in usable if row in first])
+            self._check_teacher([row for row, _, _ in usable])
             lengths = self._lengths([prompt for _, prompt, _ in usable], rows=[row for row, _, _ in usable])
             for (row, prompt, label), length in zip(usable, lengths, strict=True):
                 if length == 0:
@@ -269,6 +274,47 @@ class PromptSet(Sequence[Prompt]):
                 folder=self._records.folder(row),
             )
         return prompt if prompt.images else PlacedText(self._end(prompt.text))
+
+    def _teacher_ids(self, row: int, record: Record) -> tuple[int, ...]:
+        """The prompt that the teacher reads; () where it reads the policy's."""
+        if self._teacher_key is None:
+            return ()
+        (ids,) = self._tokenizer([self._teacher_text(row, record)], add_special_tokens=False)["input_ids"]
+        return tuple(ids)
+
+    def _teacher_text(self, row: int, record: Record) -> str:
+        """Written as the policy's prompt is. Raises DataError where there is none."""
+        key = self._teacher_key
+        assert key is not None
+        with self._about(row):
+            if key not in record:
+                raise DataError(
+                    f"it has no {key!r}, which --teacher.prompt_key names as the teacher's prompt (this one has "
+                    f"{known_keys(record)})"
+                )
+            text = render_prompt(
+                record,
+                input_key=key,
+                apply_chat_template=self._apply_chat_template,
+                input_template=self._input_template,
+                tokenizer=self._tokenizer,
+            ).text
+            if not text:
+                raise DataError(f"its {key!r}, the teacher's prompt (--teacher.prompt_key), is empty")
+        return text
+
+    def _check_teacher(self, rows: Sequence[int]) -> None:
+        """The teacher's prompt is never cut: what it has beyond the policy's is what it teaches. Raises DataError."""
+        if self._teacher_key is None:
+            return
+        texts = [PlacedText(self._teacher_text(row, self._records[row])) for row in rows]
+        for row, length in zip(rows, self._lengths(texts), strict=True):
+            if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
+                with self._about(row):
+                    raise DataError(
+                        f"its {self._teacher_key!r}, the teacher's prompt (--teacher.prompt_key), is longer than "
+                        f"{self.max_prompt_tokens} tokens: {_ROOM}"
+                    )
 
     def _end(self, text: str) -> str:
         """Of a huge text, the tokens that may be kept and at least one more: tokenising megabytes takes minutes."""

@@ -41,7 +41,16 @@ from openrlhf.algorithms.advantages import (
 from openrlhf.algorithms.kl import KLEstimator, k1
 from openrlhf.backends.ranks import ALONE, Ranks
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import Group, Outcome, RewardPart, TrainingBatch, TrainingSample, Trajectory
+from openrlhf.types import (
+    Group,
+    OtherPrompt,
+    Outcome,
+    RewardPart,
+    Segment,
+    TrainingBatch,
+    TrainingSample,
+    Trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +127,7 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
             if settings.estimator.greedy_baseline and member.greedy_reward is not None:
                 low, high = settings.shaping.clip_range
                 baseline = min(max(member.greedy_reward, low), high)
-            samples.extend(_segments(member, earned.rewards_A.float(), compared_A, baseline))
+            samples.extend(_segments(member, earned.rewards_A.float(), compared_A, baseline, whole.prompt.teacher_ids))
     metrics.mean("reward_clipped", clipped, rewards)
     metrics.last("rollout/left_alone", lonely)
     return ComparedSamples(samples=samples, metrics=metrics, clipped_rewards=clipped, rewards=rewards)
@@ -288,7 +297,11 @@ def shared_actions(group: Group, members: Sequence[Trajectory]) -> list[list[int
 
 
 def _segments(
-    member: Trajectory, rewards_A: Tensor, compared_A: Tensor | None, baseline: float
+    member: Trajectory,
+    rewards_A: Tensor,
+    compared_A: Tensor | None,
+    baseline: float,
+    teacher_ids: tuple[int, ...],
 ) -> list[TrainingSample]:
     samples = []
     start = 0
@@ -302,10 +315,24 @@ def _segments(
                     rewards_A=rewards_A[own],
                     compared_A=None if compared_A is None else compared_A[own],
                     baseline=baseline,
+                    other_prompt=other_prompt(member.segments[0], segment, teacher_ids),
                 )
             )
         start = own.stop
     return samples
+
+
+def other_prompt(first: Segment, segment: Segment, teacher_ids: tuple[int, ...]) -> OtherPrompt | None:
+    """What a teacher reads in the place of the prompt: of the tokens before the episode's first action.
+
+    `first`: the episode's first segment. A later one begins with the same prompt, or its history was rewritten, and
+    then the teacher reads it as it is (None).
+    """
+    prompt = int(first.action_mask.int().argmax())
+    begins_alike = torch.equal(segment.token_ids[:prompt], first.token_ids[:prompt])
+    if not teacher_ids or not begins_alike or bool(segment.action_mask[:prompt].any()):
+        return None
+    return OtherPrompt(prompt, teacher_ids)
 
 
 # ---- steps 3 to 5: on the ranks ----

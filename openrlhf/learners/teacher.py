@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from openrlhf.learners.scorer import Scorer
@@ -21,7 +22,7 @@ class Teacher(Protocol):
 
 
 class ModelTeacher:
-    """A frozen model of this run's ranks."""
+    """A model of this run's ranks: one of its own, or the policy as it is before its update."""
 
     def __init__(self, scorer: Scorer, columns: tuple[str, ...]) -> None:
         """`columns`: those that the scorer gives."""
@@ -29,8 +30,22 @@ class ModelTeacher:
         self._columns = columns
 
     def tell(self, batch: TrainingBatch) -> None:
-        for name, column in zip(self._columns, self._scorer.columns(batch), strict=True):
+        for name, column in zip(self._columns, self._scorer.columns(as_read(batch)), strict=True):
             setattr(batch, name, column)
+
+
+def as_read(batch: TrainingBatch) -> TrainingBatch:
+    """What a teacher reads: the same action tokens, in some samples after another prompt."""
+    if all(sample.other_prompt is None for sample in batch.samples):
+        return batch
+    return TrainingBatch(
+        samples=[
+            sample
+            if sample.other_prompt is None
+            else dataclasses.replace(sample, segment=sample.segment.reading(sample.other_prompt))
+            for sample in batch.samples
+        ]
+    )
 
 
 if TYPE_CHECKING:

@@ -197,7 +197,7 @@ def _rl_steps(given: RLConfig, command: Command, machines: Machines) -> Iterator
         yield Step("zero", 1.0, {"ds.zero_stage": 3}, "weights are shared out over all ranks")
     if config.uses_reference and not config.reference_is_base and not config.ref.offload:
         yield Step("reference", 1.5, {"ref.offload": True}, "the reference waits in CPU memory")
-    if config.teacher.model_name_or_path is not None and not config.teacher.offload:
+    if config.teacher_path is not None and not config.teacher.offload:
         yield Step("teacher", 1.5, {"teacher.offload": True}, "the teacher waits in CPU memory")
     if config.uses_reward_model and not config.reward.offload:
         yield Step("reward", 1.5, {"reward.offload": True}, "the reward model waits in CPU memory")

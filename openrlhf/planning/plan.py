@@ -440,8 +440,8 @@ class _RLPlanner:
             model = self._model(required(config.actor.model_name_or_path), "--actor.model_name_or_path", trains=False)
             layout = self.layout(self.count(Role.REFERENCE))
             yield _Group(role=Role.REFERENCE, model=model, layout=layout, trained=False, offloaded=config.ref.offload)
-        if config.teacher.model_name_or_path is not None:
-            model = self._model(config.teacher.model_name_or_path, "--teacher.model_name_or_path", trains=False)
+        if config.teacher_path is not None:
+            model = self._model(config.teacher_path, config.teacher_flag, trains=False)
             layout, off = self.layout(self.count(Role.TEACHER)), config.teacher.offload
             yield _Group(role=Role.TEACHER, model=model, layout=layout, trained=False, offloaded=off)
         if config.uses_reward_model:
@@ -774,6 +774,8 @@ class _RLPlanner:
             forwards.append(("old log-probs", actor, True))
         if config.reference_is_base:
             forwards.append(("reference", actor, True))
+        if config.uses_teacher and config.teacher_path is None:
+            forwards.append(("teacher", actor, True))
         for group in groups[1:]:
             name = {"critic": "values", "ref": "reference", "reward": "rewards"}.get(group.role.value, group.role.value)
             forwards.append((name, group, group.role in (Role.REFERENCE, Role.TEACHER)))

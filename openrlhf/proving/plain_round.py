@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.learners.advantages import other_prompt
 from openrlhf.proving import reference
 from openrlhf.proving.reference import PlainModel
 from openrlhf.proving.trial import RLTrial
@@ -66,6 +67,8 @@ class PlainRound:
     def __init__(self, trial: RLTrial, groups: Sequence[Group]) -> None:
         config = trial.config
         self.segments: list[Segment] = []
+        self.as_taught: list[Segment] = []
+        """What a teacher reads of each."""
         self.owners: list[int] = []
         """The episode of each segment."""
         self.keys: list[SampleKey] = []
@@ -79,7 +82,7 @@ class PlainRound:
                     continue
                 for member in members:
                     if config.algo.advantage.estimator != "remax" or member.greedy_reward is not None:
-                        self._add(member)
+                        self._add(member, group.prompt.teacher_ids)
         self.reference_logprobs = (
             [plain_logprobs(trial, s, of=trial.plain_reference) for s in self.segments]
             if config.uses_reference
@@ -99,7 +102,7 @@ class PlainRound:
         if config.teacher_rewards:
             gaps = [
                 plain_logprobs(trial, segment, of=trial.plain_teacher) - now
-                for segment, now in zip(self.segments, self.current, strict=True)
+                for segment, now in zip(self.as_taught, self.current, strict=True)
             ]
             for own, earned in zip(self.advantages, self._by_episode(gaps), strict=True):
                 follows = 0.0
@@ -110,13 +113,15 @@ class PlainRound:
         if values is not None:
             self.returns = reference.returns_of(reference.unwhitened_gae(self.episodes, config, values, costs), values)
 
-    def _add(self, member: Trajectory) -> None:
+    def _add(self, member: Trajectory, teacher_ids: tuple[int, ...]) -> None:
         lengths: list[int] = []
         rewards: list[float] = []
         for index, segment in enumerate(member.segments):
             if not segment.num_actions:
                 continue
             self.segments.append(segment)
+            other = other_prompt(member.segments[0], segment, teacher_ids)
+            self.as_taught.append(segment if other is None else segment.reading(other))
             self.keys.append(member.key._replace(segment=index))
             self.owners.append(len(self.episodes))
             length, earned = 0, segment.turn_rewards[segment.action_mask].double().tolist()

@@ -111,6 +111,7 @@ def loss(trial: RLTrial) -> str:
     no_reference: list[Tensor | None] = [None] * len(plain.segments)
     pieces = zip(
         plain.segments,
+        plain.as_taught,
         plain.owners,
         plain.keys,
         plain.split(old_A),
@@ -119,7 +120,7 @@ def loss(trial: RLTrial) -> str:
         plain.reference_logprobs or no_reference,
         strict=True,
     )
-    for segment, owner, key, old, advantage, rollout, ref in pieces:
+    for segment, taught, owner, key, old, advantage, rollout, ref in pieces:
         over_all = trial.plain.logits(segment.token_ids, **inputs_of(segment, trial.device))
         logits = reference.over_supports(over_all, segment)
         mask = segment.action_mask.to(logits.device)
@@ -129,7 +130,8 @@ def loss(trial: RLTrial) -> str:
         whole = teacher = None
         if config.teacher.loss is not None and config.uses_teacher:
             whole = reference.whole_logprobs(over_all, temperature=config.rollout.temperature)[mask]
-            teacher = _teacher_logprobs(trial, segment, vocabulary=whole.shape[1])[mask]
+            teacher = _teacher_logprobs(trial, taught, vocabulary=whole.shape[1])
+            teacher = teacher[taught.action_mask.to(teacher.device)]
         samples.append(
             reference.PlainSample(
                 episode=owner,

@@ -284,7 +284,9 @@ class RLTrial:
     @functools.cached_property
     def plain_teacher(self) -> PlainModel:
         kind = "images" if self.config.data.max_images_per_prompt > 0 else "text"
-        return self._plain(required(self.config.teacher.model_name_or_path), kind)
+        if self.config.teacher.policy == "current":
+            return self.plain
+        return self._plain(self.config.teacher_path or self.path, kind)
 
     @functools.cached_property
     def plain_critic(self) -> PlainModel:

@@ -133,9 +133,9 @@ def training_of(config: RLConfig, policy: ModelShape, *, ranks: int = 1) -> Trai
         trained.append(TrainedModel(_shape(config, config.critic_path, "--critic.model_name_or_path"), layout))
     if config.uses_reference and not config.reference_is_base and not config.ref.offload:
         frozen.append(TrainedModel(replace(policy, trained=0), layout))
-    if config.teacher.model_name_or_path is not None and not config.teacher.offload:
-        path, flag = config.teacher.model_name_or_path, "--teacher.model_name_or_path"
-        frozen.append(TrainedModel(_shape(config, path, flag, trains=False), layout))
+    if config.teacher_path is not None and not config.teacher.offload:
+        shape = _shape(config, config.teacher_path, config.teacher_flag, trains=False)
+        frozen.append(TrainedModel(shape, layout))
     if config.uses_reward_model and not config.reward.offload:
         flag = "--reward.model_name_or_path"
         frozen += [TrainedModel(_shape(config, path, flag, trains=False), layout) for path in config.reward.model_paths]

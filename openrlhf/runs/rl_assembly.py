@@ -469,6 +469,7 @@ def prompts_of(config: RLConfig, tokenizer: Any, *, evaluation: bool, images: Da
         input_template=data.prompt_template,
         images=images and images.under(found.image_key),
         image_key=found.image_key,
+        teacher_key=config.teacher.prompt_key if config.uses_teacher and not evaluation else None,
         # A prompt must leave room for the response; without a response limit, for one token.
         max_prompt_tokens=data.max_len - (config.rollout.max_new_tokens or 1),
         long_prompts=data.long_prompts,

@@ -85,7 +85,7 @@ def load_models(
     elif config.uses_reference and with_reference:
         reference = load_reference(config, device)
     critic = load_critic(config, device) if with_critic else None
-    teacher = load_teacher(config, device) if with_teacher and config.teacher.model_name_or_path else None
+    teacher = load_teacher(config, device) if with_teacher and config.teacher_path else None
     return RLModels(policy=policy, reference=reference, critic=critic, teacher=teacher)
 
 
@@ -101,14 +101,11 @@ def replays_routes(config: RLConfig, policy: Policy) -> bool:
     return not why and asked is not False
 
 
-TEACHER_FLAG = "--teacher.model_name_or_path"
-
-
 def load_teacher(config: RLConfig, device: torch.device) -> Policy:
     """Its own weights, whatever adapter the policy has, and none of it."""
-    path = required(config.teacher.model_name_or_path)
-    settings = load_settings(config, device, flag=TEACHER_FLAG, trains=False)
-    with reading_model(path, flag=TEACHER_FLAG):
+    path, flag = required(config.teacher_path), config.teacher_flag
+    settings = load_settings(config, device, flag=flag, trains=False)
+    with reading_model(path, flag=flag):
         teacher = load_policy(path, settings).requires_grad_(False)
     warn_of_positions(teacher.model.config, max_len=config.data.max_len)
     return teacher
@@ -204,13 +201,19 @@ class RLTraining:
         scoring = scoring_batches(config)
         policy_logprobs = logprobs(config.rollout.temperature)
         teacher: Teacher | None = None
-        if self.models.teacher is not None:
-            teacher = model_teacher(
+        vocabulary = vocabulary_of(self.models.policy.model.config)
+        if config.uses_teacher and config.teacher_path is None:
+            own = WithoutAdapter(self.models.policy)
+            teacher = policy_teacher(
                 config,
-                self.models.teacher,
+                self.policy_backend.module if config.teacher.policy == "current" else own,
                 self._distribution,
-                vocabulary=vocabulary_of(self.models.policy.model.config),
+                vocabulary=vocabulary,
                 device=device,
+            )
+        elif self.models.teacher is not None:
+            teacher = model_teacher(
+                config, self.models.teacher, self._distribution, vocabulary=vocabulary, device=device
             )
         routers = self.models.policy.routers
         critic = kl = None
@@ -315,21 +318,50 @@ def model_teacher(
     config: RLConfig, teacher: Policy, distribution: Distribution, *, vocabulary: int, device: torch.device
 ) -> ModelTeacher:
     """`vocabulary`: the policy's. Models of one family are padded to different sizes: what both have counts."""
-    offload, temperature = config.teacher.offload, config.rollout.temperature
-    forward: Callable[[nn.Module, PackedTokens], Columns] = reference_logprobs(temperature)
+    offload = config.teacher.offload
+    return _teacher_of(
+        config,
+        distribution.freeze(teacher, offload=offload),
+        distribution,
+        reference_logprobs(config.rollout.temperature),
+        vocabulary=min(vocabulary, vocabulary_of(teacher.model.config)),
+        device=device,
+        offload=offload and not distribution.shards_weights,
+    )
+
+
+def policy_teacher(
+    config: RLConfig, module: nn.Module, distribution: Distribution, *, vocabulary: int, device: torch.device
+) -> ModelTeacher:
+    """The policy itself, as its backend has it, or without its adapter."""
+    own = logprobs if config.teacher.policy == "current" else reference_logprobs
+    forward = own(config.rollout.temperature)
+    return _teacher_of(config, module, distribution, forward, vocabulary=vocabulary, device=device, offload=False)
+
+
+def _teacher_of(
+    config: RLConfig,
+    module: nn.Module,
+    distribution: Distribution,
+    forward: Callable[[nn.Module, PackedTokens], Columns],
+    *,
+    vocabulary: int,
+    device: torch.device,
+    offload: bool,
+) -> ModelTeacher:
+    """`forward`: for a teacher that rewards."""
     columns: tuple[str, ...] = TEACHER_REWARD
     empty: tuple[Tensor, ...] = ONE_NUMBER
     if not config.teacher_rewards:
-        vocabulary = min(vocabulary, vocabulary_of(teacher.model.config))
         k = min(config.teacher.top_k, vocabulary)
-        forward, columns = likeliest(temperature, k, vocabulary=vocabulary), TEACHER_LOSS
+        forward, columns = likeliest(config.rollout.temperature, k, vocabulary=vocabulary), TEACHER_LOSS
         empty = torch.zeros(0, k, dtype=torch.int32), torch.zeros(0, k)
     scorer = Scorer(
-        distribution.freeze(teacher, offload=offload),
+        module,
         forward,
         batching=scoring_batches(config),
         device=device,
-        offload=offload and not distribution.shards_weights,
+        offload=offload,
         forwards_together=distribution.computes_together,
         ranks=distribution.ranks,
         columns=empty,

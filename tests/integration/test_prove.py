@@ -483,6 +483,8 @@ RUNS = {
     },
     "multi turn": AGENT_RUN | {"algo__advantage__estimator": "reinforce_baseline", "algo__advantage__turns": "to_go"},
     "adapter": {"ds__lora__rank": 4, "algo__kl__init_coef": 0.05, "train__dynamic_batch_enable": True},
+    "its own teacher": {"teacher__policy": "initial", "teacher__loss": "reverse", "ds__lora__rank": 4},
+    "taught by another prompt": {"teacher__policy": "current", "teacher__prompt_key": "label", "teacher__gamma": 0.5},
     "distilled by a loss": {"teacher__model_name_or_path": "tied", "teacher__loss": "js", "teacher__top_k": 12},
     "distilled by a reward": {
         "teacher__model_name_or_path": "tied",

@@ -10,7 +10,7 @@ from small_rl import make_groups
 from openrlhf.algorithms.advantages import get_estimator
 from openrlhf.cluster.transport import Column, PackedSamples, packed_parts, unpacked
 from openrlhf.learners.advantages import AdvantageSettings, training_samples
-from openrlhf.types import ImageInput, PlacedImage, Supports, TrainingBatch
+from openrlhf.types import ImageInput, OtherPrompt, PlacedImage, Supports, TrainingBatch
 
 
 def test_samples_survive_packing():
@@ -25,6 +25,7 @@ def test_samples_survive_packing():
     routed = dataclasses.replace(samples[2].segment, routes=routes)
     told = Supports.of([[7, 8], *[None] * (routed.num_actions - 1)])
     samples[2] = dataclasses.replace(samples[2], segment=dataclasses.replace(routed, supports=told))
+    samples[3] = dataclasses.replace(samples[3], other_prompt=OtherPrompt(2, (5, 6, 7)))
     arrived = unpacked([pickle.loads(pickle.dumps(PackedSamples.of(list(enumerate(samples)))))])
     assert len(arrived) == len(samples) == 6
     for there, here in zip(arrived, samples, strict=True):
@@ -35,6 +36,7 @@ def test_samples_survive_packing():
             one, other = getattr(there.segment, name), getattr(here.segment, name)
             assert (one is None) == (other is None)
             assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
+    assert [sample.other_prompt for sample in arrived] == [None, None, None, OtherPrompt(2, (5, 6, 7)), None, None]
     assert torch.equal(arrived[2].segment.routes, routes)
     assert arrived[2].segment.supports.tolist() == told.tolist()
     assert arrived[1].segment.routes is arrived[1].segment.supports is None

@@ -75,7 +75,7 @@ CONDITIONS = {
     "uses_reference": ("--algo.kl.init_coef 0", ""),
     "teacher.loss": ("", "--teacher.loss js"),
     "!teacher.loss": ("--teacher.loss js", ""),
-    "teacher.model_name_or_path": ("", "--teacher.model_name_or_path t"),
+    "teacher_path": ("--teacher.policy current --teacher.prompt_key hint", "--teacher.model_name_or_path t"),
     "uses_teacher": ("", "--teacher.model_name_or_path t --algo.advantage.estimator reinforce"),
     "uses_reward_model": ("--reward.remote_url r.py", "--reward.model_name_or_path m"),
     "vllm.speculation": ("", "--vllm.speculation ngram"),
@@ -117,6 +117,7 @@ COMPANIONS = {
     "data.multiturn": "--data.apply_chat_template",
     "rollout.abort_stragglers": "--rollout.vllm_generate_batch_size 2000",
     "rollout.vllm_generate_batch_size": "--train.async_enable",
+    "teacher.policy": "--teacher.prompt_key hint",
     "train.partial_rollout_enable": "--train.async_enable",
 }
 

@@ -95,6 +95,8 @@ ADDED = {
     ("algo.sampling_mask", "int", None): ("train_ppo_ray",),
     ("teacher.model_name_or_path", "str", None): ("train_ppo_ray",),
     ("teacher.loss", "str reverse/forward/js", None): ("train_ppo_ray",),
+    ("teacher.policy", "str initial/current", None): ("train_ppo_ray",),
+    ("teacher.prompt_key", "str", None): ("train_ppo_ray",),
     ("teacher.top_k", "int", 64): ("train_ppo_ray",),
     ("teacher.coef", "float", 1.0): ("train_ppo_ray",),
     ("teacher.gamma", "float", 0.0): ("train_ppo_ray",),

@@ -74,6 +74,9 @@ CASES = [
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url http://a,http://b --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.remote_url"], "--remote_rm_url http://a,http://b --reward.weights 1 2"),
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2 3", ["--reward.weights has 3 values for the 1"], "--remote_rm_url a.py --reward_pretrain r --reward.weights 1 2"),
     ("reward_weights_match", "train_ppo_ray", "--reward_pretrain r,s --reward.weights 1", ["--reward.weights has 1 values for the 2 of --reward.model_name_or_path"], "--reward_pretrain r,s --reward.weights 1 2"),
+    ("there_is_one_teacher", "train_ppo_ray", "--teacher.policy initial --teacher.model_name_or_path t", ["--teacher.policy initial and --teacher.model_name_or_path are two teachers"], "--teacher.policy initial"),
+    ("there_is_one_teacher", "train_ppo_ray", "--teacher.policy current", ["--teacher.policy current", "give --teacher.prompt_key"], "--teacher.policy current --teacher.prompt_key hint"),
+    ("a_teachers_prompt_has_no_images", "train_ppo_ray", "--teacher.policy initial --teacher.prompt_key hint --data.max_images_per_prompt 1", ["--teacher.prompt_key", "--data.max_images_per_prompt"], "--teacher.policy initial --data.max_images_per_prompt 1"),
     ("reward_weights_match", "train_ppo_ray", "--remote_rm_url a.py,b.py --reward.weights 0 0", ["--reward.weights: with all weights 0"], "--remote_rm_url a.py,b.py --reward.weights 1 0"),
     ("values_are_within_bounds", "serve_rm", "--max_queue 0", ["--max_queue 0"], "--max_queue 1"),
     ("api_key_is_a_key", "serve_rm", "--api_key=", ["--api_key is empty"], "--api_key k"),
@@ -221,6 +224,24 @@ def test_a_teacher_is_enough_to_learn_from():
     taught = "--pretrain m --prompt_data d --teacher.model_name_or_path t --advantage_estimator reinforce"
     require_runnable(parse("train_ppo_ray", taught.split()))
     require_runnable(parse("train_ppo_ray", f"{taught} --remote_rm_url r.py --reward.weights 0".split()))
+    its_own = "--pretrain m --prompt_data d --teacher.policy current --teacher.prompt_key hint"
+    require_runnable(parse("train_ppo_ray", f"{its_own} --advantage_estimator reinforce".split()))
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("", None),
+        ("--teacher.model_name_or_path t --ds.lora.rank 4", "t"),
+        ("--teacher.policy initial", "m"),
+        ("--teacher.policy initial --ds.lora.rank 4", None),
+        ("--teacher.policy current --teacher.prompt_key hint", None),
+    ],
+)
+def test_only_a_teacher_with_weights_of_its_own_has_a_path(text, path):
+    config = parse("train_ppo_ray", f"--pretrain m {text}".split())
+    assert config.teacher_path == path
+    assert config.uses_teacher == bool(text)
 
 
 # -------------------------------------------------------------------------------------------------- notes

@@ -433,3 +433,43 @@ class TestImages:
         assert np.array_equal(np.asarray(read_image(prompt.images[0], allow_urls=False)), np.asarray(picture(0)))
         with pytest.raises(DataError, match=r"record 2 of train\.parquet: an image of 8 bytes is"):
             PromptSet(records, tokenizer=tokenizer, images=DataImages(places, processor))
+
+
+class TestTeachersPrompts:
+    """The prompt that a teacher reads in the place of the policy's (`--teacher.prompt_key`)."""
+
+    def of(self, records, **options):
+        return PromptSet(records, tokenizer=WordTokenizer(), teacher_key="hint", **options)
+
+    def test_it_is_written_as_the_prompt_is(self, load):
+        prompts = self.of(load([{"input": "2+3", "hint": "2+3 is 5"}]), input_template="Q: {} A:")
+        assert prompts[0].text == "Q: 2+3 A:"
+        assert prompts[0].teacher_ids == ("Q:", "2+3", "is", "5", "A:")
+        assert pickle.loads(pickle.dumps(prompts[0])) == prompts[0]
+
+    def test_a_stream_has_it_and_its_digest_is_that_of_the_prompts(self, load):
+        records = load([{"input": f"q{i}", "hint": f"h{i}"} for i in range(4)])
+        with_hints = self.of(records)
+        assert {p.teacher_ids for p in PromptStream(with_hints, seed=1, num_episodes=1)} == {
+            (f"h{i}",) for i in range(4)
+        }
+        assert with_hints.digest == PromptSet(records, tokenizer=WordTokenizer()).digest
+
+    def test_without_a_key_the_teacher_reads_the_same(self, load):
+        assert PromptSet(load([{"input": "q", "hint": "h"}]))[0].teacher_ids == ()
+
+    @pytest.mark.parametrize(
+        ("record", "message"),
+        [
+            ({"input": "q"}, r"it has no 'hint', which --teacher\.prompt_key names .*\(this one has .*input"),
+            ({"input": "q", "hint": " "}, r"its 'hint', the teacher's prompt \(--teacher\.prompt_key\), is empty"),
+            (
+                {"input": "q", "hint": "a b c d"},
+                r"its 'hint', .*--teacher\.prompt_key.* is longer than 3 tokens: raise",
+            ),
+        ],
+    )
+    def test_a_record_without_it_is_named(self, load, record, message):
+        records = load([{"input": "q0", "hint": "h0"}, record])
+        with pytest.raises(DataError, match=rf"^--data\.prompt_dataset, record 2 of .*train\.jsonl: {message}"):
+            self.of(records, max_prompt_tokens=3)

@@ -1,14 +1,19 @@
 """A policy that learns from a teacher: gradients by autograd over whole softmaxes, advantages by hand."""
 
+import copy
+import dataclasses
 import math
 
 import pytest
 import torch
 from small_rl import equal_rewards, make_groups, make_models, play, training
 
+from openrlhf.config.backend import LoraSection
+from openrlhf.learners.advantages import other_prompt
+from openrlhf.models.adapters import add_adapter
 from openrlhf.models.body import decoder_body, hidden_states
 from openrlhf.observability.metrics import Metrics
-from openrlhf.types import TrainingBatch
+from openrlhf.types import PackedTokens, TrainingBatch
 
 ALONE_FLAGS = {"teacher.model_name_or_path": "t", "advantage_estimator": "reinforce", "remote_rm_url": None}
 
@@ -137,3 +142,127 @@ def test_a_batch_without_samples_has_columns_of_the_right_width():
     run.learners.score(batch)
     assert batch.teacher_ids_AK.shape == batch.teacher_logprobs_AK.shape == (0, 4)
     assert batch.teacher_ids_AK.dtype == torch.int32
+
+
+# ---------------------------------------------------------------- the teacher reads another prompt, or is the policy
+
+CURRENT = {"teacher.model_name_or_path": None, "teacher.policy": "current", "teacher.prompt_key": "hint"}
+HINTS = {0: (7, 1, 12, 3), 1: (9,)}
+"""Longer than the prompts of two tokens, and shorter."""
+
+
+def hinted(groups, hints=HINTS):
+    return [
+        dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, teacher_ids=hints[group.prompt.ordinal]))
+        for group in groups
+    ]
+
+
+def logprobs_after(policy, batch, hints):
+    """log π [A, V] of each sample's actions, the first two tokens replaced, by plain forwards of whole sequences."""
+    rows = []
+    for sample in batch.samples:
+        ids = torch.tensor([*hints[sample.key.prompt], *sample.segment.token_ids[2:].tolist()])
+        mask = torch.cat([torch.zeros(len(hints[sample.key.prompt]), dtype=torch.bool), sample.segment.action_mask[2:]])
+        packed = PackedTokens.from_sequences([ids], [mask])
+        hidden = hidden_states(decoder_body(policy.model), packed, positions=mask.nonzero().flatten() - 1).states_pD
+        rows.append(torch.log_softmax(hidden @ policy.model.get_output_embeddings().weight.t(), dim=-1))
+    return torch.cat(rows)
+
+
+def actions_of(batch):
+    return torch.cat([s.segment.token_ids[s.segment.action_mask] for s in batch.samples])
+
+
+@pytest.mark.parametrize("flags", [{"teacher.prompt_key": "hint"}, CURRENT])
+def test_a_teacher_reads_its_own_prompt_before_the_same_response(flags):
+    """Also across the feedback of a second turn, which stays. What the policy reads stays as it was."""
+    _, batch, own = gradient_of(hinted(taught_groups()), **flags)
+    _, plain, _ = gradient_of()
+    with torch.no_grad():
+        teacher = make_models().policy if flags is CURRENT else own.teacher  # before the update
+        wanted_A = logprobs_after(teacher, batch, HINTS).gather(1, actions_of(batch)[:, None]).squeeze(1)
+    torch.testing.assert_close(batch.teacher_logprobs_A, wanted_A, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.old_logprobs_A, plain.old_logprobs_A, rtol=0, atol=0)
+    assert [len(s) for s in batch.samples] == [len(s) for s in plain.samples]
+
+
+def test_a_loss_learns_from_what_the_policy_says_after_the_other_prompt():
+    """k = V: the gradient is that of KL(p‖π) with p the policy's own distribution after the hint, held fixed."""
+    gradients, batch, _ = gradient_of(
+        hinted(taught_groups()), **CURRENT, **{"teacher.loss": "forward", "teacher.top_k": 13}
+    )
+    policy = training(make_models(), **{**ALONE_FLAGS, **CURRENT})[1].policy
+    with torch.no_grad():
+        log_p = logprobs_after(policy, batch, HINTS)
+    divergence_by_hand("forward", whole_softmaxes(policy, batch), log_p).mean().backward()
+    for name, parameter in policy.named_parameters():
+        assert float((gradients[name] - parameter.grad).norm()) <= 2e-6 * max(1.0, float(parameter.grad.norm())), name
+    assert max(float(gradient.norm()) for gradient in gradients.values()) > 1e-3
+
+
+def test_a_policy_that_reads_its_own_prompt_earns_exactly_nothing():
+    groups = taught_groups()
+    same = {group.prompt.ordinal: None for group in groups}
+    for group in groups:  # the samples of these groups have prompts of their own: one is enough for each group
+        same[group.prompt.ordinal] = tuple(group.trajectories[0].segments[0].token_ids[:2].tolist())
+    groups = [dataclasses.replace(group, trajectories=group.trajectories[:1]) for group in hinted(groups, same)]
+    _, batch, _ = gradient_of(groups, **CURRENT, init_kl_coef=0)
+    assert torch.equal(batch.teacher_logprobs_A, batch.old_logprobs_A)
+    run, _ = training(make_models(), **{**ALONE_FLAGS, **CURRENT})
+    assert play(run.learners, groups)["teacher_kl"] == 0.0
+
+
+def test_the_current_policy_is_that_before_each_update():
+    run, own = training(make_models(), **{**ALONE_FLAGS, **CURRENT, "actor_learning_rate": 3e-2})
+    groups, seen = hinted(taught_groups()), []
+    for _ in range(2):
+        batch, _ = run.learners.place(groups)
+        run.learners.score(batch)
+        with torch.no_grad():
+            wanted_A = logprobs_after(own.policy, batch, HINTS).gather(1, actions_of(batch)[:, None]).squeeze(1)
+        torch.testing.assert_close(batch.teacher_logprobs_A, wanted_A, rtol=1e-4, atol=1e-5)
+        run.learners.assign_advantages(batch)
+        run.learners.update(batch)
+        seen.append(batch.teacher_logprobs_A)
+    assert not torch.allclose(*seen)
+
+
+@pytest.mark.parametrize("loss", [None, "reverse"])
+def test_the_initial_policy_is_the_model_below_the_adapter(loss):
+    models = make_models()
+    bare = copy.deepcopy(models.policy)
+    flags = {"teacher.model_name_or_path": None, "teacher.policy": "initial", "teacher.prompt_key": "hint"}
+    config_flags = {**ALONE_FLAGS, **flags, "teacher.loss": loss, "teacher.top_k": 13, "lora_rank": 2}
+    add_adapter(models.policy.model, LoraSection(rank=2), dtype=torch.float32)
+    with torch.no_grad():  # it has learnt something
+        for name, parameter in models.policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    run, _ = training(models, **config_flags)
+    batch, _ = run.learners.place(hinted(taught_groups()))
+    run.learners.score(batch)
+    with torch.no_grad():
+        wanted_AV = logprobs_after(bare, batch, HINTS)
+    if loss:
+        actual_AV = torch.zeros_like(wanted_AV).scatter(1, batch.teacher_ids_AK.long(), batch.teacher_logprobs_AK)
+        torch.testing.assert_close(actual_AV, wanted_AV, rtol=1e-4, atol=1e-5)
+    else:
+        wanted_A = wanted_AV.gather(1, actions_of(batch)[:, None]).squeeze(1)
+        torch.testing.assert_close(batch.teacher_logprobs_A, wanted_A, rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_first_prompt_of_an_episode_is_replaced():
+    """A later segment that begins with the same prompt has it replaced; one whose history was rewritten does not."""
+    first = make_groups()[0].trajectories[2].segments[0]
+    longer = dataclasses.replace(first, action_mask=torch.arange(len(first)) >= 4, versions=first.versions)
+    rewritten = dataclasses.replace(first, token_ids=first.token_ids.roll(1))
+    assert other_prompt(first, first, (1, 2, 3)) == (2, (1, 2, 3))
+    assert other_prompt(first, longer, (1, 2, 3)) == (2, (1, 2, 3))
+    assert other_prompt(first, rewritten, (1, 2, 3)) is None
+    assert other_prompt(first, first, ()) is None
+    read = first.reading(other_prompt(first, first, (1, 2, 3)))
+    assert read.token_ids.tolist() == [1, 2, 3, *first.token_ids[2:].tolist()]
+    assert read.action_mask.tolist() == [False] * 3 + first.action_mask[2:].tolist()
+    assert read.versions.tolist() == [-1] * 3 + first.versions[2:].tolist()
+    assert read.turn_rewards.tolist() == [0.0] * 3 + first.turn_rewards[2:].tolist()
