@@ -219,12 +219,13 @@ class RLConfig(TrainerSection):
     @property
     def uses_teacher(self) -> bool:
         """Whether the policy is distilled from a teacher, alone or beside the task's reward."""
-        return self.teacher.model_name_or_path is not None or self.teacher.policy is not None
+        teacher = self.teacher
+        return any(given is not None for given in (teacher.model_name_or_path, teacher.policy, teacher.remote_url))
 
     @property
     def teacher_path(self) -> str | None:
         """The files of a teacher that has weights of its own. None: there is no teacher, or it needs none: it is the
-        policy, as it is or without its adapter."""
+        policy, as it is or without its adapter, or servers have it."""
         if self.teacher.policy == "initial" and not self.ds.lora.rank:
             return self.actor.model_name_or_path
         return self.teacher.model_name_or_path

@@ -12,7 +12,7 @@ from openrlhf.config.schema import command_of, flags_of, value_at
 NEEDED = {
     "uses_critic": "a critic (--algo.advantage.estimator gae)",
     "uses_reference": "a reference model (--algo.kl.init_coef above 0)",
-    "uses_teacher": "a teacher (--teacher.model_name_or_path, or --teacher.policy)",
+    "uses_teacher": "a teacher (--teacher.model_name_or_path, --teacher.policy or --teacher.remote_url)",
     "teacher_path": "a teacher with weights of its own (--teacher.model_name_or_path, or --teacher.policy initial "
     "without an adapter)",
     "uses_reward_model": "a reward model that judges (--reward.model_name_or_path)",

@@ -198,6 +198,20 @@ class TeacherSection(OtherGroupSection):
             "which needs teacher.prompt_key"
         ),
     ] = None
+    remote_url: Annotated[
+        str | None,
+        Flag(
+            "vLLM servers (OpenAI's API) that serve the teacher, separated by commas; they tell log-probs at "
+            "temperature 1"
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None, Flag("these servers get it as a bearer token", secret=True, only_with=".remote_url")
+    ] = field(default=None, repr=False)
+    timeout: Annotated[
+        float,
+        Flag("seconds that these servers may take for one sample, attempts together", only_with=".remote_url", above=0),
+    ] = 180.0
     prompt_key: Annotated[
         str | None,
         Flag(
@@ -207,6 +221,11 @@ class TeacherSection(OtherGroupSection):
         ),
     ] = None
     offload: Annotated[bool, Flag("keep the teacher's weights in CPU memory", only_with="teacher_path")] = False
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`remote_url` as a tuple; empty when unset."""
+        return split_commas(self.remote_url)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -350,6 +350,7 @@ def stalls_outlast_users_code(config: RLConfig) -> Iterator[str]:
         "--rollout.step_timeout": config.rollout.step_timeout if config.plays_agent else 0.0,
         "--world.timeout": config.world.timeout if config.uses_world else 0.0,
         "--reward.timeout": config.reward.timeout if config.reward.remote_url else 0.0,
+        "--teacher.timeout": config.teacher.timeout if config.teacher.remote_url else 0.0,
     }
     for flag, seconds in allowed.items():
         if 0 < config.train.stall_timeout <= seconds:
@@ -455,13 +456,47 @@ def reward_weights_match(config: RLConfig) -> Iterator[str]:
 @contradiction
 def there_is_one_teacher(config: RLConfig) -> Iterator[str]:
     teacher = config.teacher
-    if teacher.policy is not None and teacher.model_name_or_path is not None:
-        yield f"--teacher.policy {teacher.policy} and --teacher.model_name_or_path are two teachers: drop one of them"
+    given = {
+        f"--teacher.policy {teacher.policy}": teacher.policy,
+        "--teacher.model_name_or_path": teacher.model_name_or_path,
+        "--teacher.remote_url": teacher.remote_url,
+    }
+    named = [flag for flag, value in given.items() if value is not None]
+    if len(named) > 1:
+        yield f"{' and '.join(named)} are {'three' if named[2:] else 'two'} teachers: give one of them"
     if teacher.policy == "current" and teacher.prompt_key is None:
         yield (
             "--teacher.policy current: a policy that reads what it has read already teaches itself nothing: give "
             "--teacher.prompt_key, or --teacher.policy initial"
         )
+
+
+@contradiction
+def a_served_teacher_can_be_asked(config: RLConfig) -> Iterator[str]:
+    """Servers tell the log-probs of a softmax at temperature 1 over all tokens, to whoever asks."""
+    teacher, flag = config.teacher, "--teacher.remote_url"
+    if teacher.remote_url is None:
+        return
+    for url in teacher.urls or ("",):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield f"{flag} {url} is no URL such as http://host:8000/v1"
+        elif parts.username or parts.password:
+            yield f"{flag}: a URL is stored and shown, so put no password in it: use --teacher.api_key"
+    if config.rollout.temperature != 1:
+        yield f"{flag}: servers tell log-probs at temperature 1: give --rollout.temperature 1"
+    if teacher.loss is None and (config.rollout.top_p < 1 or config.rollout.top_k > 0) and config.largest_support:
+        yield (
+            f"{flag}: servers tell log-probs over all tokens, and those of the policy are of what --rollout.top_p and "
+            "--rollout.top_k leave: drop these, or give --teacher.loss or --algo.sampling_mask 0"
+        )
+    if config.ds.ranks_per_share > 1:
+        yield (
+            f"{flag}: ranks that compute a sample together would be told different last digits: it needs "
+            "--ds.ring_attn_size 1 and --ds.tensor_parallel_size 1"
+        )
+    if config.data.max_images_per_prompt > 0:
+        yield f"{flag}: servers are asked with token ids alone: drop --data.max_images_per_prompt"
 
 
 @contradiction
@@ -701,7 +736,8 @@ def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
     if config.reward_source is None and not config.uses_teacher:
         yield (
             "no reward: give --reward.remote_url (.py files with reward_func, or URLs), --train.agent_func_path, "
-            "--reward.model_name_or_path, or a teacher (--teacher.model_name_or_path, --teacher.policy)"
+            "--reward.model_name_or_path, or a teacher (--teacher.model_name_or_path, --teacher.policy, "
+            "--teacher.remote_url)"
         )
     if config.reward_source in (None, "model"):
         if config.eval.dataset:

@@ -774,7 +774,7 @@ class _RLPlanner:
             forwards.append(("old log-probs", actor, True))
         if config.reference_is_base:
             forwards.append(("reference", actor, True))
-        if config.uses_teacher and config.teacher_path is None:
+        if config.teacher.policy is not None and config.teacher_path is None:
             forwards.append(("teacher", actor, True))
         for group in groups[1:]:
             name = {"critic": "values", "ref": "reference", "reward": "rewards"}.get(group.role.value, group.role.value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.commands import RLConfig, RMConfig, SFTConfig, TrainerConfig
+from openrlhf.config.fields import ConfigError
 from openrlhf.config.rules import required
 from openrlhf.models.loading import LoadSettings, policy_skeleton
 from openrlhf.proving import (
@@ -97,6 +98,8 @@ def _opened(
 ) -> Iterator[Any]:
     is_rl = isinstance(given, RLConfig)
     flag = "--data.prompt_dataset" if is_rl else "--data.dataset"
+    if isinstance(given, RLConfig) and given.teacher.remote_url is not None:
+        raise ConfigError("--teacher.remote_url: what servers say cannot be proved: prove the run without a teacher")
     # Three steps of two prompts, or of as many samples.
     data, limit, longest = short_data(
         given, flag, required(given.prompt_dataset if is_rl else given.data.dataset), folder, count=6

@@ -26,18 +26,19 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
 from openrlhf.agents.values import BadValueError
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest
-from openrlhf.rewards.values import RewardValues, parse_rewards
+from openrlhf.rewards.values import parse_rewards
 from openrlhf.utils import waits
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 DOWN_AFTER = 3
 """The failures in a row after which a server is down."""
 FIRST_REST, LONGEST_REST = 5.0, 60.0
@@ -82,9 +83,15 @@ class ServerPool:
     """Servers that give the same answers. Belongs to one event loop."""
 
     def __init__(
-        self, urls: Sequence[str], *, max_concurrency: int, clock: Callable[[], float] = time.monotonic
+        self,
+        urls: Sequence[str],
+        *,
+        max_concurrency: int,
+        clock: Callable[[], float] = time.monotonic,
+        what: str = "reward server",
     ) -> None:
-        """At most `max_concurrency` requests at once go to each server."""
+        """At most `max_concurrency` requests at once go to each server. `what`: their name in messages."""
+        self._what = what
         self.servers = [Server(url) for url in urls]
         self._max_concurrency = max_concurrency
         self._clock = clock
@@ -118,7 +125,7 @@ class ServerPool:
 
     def worked(self, server: Server) -> None:
         if server.down:
-            logger.info("reward server %s answers again", server.url)
+            logger.info("%s %s answers again", self._what, server.url)
         server.failures = 0
 
     def failed(self, server: Server, reason: str, *, times: int = 1) -> None:
@@ -130,7 +137,8 @@ class ServerPool:
             if not was_down:
                 others = sum(not other.down for other in self.servers)
                 logger.warning(
-                    "reward server %s is down (%s); it is asked again now and then. Others that work: %d",
+                    "%s %s is down (%s); it is asked again now and then. Others that work: %d",
+                    self._what,
                     server.url,
                     reason,
                     others,
@@ -239,12 +247,19 @@ class _Effort:
         return self.unlucky >= MOST_FAILURES or len(self.refused) >= min(2, servers)
 
 
-class HttpReward:
-    """Judges each prompt group with one request to one of several servers that give the same answers.
+class HttpServers:
+    """Several servers that give the same answers to requests in JSON.
 
-    A group may take `timeout` seconds from when it is first sent, all attempts and pauses together; while another
+    A request may take `timeout` seconds from when it is first sent, all attempts and pauses together; while another
     server is left to ask, an attempt gets half of what remains. Belongs to one event loop.
     """
+
+    what = "reward server"
+    timeout_flag = "--reward.timeout"
+    error: type[Exception] = RewardError
+    """What is raised where no server answers."""
+    useless = Remedy.LUCK
+    """The remedy for an answer that cannot be used."""
 
     def __init__(
         self, urls: Sequence[str], *, timeout: float, api_key: str | None = None, max_concurrency: int = 32
@@ -254,61 +269,40 @@ class HttpReward:
         self._api_key = "".join(
             (api_key or "").split()
         )  # a token has no spaces, but files of tokens end in a line break
-        self._pool = ServerPool([endpoint(url) for url in urls], max_concurrency=max_concurrency)
+        self._pool = ServerPool(urls, max_concurrency=max_concurrency, what=self.what)
         self._session: aiohttp.ClientSession | None = None
         self._random = random.Random()  # pauses are no part of what a seed fixes
-        self._said_repeated = False
-
-    async def start(self) -> None:
-        """Raises RewardError when no server can be reached."""
-        servers = self._pool.servers
-        problems = await asyncio.gather(*(self._look_at(server) for server in servers))
-        if all(problems):
-            raise RewardError(f"--reward.remote_url: no reward server can be reached: {'; '.join(map(str, problems))}")
-        for server, problem in zip(servers, problems, strict=True):
-            if problem:
-                self._pool.failed(server, problem, times=DOWN_AFTER)
-
-    async def score(self, request: RewardRequest) -> Sequence[Reward]:
-        values = await self._values(request)
-        if values.repeated and not self._said_repeated:
-            self._said_repeated = True
-            logger.warning(
-                "a reward server answered with one number for %d samples, so each gets it; it is asked once per "
-                "prompt, with all samples of the prompt",
-                len(request.queries),
-            )
-        return Reward.each(values)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _values(self, request: RewardRequest) -> RewardValues:
-        body, count = _encode(request), len(request.queries)
+    async def ask(self, body: bytes, *, samples: int, name: str, parse: Callable[[Any], T]) -> T:
+        """What `parse` makes of an answer; it raises BadValueError where it can make nothing of it. `name`: what the
+        request is about, for errors. Raises `error`."""
         effort = _Effort(left=self._timeout)
         while True:
             try:
                 async with self._pool.turn(
-                    count, patience=effort.left, not_first=effort.asked, never=effort.refused
+                    samples, patience=effort.left, not_first=effort.asked, never=effort.refused
                 ) as turn:
                     effort.left -= turn.waited
                     before = time.monotonic()
                     try:
-                        return await self._attempt(turn.server, body, count, seconds=self._share(turn.server, effort))
+                        return await self._attempt(turn.server, body, parse, seconds=self._share(turn.server, effort))
                     except AttemptError as error:
                         failure = error
             except NoServerError:
-                raise self._all_down(request) from None
+                raise self._all_down(name) from None
             effort.left -= time.monotonic() - before
             effort.note(turn.server, failure)
             pause = self._pause(turn.server, failure, effort)
             if effort.hopeless(len(self._pool.servers)) or effort.left <= pause:
                 times = "1 attempt" if effort.attempts == 1 else f"{effort.attempts} attempts"
-                raise RewardError(
-                    f"{request.name}: {failure} (given up after {times} in {self._timeout - effort.left:.1f} s; "
-                    f"--reward.timeout {self._timeout:g})"
+                raise self.error(
+                    f"{name}: {failure} (given up after {times} in {self._timeout - effort.left:.1f} s; "
+                    f"{self.timeout_flag} {self._timeout:g})"
                 ) from failure
             await asyncio.sleep(pause)
             effort.left -= pause
@@ -325,12 +319,12 @@ class HttpReward:
         effort.rounds += 1
         return min(FIRST_PAUSE * 2 ** (effort.rounds - 1), LONGEST_PAUSE) * self._random.uniform(0.5, 1.5)
 
-    async def _attempt(self, server: Server, body: bytes, count: int, *, seconds: float) -> RewardValues:
+    async def _attempt(self, server: Server, body: bytes, parse: Callable[[Any], T], *, seconds: float) -> T:
         """One request. Keeps the pool informed. Raises AttemptError."""
         try:
-            with waits.doing(f"at the reward server {server.url}"):
+            with waits.doing(f"at the {self.what} {server.url}"):
                 async with asyncio.timeout(seconds):
-                    values = await self._post(server.url, body, count)
+                    values = await self._post(server.url, body, parse)
         except AttemptError as error:
             failure = error
         except aiohttp.ConnectionTimeoutError:
@@ -348,7 +342,7 @@ class HttpReward:
             self._pool.failed(server, str(failure))
         raise failure
 
-    async def _post(self, url: str, body: bytes, count: int) -> RewardValues:
+    async def _post(self, url: str, body: bytes, parse: Callable[[Any], T]) -> T:
         # A redirect would carry the key to another host, and turn POST into GET.
         async with self._client().post(url, data=body, allow_redirects=False) as response:
             raw = await response.read()
@@ -367,9 +361,9 @@ class HttpReward:
                 raise AttemptError(text, Remedy.LUCK)
             raise AttemptError(text, Remedy.ANOTHER_SERVER, blame=status in (401, 403, 404, 405) or status < 400)
         try:
-            return parse_rewards(json.loads(raw), count=count)
+            return parse(json.loads(raw))
         except BadValueError as error:
-            raise AttemptError(f"{url}: what it answered cannot be used: {error}", Remedy.LUCK) from None
+            raise AttemptError(f"{url}: what it answered cannot be used: {error}", self.useless) from None
         except (ValueError, RecursionError):
             raise AttemptError(f"{url} answered something that is not JSON: {shown}", Remedy.LUCK) from None
 
@@ -410,11 +404,47 @@ class HttpReward:
             text = text.replace(self._api_key, "<redacted>")
         return text[:SHOWN_CHARACTERS] or "(nothing)"
 
-    def _all_down(self, request: RewardRequest) -> RewardError:
+    def _all_down(self, name: str) -> Exception:
         servers = self._pool.servers
-        which = f"all {len(servers)} reward servers are" if len(servers) > 1 else "the reward server is"
+        which = f"all {len(servers)} {self.what}s are" if len(servers) > 1 else f"the {self.what} is"
         reasons = "; ".join(server.reason for server in servers if server.reason)
-        return RewardError(f"{request.name}: {which} down or busy: {reasons} (--reward.timeout {self._timeout:g})")
+        return self.error(f"{name}: {which} down or busy: {reasons} ({self.timeout_flag} {self._timeout:g})")
+
+
+class HttpReward(HttpServers):
+    """Judges each prompt group with one request to one of several servers that give the same answers."""
+
+    def __init__(
+        self, urls: Sequence[str], *, timeout: float, api_key: str | None = None, max_concurrency: int = 32
+    ) -> None:
+        super().__init__(
+            [endpoint(url) for url in urls], timeout=timeout, api_key=api_key, max_concurrency=max_concurrency
+        )
+        self._said_repeated = False
+
+    async def start(self) -> None:
+        """Raises RewardError when no server can be reached."""
+        servers = self._pool.servers
+        problems = await asyncio.gather(*(self._look_at(server) for server in servers))
+        if all(problems):
+            raise RewardError(f"--reward.remote_url: no reward server can be reached: {'; '.join(map(str, problems))}")
+        for server, problem in zip(servers, problems, strict=True):
+            if problem:
+                self._pool.failed(server, problem, times=DOWN_AFTER)
+
+    async def score(self, request: RewardRequest) -> Sequence[Reward]:
+        count = len(request.queries)
+        values = await self.ask(
+            _encode(request), samples=count, name=request.name, parse=lambda found: parse_rewards(found, count=count)
+        )
+        if values.repeated and not self._said_repeated:
+            self._said_repeated = True
+            logger.warning(
+                "a reward server answered with one number for %d samples, so each gets it; it is asked once per "
+                "prompt, with all samples of the prompt",
+                count,
+            )
+        return Reward.each(values)
 
 
 def endpoint(url: str) -> str:

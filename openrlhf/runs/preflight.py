@@ -118,11 +118,28 @@ def policy_tokenizer(config: RLConfig) -> Any:
     )
 
 
+REACH_SECONDS = 60.0
+"""Seconds for the check of each of a teacher's servers before the first step."""
+
+
 def check_teacher(config: RLConfig, tokenizer: Any) -> None:
     """A teacher judges the policy's tokens by their ids, so both must give every id the same meaning.
 
     `tokenizer`: the policy's. Raises ModelLoadError.
     """
+    if config.teacher.remote_url is not None:
+        from openrlhf.learners.remote_teacher import RemoteTeacherError, check_remote_teacher
+
+        try:
+            check_remote_teacher(
+                config.teacher.urls,
+                tokenizer=tokenizer,
+                top_k=0 if config.teacher_rewards else config.teacher.top_k,
+                timeout=min(config.teacher.timeout, REACH_SECONDS),
+                api_key=config.teacher.api_key,
+            )
+        except RemoteTeacherError as error:
+            raise ModelLoadError(str(error)) from error
     path = config.teacher.model_name_or_path
     if path is None:
         return

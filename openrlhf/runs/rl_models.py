@@ -202,7 +202,9 @@ class RLTraining:
         policy_logprobs = logprobs(config.rollout.temperature)
         teacher: Teacher | None = None
         vocabulary = vocabulary_of(self.models.policy.model.config)
-        if config.uses_teacher and config.teacher_path is None:
+        if config.teacher.remote_url is not None:
+            teacher = remote_teacher(config, vocabulary=vocabulary)
+        elif config.uses_teacher and config.teacher_path is None:
             own = WithoutAdapter(self.models.policy)
             teacher = policy_teacher(
                 config,
@@ -337,6 +339,18 @@ def policy_teacher(
     own = logprobs if config.teacher.policy == "current" else reference_logprobs
     forward = own(config.rollout.temperature)
     return _teacher_of(config, module, distribution, forward, vocabulary=vocabulary, device=device, offload=False)
+
+
+def remote_teacher(config: RLConfig, *, vocabulary: int) -> Teacher:
+    from openrlhf.learners.remote_teacher import RemoteTeacher  # only runs with servers import aiohttp
+
+    return RemoteTeacher(
+        config.teacher.urls,
+        top_k=0 if config.teacher_rewards else min(config.teacher.top_k, vocabulary),
+        vocabulary=vocabulary,
+        timeout=config.teacher.timeout,
+        api_key=config.teacher.api_key,
+    )
 
 
 def _teacher_of(

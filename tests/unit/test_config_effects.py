@@ -75,6 +75,7 @@ CONDITIONS = {
     "uses_reference": ("--algo.kl.init_coef 0", ""),
     "teacher.loss": ("", "--teacher.loss js"),
     "!teacher.loss": ("--teacher.loss js", ""),
+    "teacher.remote_url": ("", "--teacher.remote_url http://h"),
     "teacher_path": ("--teacher.policy current --teacher.prompt_key hint", "--teacher.model_name_or_path t"),
     "uses_teacher": ("", "--teacher.model_name_or_path t --algo.advantage.estimator reinforce"),
     "uses_reward_model": ("--reward.remote_url r.py", "--reward.model_name_or_path m"),
@@ -108,6 +109,7 @@ SAMPLES = {
     "reward.clip_range": "-2 2",
     "reward.remote_url": "r.py",
     "reward.weights": "1 1",
+    "teacher.remote_url": "http://h",
     "vllm.sync_backend": "gloo",
     "world.options": "key=1",
 }
