@@ -648,14 +648,25 @@ class Trajectory:
         extra_logs: dict[str, float],
         size: float | None = None,
         parts: tuple[RewardPart, ...] = (),
+        steps: tuple[tuple[int, ...], tuple[float, ...]] | None = None,
     ) -> Trajectory:
-        """The same episode with its reward on the last action token."""
+        """The same episode with its reward on the last action token.
+
+        `steps`: tokens of the last segment and what was earned at each, which adds up to the reward: these tokens end
+        turns from now on.
+        """
         last = self.segments[-1]
-        placed = torch.zeros_like(last.turn_rewards)
+        placed, turn_ends = torch.zeros_like(last.turn_rewards), last.turn_ends
         actions = last.action_mask.nonzero()
-        if len(actions):
+        if steps is not None:
+            ends = torch.tensor(steps[0])
+            turn_ends = torch.zeros_like(last.action_mask)
+            turn_ends[last.action_mask] = last.turn_ends_A
+            turn_ends[ends] = True
+            placed[ends] = torch.tensor(steps[1], dtype=placed.dtype)
+        elif len(actions):
             placed[actions[-1]] = reward
-        segments = (*self.segments[:-1], dataclasses.replace(last, turn_rewards=placed))
+        segments = (*self.segments[:-1], dataclasses.replace(last, turn_rewards=placed, turn_ends=turn_ends))
         return dataclasses.replace(
             self,
             segments=segments,

@@ -27,7 +27,7 @@ class Sequences(NamedTuple):
     """The sequences that a reward model is to judge, in the form in which Ray carries them to a rank."""
 
     token_ids: list[np.ndarray]
-    others: list[tuple[int, tuple[PlacedImage, ...]]]
+    others: list[tuple[int, tuple[PlacedImage, ...], tuple[int, ...]]]
     """The rest of each `rewards.batching.Item`."""
 
     @staticmethod

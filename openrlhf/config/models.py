@@ -331,6 +331,30 @@ class RewardSection(GroupSection, ServedRewardSection):
         ),
     ] = None
 
+    steps: Annotated[
+        Literal["separator", "token"] | None,
+        Flag(
+            "reward models judge each step: the tokens where reward.step_separator ends, and the last; or every token "
+            "of the policy; unset: whole answers",
+            only_with="uses_reward_model",
+        ),
+    ] = None
+    step_separator: Annotated[
+        str, Flag("text that ends a step; \\n is the end of a line", only_with=".steps=separator")
+    ] = r"\n\n"
+    step_total: Annotated[
+        Literal["min", "last", "mean", "sum"],
+        Flag("an answer's reward, from those of its steps; those that do not count in it are 0", only_with=".steps"),
+    ] = "min"
+    step_logits: Annotated[
+        bool, Flag("a step's reward is the model's number, not the probability σ of it", only_with=".steps")
+    ] = False
+
+    @property
+    def separator(self) -> str:
+        """`step_separator` as it is written by the policy."""
+        return self.step_separator.replace(r"\n", "\n").replace(r"\t", "\t")
+
     @property
     def sources(self) -> tuple[RewardEntry, ...]:
         """What judges, in the order of `weights`; the reward is the weighted sum.

@@ -441,6 +441,27 @@ def overlong_buffer_fits(config: RLConfig) -> Iterator[str]:
 
 
 @contradiction
+def steps_can_be_judged(config: RLConfig) -> Iterator[str]:
+    reward, turns = config.reward, config.algo.advantage.turns
+    if reward.steps is None:
+        return
+    if reward.steps == "separator" and not reward.step_separator:
+        yield "--reward.step_separator is empty: give the text that ends a step, or --reward.steps token"
+    if turns not in (None, "outcome") and reward.step_total in ("min", "last"):
+        yield (
+            f"--algo.advantage.turns {turns} compares the rewards of all steps, and --reward.step_total "
+            f"{reward.step_total} leaves one of them: add --reward.step_total sum"
+        )
+    if reward.overlong_buffer_len is not None:
+        yield (
+            "--reward.overlong_buffer_len is a penalty on the length of a turn, and with --reward.steps each step is "
+            "one: leave one of them out"
+        )
+    if reward.normalize_enable and not reward.step_logits:
+        yield "--reward.normalize_enable with --reward.steps: a probability is not normalised; add --reward.step_logits"
+
+
+@contradiction
 def reward_weights_match(config: RLConfig) -> Iterator[str]:
     reward = config.reward
     if reward.weights is None:

@@ -185,14 +185,20 @@ def policy_skeleton(path: str | os.PathLike[str], settings: LoadSettings) -> Pol
 
 
 def load_value_model(
-    path: str | os.PathLike[str], settings: LoadSettings, *, fresh_head: bool | None = None, normalise: bool = False
+    path: str | os.PathLike[str],
+    settings: LoadSettings,
+    *,
+    fresh_head: bool | None = None,
+    normalise: bool = False,
+    classifies: bool = False,
 ) -> ValueModel:
     """The body of the model at `path` with a scalar head, in training mode, its dropout off.
 
     `fresh_head`: False: the head must be there; True: it is not looked for; None: kept where there is one, and fresh on
     a language model. A fresh one is N(0, 1 / (hidden + 1)²). The head is called as --ds.value_head_prefix says unless
     the model's config.json has a `value_head_prefix`. `normalise` takes `mean` and `std` from there. Beside an adapter
-    the head is trained too.
+    the head is trained too. `classifies`: the head may have a bias, and two labels, of which the value is
+    log P(second) − log P(first): that of a token classifier.
     """
     flag, what = settings.flag, f"{settings.flag} {path}"
     config = load_config(path, trust_remote_code=settings.model.trust_remote_code, flag=flag)
@@ -200,7 +206,11 @@ def load_value_model(
     named = settings.ds if isinstance(settings.ds, ValueHeadSection) else ValueHeadSection()
     head_prefix = getattr(config, "value_head_prefix", None) or named.value_head_prefix
     # Before the weights of the body, which take minutes: what is wrong with the head is found at once.
-    weight = None if fresh_head else _stored_head(path, config, head_prefix, required=fresh_head is False, flag=flag)
+    weight, bias = None, None
+    if classifies:
+        weight, bias = _stored_classifier(path, head_prefix, flag=flag)
+    if weight is None and not fresh_head:
+        weight = _stored_head(path, config, head_prefix, required=fresh_head is False, flag=flag)
     image = _any_image(path, config, settings) if settings.images else None
     changed = _switch_dropout_off(config)
     with _no_load_report():
@@ -214,8 +224,10 @@ def load_value_model(
         if fresh_head is None:
             logger.info("%s %s: a language model; its scalar head starts from random weights", flag, path)
         weight = _fresh_head(config.get_text_config().hidden_size, seed=settings.seed)
-    head = ScalarHead(weight.shape[1])
+    head = ScalarHead(weight.shape[1], bias=bias is not None)
     head.weight.data = weight
+    if bias is not None:
+        head.bias.data = bias
     head = head.to(dtype=settings.dtype, device=settings.device)
     body = _to_device(body, settings)
     if not settings.compiled:
@@ -485,6 +497,22 @@ def _stored_head(path: str | os.PathLike[str], config: Any, prefix: str, *, requ
         else "Its files have no scalar head at all: name a reward model, such as train_rm writes."
     )
     raise ModelLoadError(f"{flag} {path}: there is no {prefix}.weight, the head that {where} names. {remedy}")
+
+
+def _stored_classifier(path: str | os.PathLike[str], prefix: str, *, flag: str) -> tuple[Tensor | None, Tensor | None]:
+    """The weight [1, D] and bias [1] of a head of one label, or the difference of two. None for what is missing."""
+    weight, bias = read_tensor(path, f"{prefix}.weight"), read_tensor(path, f"{prefix}.bias")
+    if weight is None:
+        return None, None
+    if weight.dim() != 2 or weight.shape[0] not in (1, 2):
+        raise ModelLoadError(
+            f"{flag} {path}: its head {prefix}.weight has shape {list(weight.shape)}, num_labels {weight.shape[0]}. A "
+            "step's reward is one number, or the second of two labels: name a model with num_labels 1 or 2."
+        )
+    if weight.shape[0] == 2:
+        weight = weight[1:].float() - weight[:1].float()
+        bias = None if bias is None else bias[1:].float() - bias[:1].float()
+    return weight, bias
 
 
 def _fresh_head(hidden_size: int, *, seed: int) -> Tensor:

@@ -30,12 +30,13 @@ class ScalarHead(nn.Linear):
     One column costs nothing.
     """
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1, bias=False)
+    def __init__(self, hidden_size: int, *, bias: bool = False) -> None:
+        super().__init__(hidden_size, 1, bias=bias)
 
     def forward(self, hidden_PD: Tensor) -> Tensor:
         """float32 [P]"""
-        return F.linear(hidden_PD.float(), self.weight.float()).squeeze(-1)
+        bias: Tensor | None = self.bias  # None without one
+        return F.linear(hidden_PD.float(), self.weight.float(), None if bias is None else bias.float()).squeeze(-1)
 
 
 class ValueModel(nn.Module):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from openrlhf.rewards.steps import StepRewards
 from openrlhf.rewards.values import RewardValues
 from openrlhf.types import PlacedImage, Prompt, RewardPart, Trajectory
 
@@ -27,12 +28,16 @@ class RewardRequest:
     Empty when there is only text."""
     images: tuple[tuple[PlacedImage, ...], ...] = ()
     """The images among the tokens of each. Empty when no sample has any."""
+    action_masks: tuple[Tensor, ...] = ()
+    """bool [T] each: the tokens that the policy wrote. Empty when there is only text."""
 
     def __post_init__(self) -> None:
         if not len(self.queries) == len(self.prompts) == len(self.labels) > 0:
             raise ValueError("queries, prompts and labels must have equal, positive lengths")
         if len(self.token_ids) not in (0, len(self.queries)):
             raise ValueError(f"{len(self.token_ids)} token sequences for {len(self.queries)} queries")
+        if [len(mask) for mask in self.action_masks] not in ([], [len(ids) for ids in self.token_ids]):
+            raise ValueError("action masks are not those of the token sequences")
         if len(self.images) not in (0, len(self.token_ids)):
             raise ValueError(f"images of {len(self.images)} samples for {len(self.token_ids)} token sequences")
 
@@ -47,6 +52,7 @@ class RewardRequest:
             # The last segment is the history that the last answer was given to; earlier ones were rewritten.
             token_ids=tuple(t.segments[-1].token_ids for t in samples),
             images=images if any(images := tuple(t.segments[-1].images for t in samples)) else (),
+            action_masks=tuple(t.segments[-1].action_mask for t in samples),
         )
 
 
@@ -62,6 +68,8 @@ class Reward:
     """Sum of the absolute values of what the reward was added up from; None: it is one number of one source."""
     parts: tuple[RewardPart, ...] = ()
     """What the reward is the weighted sum of, by name; empty: it is one number."""
+    steps: StepRewards | None = None
+    """Where it was earned, step by step; None: at the end."""
 
     @staticmethod
     def each(values: RewardValues) -> list[Reward]:

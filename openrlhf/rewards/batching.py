@@ -29,15 +29,18 @@ class Item(NamedTuple):
     shared: int
     """Leading tokens it has in common with the sequence queued before it."""
     images: tuple[PlacedImage, ...] = ()
+    places: tuple[int, ...] = ()
+    """The tokens that are judged, ascending; empty: the last one."""
 
 
 Forward = Callable[[Sequence[Item]], Sequence[float]]
-"""The scores of a batch, in order. What the first item shares is not in the batch."""
+"""The scores of a batch, in order: of each item one, or one for each of its places. What the first item shares is not
+in the batch."""
 
 
 class _Waiting(NamedTuple):
     item: Item
-    score: asyncio.Future[float]
+    scores: asyncio.Future[list[float]]
 
 
 class Batcher:
@@ -69,22 +72,31 @@ class Batcher:
 
         `images`: those of each sequence; empty when there are none.
         """
+        return [score for (score,) in await self.score_places(sequences, ((),) * len(sequences), images)]
+
+    async def score_places(
+        self,
+        sequences: Sequence[Tensor],
+        places: Sequence[tuple[int, ...]],
+        images: Sequence[tuple[PlacedImage, ...]] = (),
+    ) -> list[list[float]]:
+        """The same with one score for each of the places of each sequence; for the last token where it has none."""
         if not sequences:
             return []
         loop = asyncio.get_running_loop()
         # One number for the whole request, not one per pair: samples that share the same beginning form one group.
         placed = images or ((),) * len(sequences)
         shared = _common_prefix(sequences, placed)
-        items = [Item(s, shared if i else 0, placed[i]) for i, s in enumerate(sequences)]
+        items = [Item(s, shared if i else 0, placed[i], places[i]) for i, s in enumerate(sequences)]
         waiting = [_Waiting(item, loop.create_future()) for item in items]
         self._waiting.extend(waiting)
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._drive(), name="reward model")
         try:
-            return await asyncio.gather(*(one.score for one in waiting))
+            return await asyncio.gather(*(one.scores for one in waiting))
         finally:
             for one in waiting:  # of a request that has failed, the rest need not be computed
-                one.score.cancel()
+                one.scores.cancel()
 
     async def _drive(self) -> None:
         while self._waiting:
@@ -96,12 +108,15 @@ class Batcher:
                 scores = await self._run([one.item for one in batch])
             except Exception as error:
                 for one in batch:
-                    if not one.score.done():
-                        one.score.set_exception(error)
+                    if not one.scores.done():
+                        one.scores.set_exception(error)
             else:
-                for one, score in zip(batch, scores, strict=True):
-                    if not one.score.done():  # cancelled meanwhile
-                        one.score.set_result(score)
+                start = 0
+                for one in batch:
+                    end = start + max(1, len(one.item.places))
+                    if not one.scores.done():  # cancelled meanwhile
+                        one.scores.set_result(list(scores[start:end]))
+                    start = end
 
     async def _run(self, items: Sequence[Item]) -> Sequence[float]:
         if self._executor is None:
@@ -114,7 +129,7 @@ class Batcher:
         tokens = 0
         while self._waiting and len(batch) != self._max_sequences:
             first = self._waiting[0]
-            if first.score.done():
+            if first.scores.done():
                 self._waiting.popleft()
                 continue
             if batch and tokens + len(first.item.token_ids) > self._max_tokens:

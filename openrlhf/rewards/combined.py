@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from openrlhf.rewards.base import Reward, RewardError, RewardRequest, RewardSource
+from openrlhf.rewards.steps import StepRewards
 from openrlhf.types import RewardPart
 
 T = TypeVar("T")
@@ -68,7 +69,23 @@ class CombinedReward:
             extra_logs=logs,
             size=sum(abs(weight * part.reward) for _, weight, part in parts),
             parts=tuple(named for name, weight, part in parts for named in _named(name, weight, part)),
+            steps=_steps([(weight, part) for _, weight, part in parts]),
         )
+
+
+def _steps(weighted: Sequence[tuple[float, Reward]]) -> StepRewards | None:
+    """Σ_i w_i · r_ij on each step; sources that judge no steps add to the last one. None where no source judges any."""
+    judged = [(weight, reward.steps) for weight, reward in weighted if reward.steps is not None]
+    if not judged:
+        return None
+    ends = sorted({end for _, steps in judged for end in steps.ends})
+    placed = dict.fromkeys(ends, 0.0)
+    for weight, steps in judged:
+        for end, reward in zip(steps.ends, steps.rewards, strict=True):
+            placed[end] += weight * reward
+    if ends:
+        placed[ends[-1]] += sum(weight * reward.reward for weight, reward in weighted if reward.steps is None)
+    return StepRewards(tuple(ends), tuple(placed.values()))
 
 
 def _named(name: str, weight: float, reward: Reward) -> list[RewardPart]:

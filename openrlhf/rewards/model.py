@@ -16,7 +16,8 @@ from openrlhf.backends.offload import on_device
 from openrlhf.models.value import ValueModel, sequence_ends
 from openrlhf.rewards.base import Reward, RewardError, RewardGoneError, RewardRequest
 from openrlhf.rewards.batching import Batcher, Forward, Item
-from openrlhf.types import PackedTokens
+from openrlhf.rewards.steps import StepReader, StepRewards
+from openrlhf.types import PackedTokens, moved
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class RewardModel(RewardReader):
 
     @torch.no_grad()
     def score(self, batch: Sequence[Item]) -> list[float]:
-        """One packed forward; neighbours compute what they share once."""
+        """One packed forward; neighbours compute what they share once. As `Forward`."""
         sequences = [item.token_ids for item in batch]
         tokens = PackedTokens.from_sequences(
             sequences,
@@ -111,14 +112,29 @@ class RewardModel(RewardReader):
         tokens = dataclasses.replace(tokens, shared_prefixes=(0, *(item.shared for item in batch[1:])))
         tokens = tokens.to(self._device)
         with on_device(self._model, self._device, offload=self._offload):
-            return self._model(tokens, positions=sequence_ends(tokens)).tolist()
+            return self._model(tokens, positions=_judged_positions(tokens, batch)).tolist()
+
+
+def _judged_positions(tokens: PackedTokens, batch: Sequence[Item]) -> Tensor:
+    """int64 [P]: the places of the items, in the stream that they make."""
+    ends = sequence_ends(tokens)
+    if not any(item.places for item in batch):
+        return ends
+    starts = tokens.cu_seqlens[:-1].tolist()
+    positions = [
+        start + place
+        for start, item in zip(starts, batch, strict=True)
+        for place in item.places or (len(item.token_ids) - 1,)
+    ]
+    return moved(torch.tensor(positions), ends.device)
 
 
 class RewardModelSource:
     """Judges samples with one reward model, many requests to a forward.
 
     The model reads the tokens that the policy read and wrote, if each of the policy's tokens has the same id in the
-    model's own tokenizer; otherwise their text, as the policy's template made it, tokenised once.
+    model's own tokenizer; otherwise their text, as the policy's template made it, tokenised once. Steps are read in the
+    policy's tokens, so that a model that judges steps must know them.
 
     Without an `executor` everything happens between two turns of the caller's event loop, as in the embedded engine:
     forwards of the reward model overlap neither each other nor a decoding step, and there are no locks.
@@ -132,14 +148,21 @@ class RewardModelSource:
         policy_tokenizer: Any,
         max_batch_tokens: int,
         executor: Executor | None = None,
+        steps: StepReader | None = None,
     ) -> None:
         """`max_batch_tokens`: most tokens in a forward; a longer sample goes alone. `executor`: of a forward that only
-        waits for others."""
+        waits for others. `steps`: each step is judged; None: the whole sample."""
+        self._steps = steps
         self._reader = reader
         self._reads_tokens = reader.knows(policy_tokenizer)
         self._batcher = Batcher(forward, max_tokens=max_batch_tokens, executor=executor)
 
     async def start(self) -> None:
+        if self._steps is not None and not self._reads_tokens:
+            raise RewardError(
+                f"--reward.steps judges the policy's own tokens, and reward model {self._reader.name} has another "
+                "vocabulary: take one that was made from the same model, or leave --reward.steps out"
+            )
         if not self._reads_tokens:
             logger.info(
                 "reward model %s has another vocabulary than the policy: it reads the text, not the tokens",
@@ -148,6 +171,8 @@ class RewardModelSource:
 
     async def score(self, request: RewardRequest) -> Sequence[Reward]:
         try:
+            if self._steps is not None:
+                return await self._score_steps(self._steps, request)
             scores = self._reader.checked(await self._batcher.score(self._sequences(request), request.images))
         except RewardError as error:
             raise RewardError(f"{request.name}: {error}") from error
@@ -156,6 +181,26 @@ class RewardModelSource:
         except Exception as error:
             raise RewardError(f"{request.name}: reward model {self._reader.name} failed: {error}") from error
         return [Reward(reward=score) for score in scores]
+
+    async def _score_steps(self, reader: StepReader, request: RewardRequest) -> list[Reward]:
+        if not request.action_masks:
+            raise RewardError("--reward.steps judges the tokens that the policy wrote, and here there is only text")
+        sequences = self._sequences(request)
+        ends, places = [], []
+        for whole, mask, read in zip(request.token_ids, request.action_masks, sequences, strict=True):
+            ends.append(reader.ends(whole, mask))
+            cut = len(whole) - len(read)
+            if ends[-1] and ends[-1][0] < cut:
+                raise RewardError("a sample is longer than --data.max_len, and would lose its first steps")
+            places.append(tuple(end - cut for end in ends[-1]))
+        judged = []
+        for own, values in zip(ends, await self._batcher.score_places(sequences, places, request.images), strict=True):
+            rewards = reader.rewards(self._reader.checked(values))
+            logs = {"steps": float(len(own)), "step_reward_mean": math.fsum(rewards) / len(rewards)}
+            # A sample in which the policy wrote nothing was judged at its last token, which is no step.
+            steps = StepRewards(own, tuple(rewards)) if own else None
+            judged.append(Reward(reward=math.fsum(rewards), extra_logs=logs, steps=steps))
+        return judged
 
     async def close(self) -> None:
         """The model goes with this object, so that there is nothing to release."""

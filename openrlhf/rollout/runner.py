@@ -175,7 +175,9 @@ class EpisodeRunner:
             self._judged += 1
             for t, r in zip(unjudged, rewards, strict=True):
                 logs = {**t.extra_logs, **r.extra_logs}
-                judged[t.key] = t.with_reward(r.reward, score=r.score, extra_logs=logs, size=r.size, parts=r.parts)
+                judged[t.key] = t.with_reward(
+                    r.reward, score=r.score, extra_logs=logs, size=r.size, parts=r.parts, steps=r.steps
+                )
         return [judged.get(t.key, t) for t in trajectories]
 
     def _note_unplayed(self, error: str) -> None:

@@ -35,7 +35,7 @@ from openrlhf.runs.launchers import RunParts
 from openrlhf.runs.local_copies import local_copies
 from openrlhf.runs.preflight import reading_model
 from openrlhf.runs.ranks import rank_service
-from openrlhf.runs.reward_sources import build_reward, load_reward_reader
+from openrlhf.runs.reward_sources import build_reward, load_reward_reader, step_reader
 from openrlhf.runs.rl_models import ACTOR, CRITIC, advantage_settings, step_settings
 from openrlhf.trainers.hybrid import DeviceTurns
 from openrlhf.utils import interrupts
@@ -114,6 +114,7 @@ class RayLauncher:
             policy_tokenizer=self.tokenizer,
             max_batch_tokens=self.config.scoring_tokens_per_gpu * len(self.placed.plan.placements(Role.REWARD)),
             executor=self.reward_ranks.threads,
+            steps=step_reader(self.config, self.tokenizer),
         )
 
     @contextlib.contextmanager

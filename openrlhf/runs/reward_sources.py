@@ -20,6 +20,7 @@ from openrlhf.rewards.base import NoReward, RewardSource
 from openrlhf.rewards.combined import CombinedReward
 from openrlhf.rewards.function_file import FunctionFileReward
 from openrlhf.rewards.model import RewardModel, RewardModelSource, RewardReader
+from openrlhf.rewards.steps import StepReader
 from openrlhf.runs.preflight import reading_model, warn_of_positions
 
 FLAG = "--reward.model_name_or_path"
@@ -90,10 +91,25 @@ def reward_model_here(config: RLConfig, policy_tokenizer: Any, device: torch.dev
     def source(path: str, number: int) -> RewardSource:
         model = load_reward_model(path, config, device, offload=config.reward.offload)
         return RewardModelSource(
-            model, model.score, policy_tokenizer=policy_tokenizer, max_batch_tokens=config.scoring_tokens_per_gpu
+            model,
+            model.score,
+            policy_tokenizer=policy_tokenizer,
+            max_batch_tokens=config.scoring_tokens_per_gpu,
+            steps=step_reader(config, policy_tokenizer),
         )
 
     return source
+
+
+def step_reader(config: RLConfig, policy_tokenizer: Any) -> StepReader | None:
+    """How steps are judged; None where whole samples are."""
+    reward = config.reward
+    if reward.steps is None:
+        return None
+    separator = reward.separator if reward.steps == "separator" else None
+    return StepReader(
+        tokenizer=policy_tokenizer, separator=separator, total=reward.step_total, logits=reward.step_logits
+    )
 
 
 def load_reward_reader(path: str, config: RLConfig) -> RewardReader:
@@ -128,7 +144,13 @@ def load_reward_model(
     settings = LoadSettings(device=device, ds=config.ds, model=_trust(config), flag=FLAG, images=images)
     with reading_model(path, flag=FLAG):
         tokenizer = _tokenizer(path, config)
-        model = load_value_model(path, settings, fresh_head=False, normalise=config.reward.normalize_enable)
+        model = load_value_model(
+            path,
+            settings,
+            fresh_head=False,
+            normalise=config.reward.normalize_enable,
+            classifies=isinstance(config, RLConfig) and config.reward.steps is not None,
+        )
     warn_of_positions(model.model.config, max_len=config.data.max_len)
     # Under stage 3 it is DeepSpeed's engine around the model, which has the model's attributes.
     frozen: Any = distribution.freeze(model.eval(), offload=offload)

@@ -58,6 +58,8 @@ CONDITIONS = {
     "model.loss_type=sigmoid": ("--model.loss_type logexp", ""),
     "reward.overlong_buffer_len": ("", "--reward.overlong_buffer_len 8"),
     "reward.remote_url": ("", "--reward.remote_url r.py"),
+    "reward.steps": ("--reward.model_name_or_path m", "--reward.model_name_or_path m --reward.steps token"),
+    "reward.steps=separator": ("--reward.steps token", "--reward.steps separator"),
     "reward.remote_url|reward.model_name_or_path": ("", "--reward.remote_url r.py,s.py"),
     "train.agent_func_path": ("", "--train.agent_func_path a.py"),
     "train.async_enable": ("", "--train.async_enable"),

@@ -36,7 +36,7 @@ def base_command() -> list[str]:
 def test_every_recipe_is_found():
     names = ("PPO", "REINFORCE++:", "REINFORCE++-baseline", "RLOO", "GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO",
              "GMPO", "LUSPO", "VESPO", "DPPO by total variation", "DPPO by KL", "Clip-Cov", "KL-Cov", "MaxRL", "Distillation",
-             "Pass@k training", "ReMax", "GDPO")  # fmt: skip
+             "Pass@k training", "ReMax", "Process rewards", "Process supervision", "GDPO")  # fmt: skip
     assert [next(name for name in names if wish.startswith(name)) for wish in RECIPES] == list(names)
 
 
