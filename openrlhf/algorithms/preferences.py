@@ -100,6 +100,14 @@ def logexp_reward_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -
     return _softplus(rejected_P - chosen_P)
 
 
+def step_loss(values_P: Tensor, good_P: Tensor) -> Tensor:
+    """l = −log σ(v) for a good step, −log σ(−v) for a bad one: binary cross-entropy, v the log-odds of a good step.
+
+    The loss of process reward models (arXiv:2211.14275, arXiv:2312.08935). dl/dv = σ(v) − [the step is good].
+    """
+    return _softplus((-values_P).where(good_P, values_P))
+
+
 def _softplus(x: Tensor) -> Tensor:
     """log(1 + eˣ) = −log σ(−x), for any x: eˣ is never formed."""
     return x.logaddexp(x.new_zeros(()))

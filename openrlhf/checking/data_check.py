@@ -32,6 +32,7 @@ from openrlhf.data.preferences import Judged, Pair
 from openrlhf.data.prompts import PromptSet
 from openrlhf.data.recognition import ANSWERS, is_chat
 from openrlhf.data.sources import load_records
+from openrlhf.data.steps import JudgedSteps, judged_tokens
 from openrlhf.models.image_processor import ImageProcessorError
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.observability.turns import TextImage
@@ -40,7 +41,14 @@ from openrlhf.types import PlacedImage, Prompt
 
 MOST_BROKEN = 20
 """The most images that cannot be read that are named."""
-COMMANDS = {"sft": "train_sft", "rm": "train_rm", "dpo": "train_dpo", "kto": "train_dpo", "rl": "train_ppo_ray"}
+COMMANDS = {
+    "sft": "train_sft",
+    "rm": "train_rm",
+    "dpo": "train_dpo",
+    "kto": "train_dpo",
+    "prm": "train_rm",
+    "rl": "train_ppo_ray",
+}
 """Kind of data → the command that trains on it."""
 
 
@@ -125,6 +133,8 @@ def guess(record: Record, flags: Sequence[str] = ()) -> str:
     given = {word.split("=")[0].rpartition(".")[2].lstrip("-") for word in flags if word.startswith("--")}
     if {"chosen", "rejected"} <= {*record} or given & {"chosen_key", "rejected_key"}:
         return "dpo"
+    if {"steps", "labels"} <= {*record} or given & {"steps_key", "labels_key"}:
+        return "prm"
     if ("label" in record and "prompt" in record and any(key in record for key in ANSWERS)) or "response_key" in given:
         return "kto"
     if given & {"output_key", "multiturn", "pretrain_mode", "pretrain_mode_enable"} or "completion" in record:
@@ -137,8 +147,8 @@ def configure(purpose: str, data: str, model: str, flags: Sequence[str]) -> Trai
     """The configuration of a run on this data. Raises ConfigError."""
     where, what = ("actor", "prompt_dataset") if purpose == "rl" else ("model", "dataset")
     words = [f"--{where}.model_name_or_path", model, f"--data.{what}", data]
-    if purpose == "kto":
-        words += ["--model.loss_type", "kto"]
+    if purpose in ("kto", "prm"):
+        words += ["--model.loss_type", purpose]
     config = parse(COMMANDS[purpose], [*words, *flags])
     assert isinstance(config, TrainerConfig)
     return config
@@ -214,6 +224,9 @@ def show(data: ReadData, index: int) -> ShownRecord:
         case Judged():
             facts = "wanted" if sample.desirable else "not wanted"
             return ShownRecord(where=where, facts=facts, texts=(shown_text(sample.example, tokenizer),))
+        case JudgedSteps():
+            facts = "steps " + ", ".join("good" if good else "bad" for good in sample.good)
+            return ShownRecord(where=where, facts=facts, texts=(shown_text(judged_tokens(sample), tokenizer),))
     return ShownRecord(where=where, facts="", texts=(shown_text(sample, tokenizer),))
 
 
@@ -334,7 +347,8 @@ class _Page:
     def show(
         self, purpose: str, records: Sequence[ShownRecord], summary: str, told: Sequence[str], *, guessed: bool
     ) -> None:
-        looks = f"Read as `openrlhf {'dpo --model.loss_type kto' if purpose == 'kto' else purpose}` reads it"
+        command = {"kto": "dpo --model.loss_type kto", "prm": "rm --model.loss_type prm"}.get(purpose, purpose)
+        looks = f"Read as `openrlhf {command}` reads it"
         self._print(Text(looks + (" (--as says otherwise)." if guessed else "."), style="bold"))
         for line in told:
             self._print(Text.assemble(("note: ", "yellow"), shown(line, 2000)), soft_wrap=True)

@@ -46,8 +46,8 @@ ELSEWHERE = {
     "interactive_chat": "openrlhf chat MODEL, or vLLM's own `vllm serve` and `vllm chat`",
     "train_kd": "openrlhf rl --teacher.model_name_or_path TEACHER, which learns from a teacher on the policy's own "
     "samples (docs/distillation.md)",
-    "train_prm": "a process reward model from elsewhere, which openrlhf rl --reward.steps reads (docs/rewards.md); "
-    "none are trained here",
+    "train_prm": "openrlhf rm --model.loss_type prm, which learns from records with steps and labels "
+    "(docs/supervised.md)",
 }
 """Commands of older versions and other tools, and what does their work."""
 

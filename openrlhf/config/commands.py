@@ -19,8 +19,8 @@ from openrlhf.config.backend import (
 )
 from openrlhf.config.data import (
     DPODataSection,
-    PreferenceDataSection,
     PromptDataSection,
+    RMDataSection,
     SFTDataSection,
     TokenizerSection,
 )
@@ -350,7 +350,7 @@ class RMConfig(TrainerSection, OptimizerSection):
 
     adam: AdamSection = field(default=AdamSection(lr=9e-6))
     model: RMModelSection = field(default=RMModelSection())
-    data: PreferenceDataSection = field(default=PreferenceDataSection(max_len=512))
+    data: RMDataSection = field(default=RMDataSection(max_len=512))
     train: SupervisedTrainSection = field(default=SupervisedTrainSection())
     ds: RMBackendSection = field(default=RMBackendSection())
     eval: RMEvalSection = field(default=RMEvalSection())
@@ -361,8 +361,8 @@ class RMConfig(TrainerSection, OptimizerSection):
 
     @property
     def tokens_per_forward(self) -> int:
-        """Token budget of a micro-batch: what `micro_batch_size` pairs of the greatest length have."""
-        return self.train.micro_batch_size * 2 * self.data.max_len
+        """Token budget of a micro-batch: what `micro_batch_size` pairs (prm: answers) of the greatest length have."""
+        return self.train.micro_batch_size * (1 if self.model.loss_type == "prm" else 2) * self.data.max_len
 
 
 @dataclass(frozen=True, kw_only=True)

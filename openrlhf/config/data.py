@@ -72,6 +72,11 @@ class DataSection(TokenizerSection):
         return self.input_template if usable else None
 
 
+def written(separator: str) -> str:
+    """A separator of a flag as it stands in texts."""
+    return separator.replace(r"\n", "\n").replace(r"\t", "\t")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SupervisedDataSection(DataSection):
     dataset: Annotated[
@@ -107,11 +112,29 @@ class PreferenceDataSection(SupervisedDataSection):
         str | None, Flag("record key of the shared prompt; unset: inside the answers", flat="prompt_key")
     ] = None
     chosen_key: Annotated[
-        str, Flag("record key of the preferred answer", flat="chosen_key", only_with="model.loss_type!=kto")
+        str, Flag("record key of the preferred answer", flat="chosen_key", only_with="model.loss_type!=kto,prm")
     ] = "chosen"
     rejected_key: Annotated[
-        str, Flag("record key of the other answer", flat="rejected_key", only_with="model.loss_type!=kto")
+        str, Flag("record key of the other answer", flat="rejected_key", only_with="model.loss_type!=kto,prm")
     ] = "rejected"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMDataSection(PreferenceDataSection):
+    steps_key: Annotated[
+        str, Flag("record key of the list of an answer's steps (prm)", only_with="model.loss_type=prm")
+    ] = "steps"
+    labels_key: Annotated[
+        str, Flag("record key of the list of which steps are good (prm)", only_with="model.loss_type=prm")
+    ] = "labels"
+    step_separator: Annotated[
+        str, Flag("text between steps (prm); \\n is the end of a line", only_with="model.loss_type=prm")
+    ] = r"\n\n"
+
+    @property
+    def separator(self) -> str:
+        """`step_separator` as it stands in texts."""
+        return written(self.step_separator)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 from openrlhf.algorithms.distillation import DIVERGENCES
 from openrlhf.algorithms.losses import POLICY_LOSSES
 from openrlhf.algorithms.preferences import ANSWER_LOSSES, PAIR_LOSSES
+from openrlhf.config.data import written
 from openrlhf.config.fields import Flag
 from openrlhf.config.training import AdamSection, OptimizerSection
 
@@ -353,7 +354,7 @@ class RewardSection(GroupSection, ServedRewardSection):
     @property
     def separator(self) -> str:
         """`step_separator` as it is written by the policy."""
-        return self.step_separator.replace(r"\n", "\n").replace(r"\t", "\t")
+        return written(self.step_separator)
 
     @property
     def sources(self) -> tuple[RewardEntry, ...]:
@@ -391,7 +392,7 @@ class SFTModelSection(TrainedModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RMModelSection(TrainedModelSection):
-    loss_type: Annotated[str, Flag("sigmoid: −log σ(rc − rr); anything else: log(1 + exp(rr − rc))", flat="loss")] = (
+    loss_type: Annotated[str, Flag("sigmoid: −log σ(rc − rr); prm: steps; else log(1 + exp(rr − rc))", flat="loss")] = (
         "sigmoid"
     )
     margin_loss_enable: Annotated[

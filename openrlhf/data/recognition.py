@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from openrlhf.data.examples import ExampleFormat
 from openrlhf.data.preferences import JudgedFormat, PairFormat
 from openrlhf.data.sources import Record, Records
+from openrlhf.data.steps import StepFormat
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class PromptFormat:
     apply_chat_template: bool = False
 
 
-AnyFormat = TypeVar("AnyFormat", bound=ExampleFormat | PairFormat | JudgedFormat | PromptFormat)
+AnyFormat = TypeVar("AnyFormat", bound=ExampleFormat | PairFormat | JudgedFormat | StepFormat | PromptFormat)
 
 
 def recognise(records: Records, format: AnyFormat, *, flag: str) -> AnyFormat:
@@ -41,6 +42,9 @@ def recognise(records: Records, format: AnyFormat, *, flag: str) -> AnyFormat:
             found = _pair(record, format)
         case JudgedFormat():
             found = _judged(record, format)
+        case StepFormat():
+            chat = format.apply_chat_template or is_chat(record.get(format.prompt_key))
+            found = replace(format, apply_chat_template=chat)
         case _:
             found = _prompt(record, format)
     if not isinstance(found, PromptFormat) and found.places is not None:

@@ -137,6 +137,8 @@ def kind_of(config: Any) -> str:
     """What a supervised run trains."""
     if isinstance(config, SFTConfig):
         return "sft"
+    if isinstance(config, RMConfig) and config.model.loss_type == "prm":
+        raise ConfigError("--model.loss_type prm: openrlhf prove has no definition of it to compare with")
     return "reward model" if isinstance(config, RMConfig) else str(config.model.objective)
 
 

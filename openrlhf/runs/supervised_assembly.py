@@ -27,6 +27,7 @@ from openrlhf.data.preferences import JudgedFormat, JudgedSet, PairFormat, PairS
 from openrlhf.data.recognition import recognise
 from openrlhf.data.schedule import Schedule
 from openrlhf.data.sources import Records, load_records
+from openrlhf.data.steps import StepFormat, StepSet
 from openrlhf.data.templates import set_chat_template
 from openrlhf.data.tokenisation import default_folder
 from openrlhf.models.adapters import WithoutAdapter
@@ -61,6 +62,7 @@ from openrlhf.trainers.dpo import DPOObjective
 from openrlhf.trainers.kto import KTOObjective
 from openrlhf.trainers.moe_aux import BalancedObjective
 from openrlhf.trainers.preferences import Reference
+from openrlhf.trainers.process_reward import ProcessRewardObjective
 from openrlhf.trainers.reward_model import RewardObjective, reward_statistics
 from openrlhf.trainers.sft import SFTObjective
 from openrlhf.trainers.supervised import Objective, Periods, SupervisedTrainer, state_after
@@ -285,7 +287,7 @@ class _Kind:
     """One of the things this loop trains."""
 
     samples: type[TokenisedSet[Any]]
-    format: Callable[[Any], ExampleFormat | PairFormat | JudgedFormat]
+    format: Callable[[Any], ExampleFormat | PairFormat | JudgedFormat | StepFormat]
     assemble: Callable[[Any, Place], ModelParts]
     stand_in: Callable[[TokenisedSet[Any]], _First | None] = lambda samples: None
     """The data to evaluate on where there is no evaluation data."""
@@ -296,7 +298,7 @@ def _kind(config: SupervisedConfig) -> str:
         case SFTConfig():
             return "sft"
         case RMConfig():
-            return "reward model"
+            return "process reward model" if config.model.loss_type == "prm" else "reward model"
     return config.model.objective
 
 
@@ -322,6 +324,18 @@ def _reward_model(config: RMConfig, place: Place) -> ModelParts:
         ),
         export=lambda tokenizer, folder, evaluation, weights: export_value_model(
             model, tokenizer, folder, statistics=reward_statistics(evaluation), state_dict=weights
+        ),
+    )
+
+
+def _process_reward_model(config: RMConfig, place: Place) -> ModelParts:
+    parts = _reward_model(config, place)
+    model: Any = parts.module
+    return dataclasses.replace(
+        parts,
+        objective=lambda answers: ProcessRewardObjective(answers, device=place.device),
+        export=lambda tokenizer, folder, _, weights: export_value_model(
+            model, tokenizer, folder, statistics=None, state_dict=weights
         ),
     )
 
@@ -490,6 +504,18 @@ def _judged_format(config: DPOConfig) -> JudgedFormat:
     )
 
 
+def _step_format(config: RMConfig) -> StepFormat:
+    data = config.data
+    return StepFormat(
+        prompt_key=data.prompt_key or "input",
+        steps_key=data.steps_key,
+        labels_key=data.labels_key,
+        separator=data.separator,
+        input_template=data.prompt_template,
+        apply_chat_template=data.apply_chat_template,
+    )
+
+
 class _First(Sequence[Any]):
     """The first `count` samples of a data set."""
 
@@ -514,6 +540,7 @@ def _first_hundredth(samples: TokenisedSet[Any]) -> _First:
 OBJECTIVES = {
     "sft": _Kind(samples=ExampleSet, format=_example_format, assemble=_sft),
     "reward model": _Kind(samples=PairSet, format=_pair_format, assemble=_reward_model, stand_in=_first_hundredth),
+    "process reward model": _Kind(samples=StepSet, format=_step_format, assemble=_process_reward_model),
     **dict.fromkeys(PAIR_LOSSES, _Kind(samples=PairSet, format=_pair_format, assemble=_dpo)),
     "kto": _Kind(samples=JudgedSet, format=_judged_format, assemble=_kto),
 }
