@@ -134,9 +134,10 @@ def agreement(trial: RLTrial) -> str:
     for prompt in range(2):
         rewards = [float(above if (sample + prompt) % 3 == 0 else base) for sample in range(4)]
         groups.append(two_turns(trial, [(0.0, reward) for reward in rewards], prompt=prompt))
-    # The price of KL comes on top, and differs from token to token.
+    # The price of KL, and what a teacher pays, come on top, and differ from token to token.
     algo = dataclasses.replace(trial.config.algo, kl=dataclasses.replace(trial.config.algo.kl, init_coef=0.0))
-    batch = assigned(trial, groups, config=dataclasses.replace(trial.config, algo=algo))
+    teacher = dataclasses.replace(trial.config.teacher, coef=0.0)
+    batch = assigned(trial, groups, config=dataclasses.replace(trial.config, algo=algo, teacher=teacher))
     assert batch.advantages_A is not None
     largest = float(batch.advantages_A.abs().max())
     if largest != 0:

@@ -42,7 +42,7 @@ REWARDS = {
     "numbers as text": (function("return ['1.0'] * n"), 2, "its rewards[0] must be one number, got '1.0' (str)"),
     "a value missing": (function("return [None] * n"), 2, "its rewards[0] must be one number, got None"),
     "no rewards key": (function("return {'reward': [0.0] * n, 'scores': [0.0] * n}"), 2, "it returned a dict without 'rewards' (with 'reward', 'scores')"),
-    "a dict in the dict": (function("return {'rewards': {'format': [0.0] * n}}"), 2, "its rewards must be one number, got {'format': "),
+    "a dict in the dict's dict": (function("return {'rewards': {'format': {'a': [0.0] * n}}}"), 2, "its rewards['format'] must be one number, got {'a': "),
     "a set": (function("return {0.0, 1.0}"), 2, "its rewards must be one number, got {0.0, 1.0} (set)"),
     "too few scores": (function("return {'rewards': [0.0] * n, 'scores': [1.0]}"), 2, "its scores has 1 values for"),
     "logs that are no dict": (function("return {'rewards': [0.0] * n, 'extra_logs': [1.0]}"), 2, "its 'extra_logs' must be a dict of numbers, got [1.0] (list of 1)"),

@@ -24,12 +24,18 @@ def history(run_dir: Path) -> list[dict]:
     return [without_times(record) for record in read_metrics(run_dir / "metrics.jsonl")]
 
 
+STEPS = {"remax": 25}
+"""5 for all others. What greedy samples earn, which is more than others do, is no mean of theirs: under ReMax most
+advantages are negative at first, and its score falls from 0.41 to 0.27 in 5 steps before it rises, to 0.71 in 30."""
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_each_estimator_raises_the_score(demo, tmp_path, estimator):
     """From 0.37 to 0.64 or more of 500 problems, with two seeds of the training; a difference has a standard error of
     √(0.37·0.63 + 0.64·0.36)/√500 = 0.03."""
     critic = ["--critic.adam.lr", "1e-3"] if ESTIMATORS[estimator].needs_critic else []
-    before, after = scores(run(demo, tmp_path / "run", "--algo.advantage.estimator", estimator, *critic, steps=5))
+    flags, steps = ["--algo.advantage.estimator", estimator, *critic], STEPS.get(estimator, 5)
+    before, after = scores(run(demo, tmp_path / "run", *flags, steps=steps))
     assert before <= 0.6
     assert after >= before + 0.1
 

@@ -190,7 +190,8 @@ def test_over_supports_the_update_is_that_of_the_definition(policy):
     scored_A = Scorer(policy, logprobs(0.7), batching=WHOLE, device=CPU).score(batch)
     entropic = dataclasses.replace(POLICY, entropy_coef=0.1)
     (gradient,), values = update(policy, batch, WHOLE, entropic)
-    plain = Qwen2ForCausalLM._from_config(policy.model.config, attn_implementation="eager")
+    own_config = copy.deepcopy(policy.model.config)  # it is written to, and other tests use this policy
+    plain = Qwen2ForCausalLM._from_config(own_config, attn_implementation="eager")
     plain.load_state_dict(policy.model.state_dict())
     loss, entropies, column = torch.zeros(()), [], []
     for index, sample in enumerate(batch.samples):

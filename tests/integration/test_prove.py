@@ -217,10 +217,11 @@ MUTANTS: dict[str, tuple[str, dict, list[tuple]]] = {
             (
                 "openrlhf.learners.advantages:training_samples",
                 (
-                    "members = group.scored",
-                    "place = list(groups).index(group)\n"
+                    "if settings.estimator.needs_group and len(members) < 2:",
+                    "place = list(groups).index(whole)\n"
                     "        rows = [other.scored for other in groups]\n"
-                    "        members = tuple(rows[(place + k) % len(rows)][k] for k in range(len(rows[place])))",
+                    "        members = tuple(rows[(place + k) % len(rows)][k] for k in range(len(rows[place])))\n"
+                    "        if settings.estimator.needs_group and len(members) < 2:",
                 ),
             )
         ],
@@ -599,8 +600,8 @@ def substituted(started, place: Path) -> object:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_prove_raises_no_false_alarm_of_an_example(script, place, tmp_path):
-    """The update of its command, with the flags that the script has."""
-    started = started_by(script, tmp_path)[0]
+    """The update of its first command that trains, with the flags that the script has."""
+    started = next(one for one in started_by(script, tmp_path) if one.command.startswith("train_"))
     report = proved(
         substituted(started, place), "masks", "loss", "cuts", "advantages", "critic", "objective", "batches"
     )
