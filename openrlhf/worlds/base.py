@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -359,6 +360,16 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it there, and wait for what comes of it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+
+def in_passes(records: Sequence[Any], *, count: int, seed: int) -> Iterator[Any]:
+    """`count` of the records: each once, in an order that the seed draws, before any comes again."""
+    rng = random.Random(seed)
+    left: list[Any] = []
+    for _ in range(count):
+        if not left:
+            left = rng.sample(records, len(records))
+        yield left.pop()
 
 
 def tool_message(call: Mapping[str, Any], answer: str) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import inspect
 import json
 import math
 import os
-import random
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from openrlhf.worlds.base import (
     Turn,
     WorldError,
     WorldSettings,
+    in_passes,
     shown,
     tool_message,
     unreadable_call,
@@ -86,12 +86,7 @@ class World:
 
     def records(self, *, count: int, seed: int) -> Iterator[dict[str, Any]]:
         """Each record once, in an order that the seed draws, before any is there again."""
-        rng = random.Random(seed)
-        left: list[dict[str, Any]] = []
-        for _ in range(count):
-            if not left:
-                left = rng.sample(self._records, len(self._records))
-            yield left.pop()
+        return in_passes(self._records, count=count, seed=seed)
 
     def begin(self, label: Any, *, seed: int) -> _Play:
         """An episode of a record; what the policy is asked is in its label too, as `records` has written it."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 import http.cookiejar
 import json
 import math
-import random
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.worlds.base import Start, Turn, WorldError, WorldSettings, shown, tool_message, unreadable_call
+from openrlhf.worlds.base import Start, Turn, WorldError, WorldSettings, in_passes, shown, tool_message, unreadable_call
 
 OPTIONS = ("server", "records", "steps", "done_flag", "call_timeout")
 RECORD = "responses_create_params"
@@ -61,12 +60,7 @@ class World:
 
     def records(self, *, count: int, seed: int) -> Iterator[dict[str, Any]]:
         """Each record once, in an order that the seed draws, before any is there again."""
-        rng = random.Random(seed)
-        left: list[dict[str, Any]] = []
-        for _ in range(count):
-            if not left:
-                left = rng.sample(self._records, len(self._records))
-            record = left.pop()
+        for record in in_passes(self._records, count=count, seed=seed):
             name = (record.get("agent_ref") or {}).get("name", "nemo_gym")
             yield {"input": _messages(record[RECORD]), "label": record, "datasource": name}
 
