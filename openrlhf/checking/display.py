@@ -214,11 +214,12 @@ def agent_summary(played: Sequence[PlayedEpisode], tokenizer: Any, *, by: str) -
     trained = sum(segment.num_actions for one in played for segment in one.episode.segments)
     cut = sum(one.episode.truncated for one in played)
     prompts = len({one.prompt.ordinal for one in played})
-    earned = f"they earned {_range(rewards)}" if rewards else "they have no reward of their own"
+    earned = _earned(rewards) if rewards else "they have no reward of their own"
     ends = f"{len(played) - cut} ended by {'itself' if len(played) - cut == 1 else 'themselves'}, {cut} by a limit"
+    length = f"{_span(turns)} turn{'s' if max(turns) > 1 else ''}"
     return (
         f"{by} played {len(played)} episode{'s' if len(played) > 1 else ''} of {prompts} "
-        f"prompt{'s' if prompts > 1 else ''}, with {_span(turns)} turns, {trained:,} of whose tokens would be trained "
+        f"prompt{'s' if prompts > 1 else ''}, with {length}, {trained:,} of whose tokens would be trained "
         f"on; {earned}; {ends}. A run takes the file with --train.agent_func_path."
     )
 
@@ -234,6 +235,10 @@ def _times(count: int) -> str:
 def _range(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"of {low:.4g}" if low == high else f"from {low:.4g} to {high:.4g}"
+
+
+def _earned(rewards: Sequence[float]) -> str:
+    return f"each episode earned {rewards[0]:.4g}" if min(rewards) == max(rewards) else f"they earned {_range(rewards)}"
 
 
 def _span(counts: Sequence[int]) -> str:
