@@ -628,13 +628,14 @@ def _graded(results: Sequence[Result | None], cases: Sequence[tuple[str, str]]) 
 # that a test that never ends does not take the others' with it. A test sees what the code defined, and nothing that
 # another test did to it by assignment.
 _ASSERTS = """
-import json, os, sys
+import json, os, sys, types
 job = json.load(sys.stdin)
 results = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 def run(job, results):
     code, tests, secret = job.pop("code"), job.pop("tests"), job.pop("secret")
-    defined = {"__name__": "answer"}
+    answer = sys.modules["answer"] = types.ModuleType("answer")  # dataclasses and pickle look their classes up there
+    defined = vars(answer)
     exec(compile(code, "answer.py", "exec"), defined)
     for number, test in enumerate(tests):
         try:

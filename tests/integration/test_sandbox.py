@@ -248,6 +248,23 @@ class TestGrading:
         assert graded.passed == (True, False)
         assert graded.results[0].limit == Limit.TIME
 
+    def test_statements_see_a_module(self):
+        """Data classes with annotations that are text, and pickle, look their class up in the module that it names."""
+        code = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+
+@dataclass
+class Point:
+    x: int
+
+def copied(x):
+    return pickle.loads(pickle.dumps(Point(x)))
+"""
+        graded = sandbox.grade_asserts(code, ["assert copied(3) == Point(3)"])
+        assert graded.passed == (True,), graded.results
+
     def test_no_tests_are_an_error(self):
         with pytest.raises(ValueError, match="no tests"):
             sandbox.grade_outputs("", [])
