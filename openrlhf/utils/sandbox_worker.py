@@ -645,6 +645,49 @@ def descendants(process: int) -> list[int]:
     return found
 
 
+def lists_children(process: int) -> bool:
+    """Whether /proc names the children of I. Not on every kernel; and I, which nobody may look into, is not there at
+    all for an ordinary user where /proc shows everybody their own processes only (`hidepid`)."""
+    return os.access(f"/proc/{process}/task/{process}/children", os.R_OK)
+
+
+def descendants_by_parents(process: int) -> list[int]:
+    """`descendants`, found by looking at all processes that can be seen; `process` itself need not be one."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(name))
+    found, ahead = [], [process]
+    while ahead:
+        below = children.get(ahead.pop(), [])
+        found += below
+        ahead += below
+    return found
+
+
+def check_proc() -> None:
+    """Raises SetupError where a run could not be watched, and what it has started would stay."""
+    try:
+        ours = os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        ours = False
+    if not ours:
+        raise SetupError("/proc is not there, or shows other processes than ours: nothing can be watched")
+
+
+def all_of_run(job: dict[str, Any], first: int) -> set[int]:
+    """All processes of the run but I, which is `first`."""
+    find = descendants if lists_children(first) else descendants_by_parents
+    found = set(find(first))
+    if not direct(job):  # those whose parents have ended are ours now
+        found.update(find(os.getpid()))
+    return found - {first}
+
+
 def unmapped_files(process: int) -> tuple[int, int]:
     """Number and bytes of open files that have no name any more, which no walk through the folder finds."""
     number, size = 0, 0
@@ -674,6 +717,7 @@ class Watch:
     """What the command and everything that it has started use, together."""
 
     def __init__(self, job: dict[str, Any], folder: str, first: int) -> None:
+        self.job = job
         self.direct = direct(job)
         self.bubblewrap = job["level"] == "namespaces" and not self.direct
         self.limits = job["limits"]
@@ -685,8 +729,7 @@ class Watch:
 
     def look(self) -> str | None:
         """The limit that is passed, if one is."""
-        root = self.first if self.direct else os.getpid()
-        processes = [process for process in descendants(root) if process != self.first]
+        processes = all_of_run(self.job, self.first)
         used, tasks = 0, 0
         for process in processes:
             try:
@@ -707,7 +750,7 @@ class Watch:
             return self._look_at_files(processes)
         return None
 
-    def _look_at_files(self, processes: list[int]) -> str | None:
+    def _look_at_files(self, processes: set[int]) -> str | None:
         number, size = -2 * self.bubblewrap, 0  # its own two folders
         for process in processes:
             more_files, more_bytes = unmapped_files(process)
@@ -736,10 +779,12 @@ def end_everything(job: dict[str, Any], first: int, reported: bytearray) -> None
     if LINUX:
         # A process that is stopped starts no other, so there is an end to this.
         stopped: set[int] = set()
-        while fresh := [process for process in descendants(os.getpid()) if process not in stopped]:
+        fresh = {first}
+        while fresh:
             for process in fresh:
-                stopped.add(process)
                 _signal(process, signal.SIGSTOP)
+            stopped |= fresh
+            fresh = all_of_run(job, first) - stopped
         for process in stopped:
             _signal(process, signal.SIGKILL)
     else:
@@ -767,6 +812,8 @@ def reap(deadline: float) -> None:
 def supervise(job: dict[str, Any], folder: str) -> dict[str, Any]:
     """One run, from start to end."""
     limits = job["limits"]
+    if LINUX:
+        check_proc()
     stdin_read, stdin_write = os.pipe()
     stdout_read, stdout_write = os.pipe()
     stderr_read, stderr_write = os.pipe()

@@ -376,6 +376,61 @@ class TestEnds:
             caller.wait()
 
 
+# A kernel that does not list the children of a process, and a /proc that hides the first process inside (`hidepid`).
+HIDING = """
+import builtins, os
+worker = sandbox_worker
+worker.lists_children = lambda process: False
+worker.children_of = None
+def opened(path, *args, **named):
+    if str(path).endswith("/stat") and not str(path).startswith(f"/proc/{os.getpid()}/"):
+        with builtins.open(path[: -len("stat")] + "cmdline", "rb") as file:
+            if b"sandbox_worker" in file.read():
+                raise PermissionError(path)
+    return builtins.open(path, *args, **named)
+worker.open = opened
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+class TestHiddenProcesses:
+    @pytest.fixture
+    def worker(self, monkeypatch):
+        def change(code):
+            *before, program, folder = sandbox.COMMAND
+            program = program.replace("sandbox_worker.main()", f"exec({code!r}); sandbox_worker.main()")
+            monkeypatch.setattr(sandbox, "COMMAND", (*before, program, folder))
+
+        return change
+
+    def test_nothing_stays(self, level, worker):
+        worker(HIDING)
+        marker = f"sandbox-hidden-{os.getpid()}-{level}"
+        command = [sys.executable, "-I", "-S", "-c", "import os, time; os.fork() and os.fork(); time.sleep(60)", marker]
+        result = sandbox.run(command, limits=Limits(seconds=0.5))
+        assert (result.limit, result.exit_status) == (Limit.TIME, None)
+        assert processes_with(marker) == []
+
+    def test_memory_of_all_together_is_counted(self, level, worker):
+        worker(HIDING)
+        code = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        kept = bytearray(b"x") * (60 << 20)
+        time.sleep(30)
+        os._exit(0)
+time.sleep(30)
+"""
+        assert sandbox.run_python(code, limits=Limits(seconds=60, memory=160 << 20)).limit == Limit.MEMORY
+
+    def test_no_proc_is_refused(self, level, worker):
+        """Rather than that what a run has started stays."""
+        worker("import os; os.readlink = lambda path: '1'")
+        with pytest.raises(SandboxError, match="/proc is not there"):
+            sandbox.run_python("print(1)")
+
+
 def grandparent(process):
     for _ in range(2):
         process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
