@@ -218,6 +218,7 @@ for child in range(5):
             for number in range(60):
                 got[number << 20 : number + 1 << 20] = os.urandom(1 << 20)
         time.sleep(60)
+        os._exit(0)
 time.sleep(4)
 print("ESCAPED")
 """,
