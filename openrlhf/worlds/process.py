@@ -20,13 +20,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from openrlhf.utils import parent_death
-from openrlhf.worlds.base import AnyStart, GameTurn, Outcome, Turn, WorldError, WorldSettings, start_of_json
+from openrlhf.worlds.base import AnyStart, GameTurn, Outcome, Turn, WorldError, WorldSettings, shown, start_of_json
 from openrlhf.worlds.environments import WorldPython, install_command, world_name
 from openrlhf.worlds.games import GamePlan
 
@@ -41,6 +41,9 @@ LINES_KEPT = 20
 _FOLDER = Path(__file__).resolve().parents[1]
 _keys = itertools.count(1)
 _alive: weakref.WeakSet[WorldProcess] = weakref.WeakSet()
+_under_way: set[asyncio.Task[Any]] = set()
+"""An event loop does not keep its tasks alive by itself."""
+T = TypeVar("T")
 
 
 class WorldFailure(Exception):
@@ -120,17 +123,47 @@ class WorldProcess:
         self._python = python
         self._timeout = timeout
         self._start_timeout = start_timeout
+        self._counting = threading.Lock()
         self._lock = threading.RLock()
+        """Held while a process starts: not to be waited for on an event loop."""
         self._life: _Life | None = None
 
     async def begin(self, label: Any, *, seed: int) -> WorldEpisode:
-        """An episode of the record with this label. Raises WorldFailure."""
-        life = await self._alive()
-        key = next(_keys)
-        start = await life.ask({"do": "begin", "episode": key, "label": label, "seed": seed}, "begin", self._timeout)
-        with self._lock:
-            self.playing += 1
-        return WorldEpisode(self, life, key, start_of_json(start), self._timeout)
+        """An episode of the record with this label. Raises WorldFailure.
+
+        One whose caller is cancelled meanwhile is begun all the same, and then closed.
+        """
+        self.count(1)  # before anything is awaited: of episodes that begin at once, each sees the others
+        beginning = _kept(self._begin(label, seed))
+        try:
+            await asyncio.wait([beginning])
+        except asyncio.CancelledError:
+            beginning.add_done_callback(_close_unwanted)
+            raise
+        return beginning.result()
+
+    async def _begin(self, label: Any, seed: int) -> WorldEpisode:
+        try:
+            life = await self._alive()
+            key = next(_keys)
+            request = {"do": "begin", "episode": key, "label": label, "seed": seed}
+            start = self.read(start_of_json, "begin", await life.ask(request, "begin", self._timeout))
+        except BaseException:
+            self.count(-1)
+            raise
+        return WorldEpisode(self, life, key, start, self._timeout)
+
+    def count(self, change: int) -> None:
+        """An episode begins, or is over. This waits for nothing, not for a process that is being started either."""
+        with self._counting:
+            self.playing += change
+
+    def read(self, kind: Callable[[Any], T], method: str, told: Any) -> T:
+        """What the world has answered. Raises WorldFailure where it is something else."""
+        try:
+            return kind(told)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise WorldRefusal(f"{self.name}: {method} has returned {shown(told)}: {error}") from error
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """A method of the world itself, by name. Raises WorldFailure."""
@@ -194,17 +227,17 @@ class WorldEpisode:
 
     async def step(self, message: Mapping[str, Any]) -> Turn:
         """The world's answer to what the policy said. Raises WorldFailure."""
-        return Turn.of_json(await self.call("step", message))
+        return self._process.read(Turn.of_json, "step", await self.call("step", message))
 
     async def move(self, agent: str, message: Mapping[str, Any]) -> GameTurn:
         """The same in a game of several agents. Raises WorldFailure."""
-        return GameTurn.of_json(await self.call("step", agent, message))
+        return self._process.read(GameTurn.of_json, "step", await self.call("step", agent, message))
 
     async def run(self, base_url: str, api_key: str, model: str, *, waited: Callable[[], float]) -> Outcome:
         """Have an episode that drives itself do so. Its deadline is for its own time: not for what it has `waited` for
         the policy. Raises WorldFailure."""
         request = {"do": "call", "episode": self._key, "method": "run", "args": [base_url, api_key, model]}
-        return Outcome.of_json(await self._life.ask(request, "run", self._timeout, waited))
+        return self._process.read(Outcome.of_json, "run", await self._life.ask(request, "run", self._timeout, waited))
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """A method of the episode, by name. Raises WorldFailure."""
@@ -213,8 +246,7 @@ class WorldEpisode:
 
     async def close(self) -> None:
         """The episode is over. A failure to say so harms nobody."""
-        with self._process._lock:
-            self._process.playing -= 1
+        self._process.count(-1)
         with contextlib.suppress(WorldFailure):
             await self._life.ask({"do": "end", "episode": self._key}, "close", self._timeout)
 
@@ -254,9 +286,15 @@ class _Life:
     async def ask(
         self, request: dict[str, Any], what: str, timeout: float, waited: Callable[[], float] = lambda: 0.0
     ) -> Any:
-        """`waited`: seconds in which the process has waited for us, which are not its own."""
-        call = self._submit(request)
-        # `asyncio.wait` leaves the futures alone where the caller is cancelled: the process answers all the same.
+        """`waited`: seconds in which the process has waited for us, which are not its own.
+
+        The deadline holds for a call whose caller is cancelled too: others wait until the process has answered it.
+        """
+        asking = _kept(self._answer(self._submit(request), what, timeout, waited))
+        await asyncio.wait([asking])
+        return asking.result()
+
+    async def _answer(self, call: _Call, what: str, timeout: float, waited: Callable[[], float]) -> Any:
         await asyncio.wait([asyncio.wrap_future(call.sent)])
         answered = asyncio.wrap_future(call.answered)
         began = time.monotonic()
@@ -368,10 +406,24 @@ class _Life:
         return WorldRefusal(text) if error["kind"] == WorldError.__name__ else WorldFailure(text)
 
 
+def _kept(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that goes on where its caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    _under_way.add(task)
+    task.add_done_callback(_under_way.discard)
+    task.add_done_callback(_look_at)
+    return task
+
+
 def _look_at(answered: asyncio.Future[Any]) -> None:
     """What nobody waits for any more is no exception that was never retrieved."""
     if not answered.cancelled():
         answered.exception()
+
+
+def _close_unwanted(beginning: asyncio.Task[WorldEpisode]) -> None:
+    if not beginning.cancelled() and beginning.exception() is None:
+        _kept(beginning.result().close())
 
 
 @atexit.register

@@ -17,6 +17,7 @@ class World:
         if self.tasks[0][0] == "unknown":
             raise WorldError("there is no task unknown; there is count")
         self.seed = settings.seed
+        self.open = 0
 
     def records(self, *, count, seed):
         for index in range(count):
@@ -25,7 +26,11 @@ class World:
             yield {"input": f"Say {label['say']}.", "label": label, "datasource": self.tasks[0][0], "difficulty": index % 3}
 
     def begin(self, label, *, seed):
+        self.open += 1
         return Counting(self, label, seed)
+
+    def still_open(self):
+        return self.open
 
     def modules(self):
         return sorted(sys.modules)
@@ -39,7 +44,7 @@ class World:
 
 class Counting:
     def __init__(self, world, label, seed):
-        self.world, self.label, self.seed, self.turn, self.closed = world, label, seed, 0, False
+        self.world, self.label, self.seed, self.turn = world, label, seed, 0
         self.start = Start([{"role": "user", "content": f"Say {label['say']}."}])
         print("a package that prints")
 
@@ -67,7 +72,7 @@ class Counting:
         return Turn(answer, reward=float(right), done=done, logs={"turns": self.turn, "seed": self.seed % 1000})
 
     def close(self):
-        self.closed = True
+        self.world.open -= 1
 """
 
 

@@ -136,7 +136,7 @@ def test_a_model_without_template_reads_plain_text(player):
 @pytest.mark.parametrize(
     ("misdeed", "error", "words"),
     [
-        ("raise", AgentError, "counting.py:54 (in step): ValueError: no such move"),
+        ("raise", AgentError, "counting.py:59 (in step): ValueError: no such move"),
         ("refuse", AgentResultError, "the label has no goal"),
         ("crash", AgentError, "the last words"),
     ],
@@ -156,11 +156,14 @@ def test_a_world_that_cannot_be_made_says_so(player):
 
 
 def test_episodes_are_shared_among_processes(player):
+    """Also where they begin at once, as those of a round do."""
     one = player(processes=2)
 
+    async def begin():
+        return await one._least_busy().begin(LABEL, seed=0)
+
     async def both():
-        first = await one._least_busy().begin(LABEL, seed=0)
-        second = await one._least_busy().begin(LABEL, seed=0)
+        first, second = await asyncio.gather(begin(), begin())
         busy = [process.playing for process in one._processes]
         await first.close()
         await second.close()

@@ -165,6 +165,65 @@ def test_a_hang_ends_with_its_process_and_the_others_may_be_played_again(tmp_pat
     process.close()
 
 
+def test_a_hang_whose_caller_has_gone_ends_with_its_process_all_the_same(tmp_path):
+    """Otherwise all that is asked later would wait for its turn, which has no deadline."""
+    process = world(counting_world(tmp_path), timeout=1.0)
+
+    async def play():
+        bad = await process.begin({**LABEL, "misdeed": "hang"}, seed=0)
+        stepping = asyncio.ensure_future(bad.step(RIGHT))
+        await asyncio.sleep(0.1)
+        stepping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stepping
+        await asyncio.wait_for(bad.close(), patience(20.0))
+        return await asyncio.wait_for(process.begin(LABEL, seed=0), patience(20.0))
+
+    assert asyncio.run(play()).start.messages
+    process.close()
+
+
+def test_an_episode_whose_caller_has_gone_is_closed(tmp_path):
+    process = world(counting_world(tmp_path))
+
+    async def play():
+        await process.call("still_open")
+        beginning = asyncio.ensure_future(process.begin(LABEL, seed=0))
+        await asyncio.sleep(0)
+        beginning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await beginning
+        ends = time.monotonic() + patience(20.0)
+        while process.playing and time.monotonic() < ends:
+            await asyncio.sleep(0.02)
+        return await process.call("still_open"), process.playing
+
+    assert asyncio.run(play()) == (0, 0)
+    process.close()
+
+
+def test_who_waits_for_nothing_does_not_wait_until_a_process_has_started(tmp_path):
+    """All episodes of a host share an event loop, also those of its other processes."""
+    process = world(counting_world(tmp_path, head="import time; time.sleep(2)\n"))
+
+    async def play():
+        good = await process.begin(LABEL, seed=0)
+        bad = await process.begin({**LABEL, "misdeed": "crash"}, seed=0)
+        with pytest.raises(WorldDeath):
+            await bad.step(RIGHT)
+        again = asyncio.ensure_future(process.begin(LABEL, seed=0))
+        while process._lock.acquire(blocking=False):  # until it is starting
+            process._lock.release()
+            await asyncio.sleep(0.01)
+        await good.close()
+        return again.done(), await again
+
+    already, again = asyncio.run(play())
+    assert not already
+    assert again.start.messages
+    process.close()
+
+
 def test_a_crash_says_how_and_is_retried_in_another_process(counting):
     async def play(**label):
         episode = await counting.begin(LABEL | label, seed=0)
@@ -186,6 +245,21 @@ def test_errors_inside_name_file_and_line_and_refusals_are_for_people(counting):
     with pytest.raises(WorldRefusal, match=r"^world counting\.py: the label has no goal$") as refusal:
         asyncio.run(play("refuse"))
     assert not refusal.value.retry
+
+
+def test_what_is_no_turn_is_said(tmp_path):
+    file = tmp_path / "counting.py"
+    counting_world(tmp_path)
+    file.write_text(file.read_text().replace("        return Turn(", "        return dict(turn="))
+    process = world(str(file))
+
+    async def play():
+        episode = await process.begin(LABEL, seed=0)
+        await episode.step(RIGHT)
+
+    with pytest.raises(WorldRefusal, match=r"^world counting\.py: step has returned \{'turn': .*unexpected keyword"):
+        asyncio.run(play())
+    process.close()
 
 
 @pytest.mark.parametrize(
