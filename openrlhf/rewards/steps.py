@@ -71,7 +71,7 @@ def step_ends(token_ids: Tensor, action_mask: Tensor, tokenizer: Any, *, separat
         own: list[int] = []
         while start < stop:
             end = _separated(ids, start, stop, tokenizer, separator)
-            text = _decode(tokenizer, ids[start:end], skip_special_tokens=True)
+            text = decoded(tokenizer, ids[start:end], skip_special_tokens=True)
             if text.replace(separator, "").strip():
                 own.append(end - 1)
             elif own:
@@ -91,7 +91,7 @@ def _separated(ids: list[int], start: int, stop: int, tokenizer: Any, separator:
     """
 
     def has(end: int) -> bool:
-        return separator in _decode(tokenizer, ids[start:end], skip_special_tokens=False)
+        return separator in decoded(tokenizer, ids[start:end], skip_special_tokens=False)
 
     low, high = start, min(start + 16, stop)
     while not has(high):
@@ -104,7 +104,8 @@ def _separated(ids: list[int], start: int, stop: int, tokenizer: Any, separator:
     return high
 
 
-def _decode(tokenizer: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
+def decoded(tokenizer: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
+    """The text of tokens, with its spaces as they are."""
     text: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     return text
 

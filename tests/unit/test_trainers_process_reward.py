@@ -1,5 +1,6 @@
 """Process reward models: which tokens are judged, the loss by hand, and what is learnt and written."""
 
+import copy
 import json
 import math
 import random
@@ -77,6 +78,27 @@ class TestRecords:
     def test_wrong_records_are_named(self, tokenizer, change, words):
         with pytest.raises(DataError, match=f"record 2 of steps.jsonl.*{words}"):
             answers_of(tokenizer, RECORD, RECORD | change)
+
+    @pytest.mark.parametrize(
+        ("steps", "template"),
+        [
+            (["x", "<eos>", "y"], None),
+            (
+                ["<think>x", "y</think>0", "y"],
+                "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
+            ),
+        ],
+    )
+    def test_an_answer_with_other_steps_as_tokens_is_named_before_training(self, tokenizer, steps, template):
+        """A step without text, and a template that leaves thinking out. Where --data.max_len cuts, nobody can tell."""
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template
+        format = StepFormat(apply_chat_template=template is not None)
+        rows = Rows([RECORD, RECORD | {"steps": steps}])
+        if template is None:
+            StepSet(rows, format, tokenizer=own, max_len=6)
+        with pytest.raises(DataError, match=r"record 2 of steps\.jsonl: its 3 steps have 2 ends as tokens: "):
+            StepSet(rows, format, tokenizer=own, max_len=64)
 
 
 class Table(nn.Module):
