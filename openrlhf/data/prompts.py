@@ -164,8 +164,8 @@ class PromptSet(Sequence[Prompt]):
                     empty.append(row)
             first = set(with_images[:DECODED])
             self._decode([(row, prompt) for row, prompt, _ in usable if row in first])
-            self._check_teacher([row for row, _, _ in usable])
             lengths = self._lengths([prompt for _, prompt, _ in usable], rows=[row for row, _, _ in usable])
+            before = len(kept)
             for (row, prompt, label), length in zip(usable, lengths, strict=True):
                 if length == 0:
                     empty.append(row)
@@ -180,6 +180,7 @@ class PromptSet(Sequence[Prompt]):
                     digest.update(repr((prompt.text, label)).encode())
                     for image in prompt.images:
                         digest.update(image if isinstance(image, bytes) else image.encode())
+            self._check_teacher(kept[before:])
         warn_left_out(self._records, empty, why=f"have an empty {self._input_key!r}", what="prompts", flag=self._flag)
         self._tell_long(long)
         too_long = f"are longer than {self.max_prompt_tokens} tokens and have images, which are never cut ({_ROOM})"
@@ -304,7 +305,8 @@ class PromptSet(Sequence[Prompt]):
         return text
 
     def _check_teacher(self, rows: Sequence[int]) -> None:
-        """The teacher's prompt is never cut: what it has beyond the policy's is what it teaches. Raises DataError."""
+        """Of records that are kept. The teacher's prompt is never cut: what it has beyond the policy's is what it
+        teaches. Raises DataError."""
         if self._teacher_key is None:
             return
         texts = [PlacedText(self._teacher_text(row, self._records[row])) for row in rows]

@@ -473,3 +473,11 @@ class TestTeachersPrompts:
         records = load([{"input": "q0", "hint": "h0"}, record])
         with pytest.raises(DataError, match=rf"^--data\.prompt_dataset, record 2 of .*train\.jsonl: {message}"):
             self.of(records, max_prompt_tokens=3)
+
+    def test_that_of_a_record_that_is_left_out_is_not_looked_at(self, load):
+        """A hint is longer than its prompt: with --data.long_prompts skip it would end every run with a long one."""
+        records = load(
+            [{"input": "q", "hint": "h"}, {"input": "a b c d", "hint": "a b c d e"}, {"input": "r", "hint": "h"}]
+        )
+        prompts = self.of(records, max_prompt_tokens=3, long_prompts="skip")
+        assert [prompt.text for prompt in prompts] == ["q", "r"]
