@@ -14,6 +14,7 @@ covariance that it had.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,10 +43,11 @@ def chosen_tokens(
 ) -> Tensor:
     """bool [A]: the chosen ones among this rank's tokens of a step; n is max(1, ⌊share · tokens of all ranks⌋).
 
-    Without `between` the n with the largest covariance, and others that equal the last of them; with it, the n with
+    Without `between` the n with the largest covariance, of equal ones those with the largest draws; with it, the n with
     the largest draws among those whose covariance is in between, or all of these if there are fewer.
 
     `draws_A`: a number for each token that says nothing of it, and that is the same however tokens are shared out.
+    Tokens whose draws are equal too are chosen together.
     `gather`: every rank's value, on every rank; it is collective.
     """
     import torch  # here, so that the registry of losses imports without it
@@ -58,8 +60,16 @@ def chosen_tokens(
     if choice.between is not None:
         scores_A, able_A = draws_A.double(), (covariance_A > choice.between[0]) & (covariance_A < choice.between[1])
     count = max(1, int(choice.share * tokens))
-    able = scores_A[able_A]
-    best = sorted((x for part in gather(able.topk(min(count, len(able))).values.tolist()) for x in part), reverse=True)
+
+    def largest(values: Tensor, most: int) -> list[float]:
+        """Of all ranks, in descending order. Collective."""
+        parts = gather(values.topk(min(most, len(values))).values.tolist())
+        return sorted(itertools.chain.from_iterable(parts), reverse=True)[:most]
+
+    best = largest(scores_A[able_A], count)
     if not best:
         return able_A
-    return able_A & (scores_A >= best[:count][-1])
+    # Equal covariances are common: fp32 gives a token that was certain the log-prob 0, and samples share advantages.
+    above_A, last_A = able_A & (scores_A > best[-1]), able_A & (scores_A == best[-1])
+    least = largest(draws_A.double()[last_A], best.count(best[-1]))[-1]
+    return above_A | (last_A & (draws_A.double() >= least))

@@ -487,17 +487,21 @@ def kl_estimate(difference: Tensor, name: str) -> Tensor:
 
 def _chosen(samples: Sequence[PlainSample], kind: str) -> list[Tensor]:
     """bool [A] each: under `kl_cov` the 0.02 % of the step's tokens with the largest covariance of advantage and old
-    log-prob, under `clip_cov` as many at random of those between 1 and 5; at least one."""
+    log-prob, of equal ones at random, under `clip_cov` as many at random of those between 1 and 5; at least one."""
     nothing = [torch.zeros(len(sample.old), dtype=torch.bool) for sample in samples]
     if kind not in ("clip_cov", "kl_cov"):
         return nothing
     tokens = [(i, t) for i, sample in enumerate(samples) for t in range(len(sample.old))]
     mean_a = sum(float(samples[i].advantages[t]) for i, t in tokens) / len(tokens)
     mean_p = sum(float(samples[i].old[t]) for i, t in tokens) / len(tokens)
-    found = {(i, t): float(samples[i].advantages[t] - mean_a) * float(samples[i].old[t] - mean_p) for i, t in tokens}
-    if kind == "clip_cov":
-        draws = [_draws(sample.key, len(sample.old)) for sample in samples]
-        found = {(i, t): draws[i][t] for (i, t), covariance in found.items() if 1 < covariance < 5}
+    found = {}
+    draws = [_draws(sample.key, len(sample.old)) for sample in samples]
+    for i, t in tokens:
+        covariance = (float(samples[i].advantages[t]) - mean_a) * (float(samples[i].old[t]) - mean_p)
+        if kind == "kl_cov":
+            found[i, t] = (covariance, draws[i][t])
+        elif 1 < covariance < 5:
+            found[i, t] = (0.0, draws[i][t])
     count = max(1, int(2e-4 * len(tokens)))
     for i, t in sorted(found, key=lambda place: found[place], reverse=True)[:count]:
         nothing[i][t] = True

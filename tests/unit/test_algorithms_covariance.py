@@ -14,12 +14,23 @@ DRAWS = torch.tensor([0.3, 0.5, 0.1, 0.9, 0.7, 0.8])
 
 
 def test_the_largest_covariances_by_hand():
-    """A share of 1/6 of six is one token, and the second that equals it; of 0.5 three: 2, 2 and 0, which two have."""
-    assert (
-        chosen_tokens(ADVANTAGES, LOGPROBS, DRAWS, TokenChoice(share=1 / 6 + 1e-9)).tolist() == [True] * 2 + [False] * 4
-    )
-    chosen = chosen_tokens(ADVANTAGES, LOGPROBS, DRAWS, TokenChoice(share=0.5))
-    assert chosen.tolist() == [True, True, False, False, True, True]
+    """A share of 1/6 of six is one token: of the two with 2 the one whose draw is 0.5; of 0.5 three: both of these, and
+    of the two with 0 the one whose draw is 0.8."""
+    one = chosen_tokens(ADVANTAGES, LOGPROBS, DRAWS, TokenChoice(share=1 / 6 + 1e-9))
+    assert one.nonzero().flatten().tolist() == [1]
+    three = chosen_tokens(ADVANTAGES, LOGPROBS, DRAWS, TokenChoice(share=0.5))
+    assert three.nonzero().flatten().tolist() == [0, 1, 5]
+
+
+def test_no_more_tokens_are_chosen_where_many_are_alike():
+    """Of a policy that is certain of most tokens (log-prob 0 in fp32) all of these in the best samples have the largest
+    covariance; where no sample has an advantage, all tokens have 0."""
+    draws = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    advantages = torch.tensor([2.5, -0.35]).repeat(500)
+    logprobs = torch.tensor([0.0, 0.0, 0.0, -1.0, -2.0]).repeat(200)
+    for column in (advantages, torch.zeros(1000)):
+        for share in (2e-4, 0.01, 0.2):
+            assert int(chosen_tokens(column, logprobs, draws, TokenChoice(share=share)).sum()) == max(1, 1000 * share)
 
 
 def test_draws_between_bounds_by_hand():
@@ -49,7 +60,7 @@ def test_ranks_and_order_choose_the_same_tokens(values, cuts, share, between, ra
     table = torch.tensor([(a / 8, p / 8, i / 32) for i, (a, p) in enumerate(values)])
     choice = TokenChoice(share=share, between=between)
     alone = chosen_tokens(*table.T, choice)
-    assert between is not None or alone.any()
+    assert between is not None or int(alone.sum()) == max(1, int(share * len(values)))
     order = list(range(len(values)))
     random.shuffle(order)
     low, high = sorted(min(cut, len(values)) for cut in cuts)
