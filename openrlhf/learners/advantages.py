@@ -94,9 +94,9 @@ class ComparedSamples:
     samples: list[TrainingSample]
     metrics: Metrics
     clipped_rewards: int
-    """Turn rewards that the clip range changed."""
+    """Rewards that the clip range changed: of turns, or of sources where each of several is compared by itself."""
     rewards: int
-    """All turn rewards."""
+    """All of these."""
 
 
 def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> ComparedSamples:
@@ -118,8 +118,13 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
             lonely += whole_count - len(members)
         charged = [shape_rewards(member, settings.shaping, metrics) for member in members]
         shaped = [earned.clip(settings.shaping.clip_range) for earned in charged]
-        rewards += sum(int(earned.rewarded().sum()) for earned in charged)
-        clipped += sum(int((a.rewards_A != b.rewards_A).sum()) for a, b in zip(charged, shaped, strict=True))
+        if settings.estimator.by_part:
+            pairs = [both for a, b in zip(charged, shaped, strict=True) for both in zip(a.parts, b.parts, strict=True)]
+            rewards += len(pairs)
+            clipped += sum(one.value != other.value for one, other in pairs)
+        else:
+            rewards += sum(int(earned.rewarded().sum()) for earned in charged)
+            clipped += sum(int((a.rewards_A != b.rewards_A).sum()) for a, b in zip(charged, shaped, strict=True))
         metrics.mean("reward", sum(float(earned.rewards_A.sum()) for earned in charged), len(members))
         compared = compare_group(shaped, settings, shared_actions(whole, members))
         for member, earned, compared_A in zip(members, shaped, compared, strict=True):

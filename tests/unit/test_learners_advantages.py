@@ -13,6 +13,7 @@ from openrlhf.algorithms.advantages import Turns, get_estimator
 from openrlhf.learners.advantages import (
     AdvantageSettings,
     RewardShaping,
+    SampleMaker,
     give_credit,
     may_get_advantages,
     training_samples,
@@ -572,6 +573,19 @@ def test_gdpo_weighs_what_came_of_the_comparison():
     result = shape([named({"big": 100, "small": 0}, {"big": 0, "small": 1}, weights={"small": 3.0})], "gdpo")
     assert compared(result)[0] == pytest.approx([-2 * HALF_ROOT] * 2)
     assert result.samples[0].rewards_A.tolist() == [0, 10]  # the clip is of the whole in the metrics, and of each part
+
+
+def test_rewards_that_were_clipped_each_by_itself_are_counted_and_warned_of(caplog):
+    """Lengths of 300, 200 and 100 with a weight of 0.001: the sums are within the range, and the lengths are not. They
+    are all 10 then, and compare to nothing: 3 of 6 rewards."""
+    groups = [named({"a": 1, "long": 300}, {"a": 0, "long": 200}, {"a": 1, "long": 100}, weights={"long": 0.001})]
+    result = shape(groups, "gdpo")
+    assert compared(result) == compared(shape([named({"a": 1}, {"a": 0}, {"a": 1})], "gdpo"))
+    assert result.metrics.values()["reward_clipped"] == 1 / 2
+    SampleMaker(AdvantageSettings(estimator=get_estimator("gdpo"), shaping=RewardShaping(clip_range=WIDE)))(groups)
+    assert "3 of 6 rewards lie outside --reward.clip_range -10 10" in caplog.text
+    assert shape(groups, "gdpo", clip_range=(-1000.0, 1000.0)).metrics.values()["reward_clipped"] == 0
+    assert shape(groups, "group_norm").metrics.values()["reward_clipped"] == 0
 
 
 def test_gdpo_of_one_reward_is_grpo_s_comparison():
