@@ -369,14 +369,9 @@ class _Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nothing of the run is alive now, so what is a folder stays one.
-        ahead = [self.folder]
-        while ahead:
-            with contextlib.suppress(OSError):
-                os.chmod(ahead[-1], 0o700)
-            with contextlib.suppress(OSError), os.scandir(ahead.pop()) as entries:
-                ahead += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # The process that watches has removed it, unless it was killed.
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def process_arguments(self) -> dict[str, Any]:

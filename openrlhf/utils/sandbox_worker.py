@@ -713,6 +713,46 @@ def proportional(process: int) -> int:
     return 0
 
 
+def allow_ourselves(path: str, needed: int) -> None:
+    """Let us into a folder of the run, never into what a link names that has taken its place. Raises OSError."""
+    if os.access(path, needed):
+        return
+    if not LINUX:
+        os.chmod(path, 0o700, follow_symlinks=False)
+        return
+    opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.chmod(f"/proc/self/fd/{opened}", 0o700)
+    finally:
+        os.close(opened)
+
+
+def remove(folder: str) -> None:
+    """The folder of a run that has ended, however deep what is in it: folders are moved up before they are emptied."""
+    ahead, moved, own = [folder], 0, f".{os.urandom(8).hex()}-"
+    everything = os.R_OK | os.W_OK | os.X_OK
+    while ahead:
+        path = ahead.pop()
+        with contextlib.suppress(OSError):
+            allow_ourselves(path, everything)
+            with os.scandir(path) as entries:
+                found = list(entries)
+            for entry in found:
+                with contextlib.suppress(OSError):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    allow_ourselves(entry.path, everything)
+                    moved += 1
+                    target = os.path.join(folder, f"{own}{moved}")
+                    os.rename(entry.path, target)
+                    ahead.append(target)
+            if path != folder:
+                os.rmdir(path)
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
 class Watch:
     """What the command and everything that it has started use, together."""
 
@@ -757,17 +797,21 @@ class Watch:
             number, size = number + more_files, size + more_bytes
         ahead = [self.folder]
         while ahead:
+            path = ahead.pop()
             try:
-                with os.scandir(ahead.pop()) as entries:
+                allow_ourselves(path, os.R_OK | os.X_OK)  # one may write to folders that nobody may list
+                with os.scandir(path) as entries:
                     for entry in entries:
                         number += 1
                         if entry.is_dir(follow_symlinks=False):
                             ahead.append(entry.path)
-                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                            size += entry.stat(follow_symlinks=False).st_blocks * 512
                         if number > self.limits["files"]:
                             return "disk"
-            except OSError:
-                pass
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:  # nobody can look there
+                    return "disk"
         return "disk" if size > self.limits["disk"] or number > self.limits["files"] else None
 
 
@@ -915,11 +959,11 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.umask(0o077)
-        result = supervise(job, job["folder"])
-        if result.get("limit") == "parent":  # nobody reads it, and perhaps nobody is there to tidy up
-            import shutil  # not for every run
-
-            shutil.rmtree(job["folder"], ignore_errors=True)
+        try:
+            result = supervise(job, job["folder"])
+        finally:
+            remove(job["folder"])
+        if result.get("limit") == "parent":  # nobody reads it
             os._exit(1)
     except BaseException as error:
         result = {"setup_error": explain(error).decode()}

@@ -154,6 +154,13 @@ class TestResults:
         assert sandbox.run_python(code).ok
         assert list(tmp_path.iterdir()) == []
 
+    def test_nothing_is_left_of_folders_within_folders(self, level, monkeypatch, tmp_path):
+        """More than a path can have, or a recursion."""
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        code = "import os\nfor _ in range(3000): os.mkdir('folder'); os.chdir('folder')"
+        sandbox.run_python(code, limits=Limits(files=4000, seconds=30))
+        assert list(tmp_path.iterdir()) == []
+
     def test_packages_of_this_python_are_there(self, level):
         result = sandbox.run_python("import numpy; print(numpy.arange(4).sum())", limits=Limits(seconds=60))
         assert result.stdout == "6\n", result

@@ -274,6 +274,27 @@ attempt(fill)
 """,
         {"disk": 8 * MIB},
     ),
+    "filling the disk out of sight": Attempt(
+        """
+def fill(where):
+    for number in range(40):
+        with open(f"{where}file{number}", "wb") as file:
+            file.write(os.urandom(1 << 20))
+        time.sleep(0.05)
+    return number
+def in_a_folder_that_nobody_may_list():
+    os.mkdir("unlisted", 0o300)
+    return fill("unlisted/")
+def in_a_folder_without_a_path():  # its path is longer than any call takes
+    for _ in range(20):
+        os.mkdir("d" * 250)
+        os.chdir("d" * 250)
+    return fill("")
+attempt(in_a_folder_that_nobody_may_list if os.fork() else in_a_folder_without_a_path)
+""",
+        {"disk": 8 * MIB},
+        ended_by("disk", "none"),
+    ),
     "many files": Attempt(
         """
 def fill():
