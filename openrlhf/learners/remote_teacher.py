@@ -67,6 +67,8 @@ class RemoteTeacher:
         self._api_key = api_key
 
     def tell(self, batch: TrainingBatch) -> None:
+        if not self._top_k:
+            self._require_whole(batch)
         segments = [sample.segment for sample in as_read(batch).samples]
         with waits.waiting(f"for the teacher servers {', '.join(self._urls)}"):
             told = _run(self._ask_all(segments))
@@ -77,6 +79,19 @@ class RemoteTeacher:
             batch.teacher_ids_AK, batch.teacher_logprobs_AK = ids.view(-1, width), logprobs.view(-1, width)
         else:
             batch.teacher_logprobs_A = logprobs.view(-1)
+
+    def _require_whole(self, batch: TrainingBatch) -> None:
+        """A reward is the difference of two log-probs, which must be of softmaxes over the same tokens. Raises
+        RemoteTeacherError where those of the policy are over a part of them: an agent may cut its own calls."""
+        cut = next(
+            (s for s in batch.samples if s.segment.supports and bool((s.segment.supports.sizes_A > 0).any())), None
+        )
+        if cut is not None:
+            raise RemoteTeacherError(
+                f"--teacher.remote_url: prompt {cut.key.prompt} sample {cut.key.sample} was sampled with top_p, top_k "
+                "or min_p, which its agent asked for: servers tell log-probs over all tokens, and those of the policy "
+                "are of what these leave. Give --algo.sampling_mask 0 or --teacher.loss, or sample without them"
+            )
 
     async def _ask_all(self, segments: Sequence[Segment]) -> list[Told]:
         servers = _Servers(self._urls, timeout=self._timeout, api_key=self._api_key)

@@ -14,7 +14,7 @@ from openrlhf.learners.remote_teacher import RemoteTeacherError, check_remote_te
 from openrlhf.models.body import decoder_body, hidden_states
 from openrlhf.models.loading import ModelLoadError
 from openrlhf.runs.preflight import check_teacher
-from openrlhf.types import PackedTokens
+from openrlhf.types import PackedTokens, Supports
 
 
 def log_softmaxes(policy, token_ids):
@@ -115,6 +115,37 @@ def test_a_served_teacher_reads_its_own_prompt():
         batch, _ = taught(server, groups=groups, **{"teacher.prompt_key": "hint"})
     wanted_A = told_of(teacher, batch, replaced=hint).gather(1, actions_of(batch)[:, None]).squeeze(1)
     torch.testing.assert_close(batch.teacher_logprobs_A, wanted_A, rtol=1e-5, atol=1e-6)
+
+
+def cut_groups(size):
+    """Each token was sampled from so many tokens, as an agent may ask; 0: from all."""
+
+    def cut(segment):
+        ids = segment.token_ids[segment.action_mask].tolist()
+        told = [[token, *(other for other in range(13) if other != token)][:size] for token in ids]
+        return dataclasses.replace(segment, supports=Supports.of(told))
+
+    return [
+        dataclasses.replace(
+            group,
+            trajectories=tuple(
+                dataclasses.replace(member, segments=tuple(map(cut, member.segments))) for member in group.trajectories
+            ),
+        )
+        for group in equal_rewards(make_groups())
+    ]
+
+
+def test_a_reward_compares_softmaxes_over_the_same_tokens():
+    """The server's is over all tokens, so the policy's must be. A loss is over all tokens anyway."""
+    with RewardServer(serving(make_models().reference)) as server:
+        with pytest.raises(
+            RemoteTeacherError, match=r"^--teacher\.remote_url: prompt \d+ sample \d+ was sampled .*mask 0"
+        ):
+            taught(server, groups=cut_groups(3))
+        assert not server.questions
+        taught(server, groups=cut_groups(0))
+        taught(server, groups=cut_groups(3), **{"teacher.loss": "reverse", "teacher.top_k": 3})
 
 
 def test_servers_share_the_work_and_one_that_is_gone_is_no_loss():
