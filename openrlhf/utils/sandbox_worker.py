@@ -92,6 +92,9 @@ PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 28, 36, 38
 NO_RIGHTS_OF_ROOT = 0b1111
 """SECBIT_NOROOT and SECBIT_NO_SETUID_FIXUP, locked: user 0 is a user like any other."""
 
+FOR_ANOTHER_USER = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
+"""CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID and CAP_SETUID."""
+
 # ------------------------------------------------------------------------------------ namespaces
 
 
@@ -346,6 +349,15 @@ def open_to_all(path: str) -> bool:
     return True
 
 
+def can_change_users() -> bool:
+    """Whether we, root, may give a run a user of its own, and end it then. In some containers root may not."""
+    if not LINUX:
+        return True
+    with open("/proc/self/status") as file:
+        found = next((line for line in file if line.startswith("CapEff:")), "CapEff: 0")
+    return int(found.split()[1], 16) & FOR_ANOTHER_USER == FOR_ANOTHER_USER
+
+
 def give_up_root(*, user: int | None) -> None:
     """No capability is left, and none comes back by executing something. `user`: become that one."""
     if LINUX and os.getuid() == 0:
@@ -464,7 +476,7 @@ def become_command(job: dict[str, Any], folder: str, stdio: tuple[int, int, int]
         processes: int | None = limits["processes"] + 3
     else:
         needed = (executable, os.path.dirname(folder), *job["more_readable"])
-        separate = os.getuid() == 0 and all(map(open_to_all, needed))
+        separate = os.getuid() == 0 and can_change_users() and all(map(open_to_all, needed))
         user = dynamic_id() if separate else None
         if bubblewrap and os.getuid() == 0:
             raise SetupError("bubblewrap is for ordinary users: root's processes cannot be counted in it")

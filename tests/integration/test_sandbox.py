@@ -224,6 +224,28 @@ class TestRefusals:
                 job.read(*job.run())
 
 
+WITHOUT_RIGHTS = """
+import ctypes, os, sys
+for number in range(64):
+    ctypes.CDLL(None).prctl(24, *(ctypes.c_ulong(n) for n in (number, 0, 0, 0)))  # drops it for what is executed
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root has rights to lose")
+def test_root_that_may_not_become_another_user():
+    """As in a container that has dropped all capabilities: a run is root then, with no more rights than that."""
+    program = "from openrlhf.utils import sandbox; print(sandbox.run_python('print(1)'))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", WITHOUT_RIGHTS, "-c", program],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "stdout='1" in done.stdout, done.stderr
+
+
 class TestGrading:
     def test_outputs(self):
         code = "a, b = map(int, input().split())\nprint(a + b, ' ')\nprint()"
