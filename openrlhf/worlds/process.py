@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import threading
@@ -29,6 +30,7 @@ from openrlhf.utils import parent_death
 from openrlhf.worlds.base import AnyStart, GameTurn, Outcome, Turn, WorldError, WorldSettings, shown, start_of_json
 from openrlhf.worlds.environments import WorldPython, install_command, world_name
 from openrlhf.worlds.games import GamePlan
+from openrlhf.worlds.server import MARK, end_marked
 
 logger = logging.getLogger(__name__)
 
@@ -268,12 +270,13 @@ class _Life:
         self._due: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._written: deque[str] = deque(maxlen=LINES_KEPT)
         self._ends_with: WorldFailure | None = None
+        self._mark = secrets.token_hex(8)
         self._popen = subprocess.Popen(
             [str(world._python.path), str(_FOLDER / "worlds" / "server.py"), world.target, str(_FOLDER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=world._python.environment(),
+            env=world._python.environment() | {MARK: self._mark},
             start_new_session=True,  # with its children it is one group, and Ctrl-C is for us
         )
         parent_death.guard.watch(self._popen.pid)
@@ -318,8 +321,14 @@ class _Life:
         with self._lock:
             self.ended = True
             self._ends_with = self._ends_with or why
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._kill()
+
+    def _kill(self) -> None:
+        """Children that outlived it, too."""
+        if self._popen.returncode is None:  # else its number may be another's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+        end_marked(self._mark)
 
     def _timed_out(self, what: str, timeout: float) -> WorldTimeout:
         self.end(WorldDeath(f"{self._name} was killed, as another episode's {what} took longer than {timeout:g} s"))
@@ -370,8 +379,7 @@ class _Life:
     def _bury(self) -> None:
         with self._lock:
             self.ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)  # children that outlived it
+        self._kill()
         status = self._popen.wait()
         self._due.put(None)
         parent_death.guard.forget(self._popen.pid)

@@ -43,6 +43,36 @@ RECORD_SECONDS = 0.5
 """Records are sent in parts that take about this long to make: no part waits for a whole data set."""
 
 
+MARK = "OPENRLHF_WORLD_PROCESS"
+"""The environment variable by which a world's process knows what it has started, also in sessions of their own."""
+SWEEPS = 3
+
+
+def end_marked(mark: str) -> None:
+    """Kill every other process that has this mark, where the system shows them (/proc)."""
+    sought = f"{MARK}={mark}".encode()
+    for _ in range(SWEEPS):  # one that was missed has been started meanwhile
+        found = False
+        for pid in _processes():
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as variables:
+                    if sought in variables.read().split(b"\0"):
+                        os.kill(pid, signal.SIGKILL)
+                        found = True
+            except OSError:  # it has ended, or is another user's
+                continue
+        if not found:
+            return
+
+
+def _processes() -> list[int]:
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return []
+    return [int(name) for name in names if name.isdigit() and int(name) != os.getpid()]
+
+
 def load_world(target: str, folder: str) -> Any:
     """The class `World` of a module of `openrlhf.worlds`, or of a file. `folder` is that of the package `openrlhf`,
     whose own `__init__` is not run: what it imports is not installed here."""
@@ -185,6 +215,8 @@ def main() -> None:
             for line in requests:
                 server.put(json.loads(line))
         finally:
+            if mark := os.environ.get(MARK):
+                end_marked(mark)
             if os.getpgrp() == os.getpid():
                 os.killpg(os.getpid(), signal.SIGKILL)  # with all that the world has started
             os._exit(0)

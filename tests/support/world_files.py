@@ -38,8 +38,8 @@ class World:
     def process(self):
         return os.getpid()
 
-    def child(self):
-        return subprocess.Popen(["sleep", "600"]).pid
+    def child(self, own_session=False):
+        return subprocess.Popen(["sleep", "600"], start_new_session=own_session).pid
 
 
 class Counting:

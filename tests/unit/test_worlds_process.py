@@ -281,12 +281,23 @@ def test_a_package_that_is_missing_inside_is_named_with_its_python(tmp_path):
         process.start_now()
 
 
-def test_closing_ends_what_the_world_has_started(counting):
-    child = asyncio.run(counting.call("child"))
+@pytest.mark.parametrize("end", ["close", "crash"])
+def test_what_the_world_has_started_ends_with_it(counting, end):
+    """Also what has a session of its own, as servers that the package mcp starts."""
+    children = [asyncio.run(counting.call("child", own_session)) for own_session in (False, True)]
     own = asyncio.run(counting.call("process"))
-    assert not gone(child)
-    counting.close()
-    wait_until(lambda: gone(child) and gone(own))
+    assert not any(map(gone, children))
+    if end == "close":
+        counting.close()
+    else:
+        with pytest.raises(WorldDeath):
+            asyncio.run(crash(counting))
+    wait_until(lambda: all(map(gone, [own, *children])))
+
+
+async def crash(process):
+    episode = await process.begin({**LABEL, "misdeed": "crash"}, seed=0)
+    await episode.step(RIGHT)
 
 
 OWNER = """
@@ -296,7 +307,7 @@ from openrlhf.worlds.environments import find_python
 from openrlhf.worlds.process import WorldProcess
 
 process = WorldProcess(sys.argv[1], WorldSettings(), python=find_python(sys.argv[1]), timeout=60)
-print([asyncio.run(process.call(name)) for name in ("process", "child")], flush=True)
+print([asyncio.run(process.call(*call)) for call in (["process"], ["child", False], ["child", True])], flush=True)
 sys.stdin.readline()
 """
 
