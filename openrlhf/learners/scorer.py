@@ -24,6 +24,9 @@ from openrlhf.utils import waits
 Columns = Tensor | tuple[Tensor, ...]
 """[A] numbers, or several columns of A rows."""
 ONE_NUMBER = (torch.zeros(0),)
+_PENDING_BYTES = 64 << 20
+"""Results that stay on the device until they are read: one number each of 16 million tokens. A teacher's likeliest
+tokens are hundreds of bytes for each token, and a round of these may be larger than a model."""
 
 
 class Scorer:
@@ -84,12 +87,11 @@ class Scorer:
         cut = self._fitting.batching.cut(batch, indices)
         missing = max(self._ranks.gather(len(cut))) - len(cut)
         left, overflow = [], None
-        scored: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # rows and columns, read when all forwards are launched
+        pending = _Pending(result)
         for micro in cut:
             packed = batch.pack(micro)
             try:
-                given = self._forward(self._module, packed.tokens.to(self._device))
-                scored.append((packed.rows, given if isinstance(given, tuple) else (given,)))
+                pending.add(packed.rows, self._forward(self._module, packed.tokens.to(self._device)))
                 waits.mark_progress()
                 continue
             except torch.OutOfMemoryError as error:
@@ -99,9 +101,7 @@ class Scorer:
             give_memory_back()
         for _ in range(missing):
             self._forward(self._module, filler().tokens.to(self._device))
-        for rows, given in scored:
-            for column, numbers_A in zip(result, given, strict=True):
-                column[rows] = numbers_A.to(column.dtype).cpu()
+        pending.read()
         return left, overflow
 
     def _require_another_try(self, overflow: Overflow, error: Exception) -> None:
@@ -112,6 +112,31 @@ class Scorer:
                 f"memory ran out in a micro-batch of {overflow.tokens} tokens (rank {overflow.rank}) that several "
                 f"ranks were computing together; begin with {self._fitting.remedy(overflow.tokens // 2)}"
             ) from error
+
+
+class _Pending:
+    """Results of forwards, which are read when all are launched: a device would be waited for at each. Where they are
+    large, some of them before."""
+
+    def __init__(self, result: Sequence[Tensor]) -> None:
+        """`result`: the columns on CPU that they are read into."""
+        self._result = result
+        self._scored: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self._bytes = 0
+
+    def add(self, rows: Tensor, given: Columns) -> None:
+        columns = given if isinstance(given, tuple) else (given,)
+        self._scored.append((rows, columns))
+        self._bytes += sum(column.nbytes for column in columns)
+        if self._bytes > _PENDING_BYTES:
+            self.read()
+
+    def read(self) -> None:
+        for rows, given in self._scored:
+            for column, numbers_A in zip(self._result, given, strict=True):
+                column[rows] = numbers_A.to(column.dtype).cpu()
+        self._scored.clear()
+        self._bytes = 0
 
 
 def logprobs(temperature: float) -> Callable[[nn.Module, PackedTokens], Tensor]:
