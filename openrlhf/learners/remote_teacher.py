@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+import aiohttp
 import torch
 
 from openrlhf.agents.values import BadValueError
 from openrlhf.learners.teacher import as_read
-from openrlhf.rewards.http import HttpServers, Remedy
+from openrlhf.rewards.http import REACH_SECONDS, HttpServers, Remedy
 from openrlhf.types import Segment, TrainingBatch
 from openrlhf.utils import waits
 
@@ -42,6 +43,23 @@ class _Servers(HttpServers):
     what = "teacher server"
     timeout_flag = "--teacher.timeout"
     error = RemoteTeacherError
+
+    async def longest(self, url: str) -> int | None:
+        """The most tokens of a request and its answer, as the list of models says that belongs to the address of
+        completions. None: there is no list, or it does not say."""
+        base, found, rest = url.rpartition("/completions")
+        if not found or rest:
+            return None
+        try:
+            async with (
+                asyncio.timeout(REACH_SECONDS),
+                self._client().get(f"{base}/models", allow_redirects=False) as response,
+            ):
+                card = (await response.json(content_type=None))["data"][0]  # the one that is asked, as none is named
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError):
+            return None
+        most = card.get("max_model_len") if isinstance(card, dict) else None
+        return most if isinstance(most, int) else None
 
 
 class Told(NamedTuple):
@@ -137,9 +155,10 @@ class RemoteTeacher:
 
 
 def check_remote_teacher(
-    urls: Sequence[str], *, tokenizer: Any, top_k: int, timeout: float, api_key: str | None
+    urls: Sequence[str], *, tokenizer: Any, top_k: int, max_len: int, timeout: float, api_key: str | None
 ) -> None:
-    """Each server reads a text as the policy's tokenizer does, and tells what is asked. Raises RemoteTeacherError."""
+    """Each server reads a text as the policy's tokenizer does, tells what is asked, and reads samples of `max_len`
+    tokens, as far as it says how many it reads. Raises RemoteTeacherError."""
     own = list(tokenizer([PROBE], add_special_tokens=False)["input_ids"][0])
     body = _request(PROBE, top_k, return_token_ids=True, add_special_tokens=False)
 
@@ -156,8 +175,15 @@ def check_remote_teacher(
         servers = _Servers([completions_url(url)], timeout=timeout, api_key=api_key)
         try:
             await servers.ask(body, samples=1, name="--teacher.remote_url", parse=parse)
+            most = await servers.longest(completions_url(url))
         finally:
             await servers.close()
+        if most is not None and most <= max_len:
+            raise RemoteTeacherError(
+                f"--teacher.remote_url: {url} reads {most} tokens, and samples have up to {max_len} (--data.max_len), "
+                f"after each of which one more is asked for: start it with --max-model-len {max_len + 1}, or give "
+                f"--data.max_len {most - 1}"
+            )
 
     for url in urls:
         _run(check(url))

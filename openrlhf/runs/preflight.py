@@ -135,6 +135,7 @@ def check_teacher(config: RLConfig, tokenizer: Any) -> None:
                 config.teacher.urls,
                 tokenizer=tokenizer,
                 top_k=0 if config.teacher_rewards else config.teacher.top_k,
+                max_len=config.data.max_len,
                 timeout=min(config.teacher.timeout, REACH_SECONDS),
                 api_key=config.teacher.api_key,
             )

@@ -26,6 +26,8 @@ class RewardServer:
     behaviour: Behaviour = lengths
     port: int = 0
     health: bool = True
+    models: Any = None
+    """The answer of GET /v1/models; None: there is none. POST /v1/completions is answered as /get_reward is."""
     questions: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     connections: set[int] = field(default_factory=set)
@@ -59,6 +61,9 @@ class RewardServer:
     async def _listen(self) -> None:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/get_reward", self._answer)
+        app.router.add_post("/v1/completions", self._answer)
+        if self.models is not None:
+            app.router.add_get("/v1/models", self._models)
         if self.health:
             app.router.add_get("/health", self._healthy)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -69,6 +74,9 @@ class RewardServer:
 
     async def _healthy(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(self.models)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         question = await request.json()

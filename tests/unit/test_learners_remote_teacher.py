@@ -215,14 +215,15 @@ class Letters:
         return {"input_ids": [[ord(letter) + self._first for letter in text] for text in texts]}
 
 
-def test_the_check_compares_how_a_text_is_read():
-    def reads(question, before):
-        ids = Letters()([question["prompt"]], add_special_tokens=False)["input_ids"][0]
-        assert (question["return_token_ids"], question["add_special_tokens"]) == (True, False)
-        return completion([None] * len(ids), prompt_token_ids=ids)
+def reads_letters(question, before):
+    ids = Letters()([question["prompt"]], add_special_tokens=False)["input_ids"][0]
+    assert (question["return_token_ids"], question["add_special_tokens"]) == (True, False)
+    return completion([None] * len(ids), prompt_token_ids=ids)
 
-    with RewardServer(reads) as server:
-        asked = {"top_k": 4, "timeout": patience(60), "api_key": "k"}
+
+def test_the_check_compares_how_a_text_is_read():
+    with RewardServer(reads_letters) as server:
+        asked = {"top_k": 4, "max_len": 64, "timeout": patience(60), "api_key": "k"}
         check_remote_teacher([server.url, server.url], tokenizer=Letters(), **asked)
         assert [headers["Authorization"] for headers in server.headers] == ["Bearer k"] * 2
         config = parse("train_ppo_ray", ["--teacher.remote_url", server.url])
@@ -231,6 +232,29 @@ def test_the_check_compares_how_a_text_is_read():
             ModelLoadError, match=rf"{server.url}: .* it reads 'The 3 .* take a teacher of the same fam"
         ):
             check_teacher(config, Letters(first=1))
+
+
+@pytest.mark.parametrize(
+    ("models", "refused"),
+    [
+        ({"data": [{"id": "m", "max_model_len": 100}]}, True),
+        ({"data": [{"id": "m", "max_model_len": 101}]}, False),
+        ({"data": [{"id": "m"}]}, False),
+        ({"data": []}, False),
+        ("?", False),
+        (None, False),
+    ],
+)
+def test_the_check_asks_how_long_samples_may_be(models, refused):
+    """A sample of 100 tokens and the one that is asked for after it. Not every server says how many it reads."""
+    with RewardServer(reads_letters, models=models) as server:
+        base = server.url.removesuffix("/get_reward")
+        config = parse("train_ppo_ray", ["--teacher.remote_url", base, "--data.max_len", "100"])
+        if not refused:
+            check_teacher(config, Letters())
+            return
+        with pytest.raises(ModelLoadError, match=rf"{base} reads 100 tokens, .*--max-model-len 101, .*max_len 99$"):
+            check_teacher(config, Letters())
 
 
 @pytest.mark.parametrize("url", ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"])
