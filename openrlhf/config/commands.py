@@ -136,6 +136,11 @@ class RLConfig(TrainerSection):
         return bool(self.worlds)
 
     @property
+    def measures_world(self) -> bool:
+        """Evaluations have records of a world."""
+        return any(is_world(name) for name in split_commas(self.eval.dataset))
+
+    @property
     def label_key(self) -> str | None:
         """The record key of labels: as given; what a world is to begin is under `label`."""
         return self.data.label_key or ("label" if self.uses_world else None)
@@ -143,6 +148,13 @@ class RLConfig(TrainerSection):
     @property
     def uses_group_baseline(self) -> bool:
         return ESTIMATORS[self.algo.advantage.estimator].needs_group
+
+    @property
+    def fewest_compared(self) -> int:
+        """Judged samples of a prompt that it takes, of one agent, for any of them to teach something."""
+        if ESTIMATORS[self.algo.advantage.estimator].takes_k:
+            return self.algo.advantage.pass_k + 1
+        return 2 if self.uses_group_baseline else 1
 
     @property
     def whitens_advantages(self) -> bool:

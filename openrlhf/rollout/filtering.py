@@ -14,6 +14,12 @@ from openrlhf.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
+TOO_FEW = (
+    "no sample has enough others to be compared with: a greedy one failed under the estimator remax, or too few "
+    "samples play each role (--rollout.n_samples_per_prompt)"
+)
+"""Why groups gave nothing to train on although none of their samples failed."""
+
 
 def mean_score(members: Sequence[Trajectory]) -> float | None:
     """Mean score of judged episodes; None when one of them has no score.
@@ -36,12 +42,14 @@ class ScoreFilter:
     agents, which are compared each with its own kind, the group is accepted if one of them would be.
     """
 
-    def __init__(self, low: float, high: float, *, warn_after: int, members: int = 1) -> None:
+    def __init__(self, low: float, high: float, *, warn_after: int, members: int = 1, greedy: bool = False) -> None:
         """`warn_after`: rejections in a row after which the log says so, once, until a group is accepted again.
 
-        `members`: how many judged members a group must have to be trained on; one with fewer is a failed one.
+        `members`: how many judged members a group must have to be trained on; one with fewer is a failed one, and where
+        `greedy` is on, so is one without the reward of a greedy sample.
         """
-        self.members = members
+        self._members = members
+        self._greedy = greedy
         self._low, self._high = float(np.float32(low)), float(np.float32(high))
         self._range = f"--algo.dynamic_filtering_range {low:g} {high:g}"
         self._warn_after = warn_after
@@ -52,7 +60,7 @@ class ScoreFilter:
 
     def accepts(self, group: Group) -> bool:
         """Whether to train on this group, which has at least one judged member."""
-        scores = [mean_score(members) for members in group.by_agent.values() if len(members) >= self.members]
+        scores = [mean_score(members) for members in group.by_agent.values() if self.can_train(members)]
         self._judged += 1
         outside = [score for score in scores if score is not None and not self._low < score < self._high]
         if len(outside) < len(scores):
@@ -66,6 +74,11 @@ class ScoreFilter:
         if len(self._rejected_in_a_row) == self._warn_after:
             self._warn()
         return False
+
+    def can_train(self, members: Sequence[Trajectory]) -> bool:
+        """Whether judged members of one agent are enough to be trained on, whatever they earned."""
+        usable = [t for t in members if t.greedy_reward is not None] if self._greedy else members
+        return len(usable) >= self._members
 
     def summary(self) -> str:
         """A summary of the groups that this process has seen, for messages."""
@@ -93,8 +106,8 @@ class Verdicts:
     """Accepts or rejects the groups of a round.
 
     Without a filter every group is accepted, also a failed one: it is in the batch, gives no sample and is counted.
-    With a filter, failed groups are rejected too, and so are those in which so many members failed that the rest give
-    no sample: otherwise a round would have fewer samples than it was asked for.
+    With a filter, failed groups are rejected too, and so are those in which so many members failed that the rest teach
+    nothing: otherwise a round would have fewer samples than it was asked for.
     """
 
     def __init__(self, score_filter: ScoreFilter | None) -> None:
@@ -118,8 +131,8 @@ class Verdicts:
 
     def accepts(self, group: Group) -> bool:
         """Whether a group that ended is trained on."""
-        most = max((len(members) for members in group.by_agent.values()), default=0)
-        if most >= (1 if self._filter is None else self._filter.members):
+        roles = group.by_agent.values()
+        if any(self._filter is None or self._filter.can_train(members) for members in roles):
             self._judged += 1
             accepted = self._filter is None or self._filter.accepts(group)
             self._rejected += not accepted
@@ -140,7 +153,8 @@ class Verdicts:
         if any(group.scored for group in groups) or not (groups or self.hopeless(batch_size)):
             return
         failed = self._failed or [group for group in groups if not group.scored]
-        reason = min(t.error for group in failed for t in group.trajectories if t.failed)
+        errors = [t.error for group in failed for t in group.trajectories if t.failed]
+        reason = min(errors, default=TOO_FEW)
         raise RolloutError(f"all {len(failed)} groups of a round failed; first reason: {reason}")
 
     def exhausted(self) -> str:

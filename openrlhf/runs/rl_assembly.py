@@ -325,8 +325,13 @@ def _score_filter(config: RLConfig) -> ScoreFilter | None:
     if not config.algo.dynamic_filtering_enable:
         return None
     low, high = config.algo.dynamic_filtering_range
-    members = 2 if config.uses_group_baseline else 1
-    return ScoreFilter(low, high, warn_after=10 * config.rollout.batch_size, members=members)
+    return ScoreFilter(
+        low,
+        high,
+        warn_after=10 * config.rollout.batch_size,
+        members=config.fewest_compared,
+        greedy=ESTIMATORS[config.algo.advantage.estimator].greedy_baseline,
+    )
 
 
 def _export(config: RLConfig, kept: Mapping[str, CheckpointedModel], model_dir: Path) -> list[Path]:

@@ -38,7 +38,7 @@ def game_plan(config: RLConfig) -> GamePlan:
         config.world.opponent,
         config.world.eval_opponent if config.eval.dataset else None,
         tuple(samples),
-        members=2 if config.uses_group_baseline else 1,
+        members=config.fewest_compared,
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 from openrlhf.config import ROOTS, ConfigError, parse, require_runnable, rules
 from openrlhf.config.schema import build, flags_of
 from openrlhf.config.training import MEASURING_SCHEDULES, SCHEDULES
+from openrlhf.runs.worlds import game_plan
 
 RUNNABLE = "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator rloo --init_kl_coef 0"
 
@@ -309,6 +310,23 @@ def test_every_note_is_tested_and_defaults_are_silent(capsys):
 
 
 # ------------------------------------------------------------------------------------------ derived values
+
+
+@pytest.mark.parametrize(
+    ("flags", "fewest"),
+    [
+        ("reinforce", 1),
+        ("remax", 1),
+        ("group_norm", 2),
+        ("pass_at_k", 5),
+        ("pass_at_k --algo.advantage.pass_k 2", 3),
+    ],
+)
+def test_how_many_samples_teach_something(flags, fewest):
+    """With four samples there is one subset of four, and nothing to compare it with: so it is in a game of two agents,
+    whose roles have half of the default of eight samples each."""
+    config = parse("train_ppo_ray", ["--algo.advantage.estimator", *flags.split()])
+    assert config.fewest_compared == game_plan(config).members == fewest
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from openrlhf.rollout.collector import (
     rollout_metrics,
     source_metrics,
 )
-from openrlhf.rollout.filtering import ScoreFilter, mean_score
+from openrlhf.rollout.filtering import ScoreFilter, Verdicts, mean_score
 from openrlhf.rollout.runner import RolloutError
 from openrlhf.types import Group, Outcome, Prompt, SampleKey, SamplingParams, Segment, Supports, Trajectory
 
@@ -232,6 +232,27 @@ def test_a_group_that_would_give_no_sample_is_replaced(make):
 def test_a_round_of_members_left_alone_says_why(make):
     with pytest.raises(RolloutError, match=r"all 3 groups of a round failed; first reason: rewards.py:3: no"):
         make(ScriptedRunner([(0.5, None)] * 8), members=2).next_batch()
+
+
+def test_a_group_without_the_greedy_sample_that_it_needs_is_replaced():
+    """Both samples of the first group were judged, and its greedy one failed."""
+    verdicts = Verdicts(ScoreFilter(0, 1, warn_after=100, greedy=True))
+    for greedy, accepted in ((None, False), (0.5, True)):
+        whole = make_group(1.0, 0.0)
+        members = tuple(dataclasses.replace(t, greedy_reward=greedy) for t in whole.trajectories)
+        assert verdicts.accepts(dataclasses.replace(whole, trajectories=members)) is accepted
+    assert verdicts.metrics(buffered=0).values()["rollout/judged_groups"] == 1
+    assert Verdicts(ScoreFilter(0, 1, warn_after=100)).accepts(make_group(1.0, 0.0))
+
+
+def test_a_round_of_groups_with_nobody_to_compare_says_why():
+    """No sample failed, and each plays a role that no other plays."""
+    verdicts = Verdicts(ScoreFilter(0, 1, warn_after=100, members=2))
+    whole = make_group(1.0, 0.0)
+    roles = tuple(dataclasses.replace(t, agent=f"player {i}") for i, t in enumerate(whole.trajectories))
+    assert not verdicts.accepts(dataclasses.replace(whole, trajectories=roles))
+    with pytest.raises(RolloutError, match=r"all 1 groups of a round failed; .* too few samples play each role"):
+        verdicts.require_success([], batch_size=1)
 
 
 def test_each_source_has_its_own_means():
