@@ -26,6 +26,7 @@ NEEDED = {
     "uses_world": "a world (--train.agent_func_path openrlhf.worlds.NAME, or as a data set)",
     "plays_agent": "a Python file with an agent (--train.agent_func_path); a world has --world.timeout",
     "plays_world": "a world that is played (--train.agent_func_path openrlhf.worlds.NAME)",
+    "measures_world": "records of a world to measure on (--eval.dataset openrlhf.worlds.NAME)",
     "cuts_distributions": "--rollout.top_p, --rollout.top_k, or an agent (--train.agent_func_path)",
     "ckpt.uses_folder": "checkpoints (--ckpt.save_steps, --ckpt.load_enable or --ckpt.auto_resume)",
 }

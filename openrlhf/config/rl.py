@@ -261,7 +261,7 @@ class WorldSection:
         int,
         Flag(
             "records of a world that is --eval.dataset; no seed of training gives them",
-            only_with="uses_world eval.dataset",
+            only_with="measures_world",
             above=0,
         ),
     ] = 100
@@ -294,7 +294,10 @@ class WorldSection:
     ] = "self"
     eval_opponent: Annotated[
         str | None,
-        Flag("the same in evaluations; unset: as in training", only_with="plays_world eval.dataset"),
+        Flag(
+            "the same in evaluations on records of the world; unset: as in training",
+            only_with="plays_world measures_world",
+        ),
     ] = None
 
     def settings(self, seed: int) -> WorldSettings:

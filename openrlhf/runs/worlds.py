@@ -12,7 +12,7 @@ from openrlhf.data.files import DataError
 from openrlhf.utils import waits
 from openrlhf.utils.randomness import derive_seed
 from openrlhf.worlds.environments import WorldMissingError, find_python, is_world, world_name
-from openrlhf.worlds.games import OPPONENT, SELF, GamePlan
+from openrlhf.worlds.games import OPPONENT, SELF, GamePlan, no_games
 from openrlhf.worlds.process import WorldFailure, WorldPlan
 
 logger = logging.getLogger(__name__)
@@ -55,16 +55,19 @@ def world_records(config: RLConfig, target: str, limit: int | None, *, evaluatio
     count = config.world.eval_samples if evaluation else config.world.samples
     seed = derive_seed(config.train.seed, "held out" if evaluation else "prompts") % 2**31
     process = plan.process()
+    opponent = config.world.eval_opponent if evaluation else None
     try:
+        if opponent is not None and process.start_now()["agents"] < 2:
+            raise ConfigError(no_games(target, "--world.eval_opponent", opponent))
         with waits.waiting(f"for the records of world {world_name(target)}"):
             records = list(process.records(count=count if limit is None else min(count, limit), seed=seed))
     except WorldFailure as error:
         raise DataError(f"{_flag_of(config, target)}: {error}") from error
     finally:
         process.close()
-    if evaluation and config.world.eval_opponent is not None:
+    if opponent is not None:
         for record in records:
-            record["label"] = {**record["label"], OPPONENT: config.world.eval_opponent}
+            record["label"] = {**record["label"], OPPONENT: opponent}
     return records
 
 

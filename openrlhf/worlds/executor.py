@@ -28,6 +28,7 @@ from openrlhf.worlds.games import (
     Seat,
     all_of,
     episode_of,
+    no_games,
     opponent_of,
     play_game,
     seats_of_samples,
@@ -61,8 +62,16 @@ class WorldPlayer:
         self._endpoint = Endpoint()
         self._scripted: list[str] = about["opponents"]
         self._models: dict[str, LoadedModel | ServedModel] = {}
-        self.group_play = self._seat_agents(about["agents"]) if about["agents"] > 1 else ""
+        self.group_play = self._seat_agents(about["agents"]) if about["agents"] > 1 else self._seat_none()
         """How the samples of a prompt are played together, for people; "": they are not."""
+
+    def _seat_none(self) -> str:
+        """Raises UserFileError where an opponent was named."""
+        plan = self._plan.games
+        for flag, name in (("--world.opponent", plan.opponent), ("--world.eval_opponent", plan.eval_opponent)):
+            if name not in (None, SELF):
+                raise UserFileError(no_games(self._plan.target, flag, str(name)))
+        return ""
 
     def _seat_agents(self, agents: int) -> str:
         """Raises UserFileError where the policy and its opponents cannot play games of so many agents."""

@@ -177,6 +177,11 @@ def uneven(agents: int, samples: int, flag: str = "--rollout.n_samples_per_promp
     )
 
 
+def no_games(target: str, flag: str, name: str) -> str:
+    """Why nobody can play against the policy."""
+    return f"{flag} {name}: {target} has no games of several agents: leave the flag out"
+
+
 def opponent_of(label: Any, default: str) -> str:
     """A record may name its own."""
     named = label.get(OPPONENT) if isinstance(label, Mapping) else None

@@ -72,6 +72,7 @@ CONDITIONS = {
     "!plays_world": ("--train.agent_func_path openrlhf.worlds.gymnasium", ""),
     "plays_agent": ("--train.agent_func_path openrlhf.worlds.gymnasium", "--train.agent_func_path a.py"),
     "plays_world": ("", "--train.agent_func_path openrlhf.worlds.gymnasium"),
+    "measures_world": ("--eval.dataset a.jsonl", "--eval.dataset openrlhf.worlds.gymnasium"),
     "uses_world": ("", "--train.agent_func_path openrlhf.worlds.gymnasium"),
     "uses_critic": ("--algo.advantage.estimator rloo", ""),
     "uses_critic|uses_reward_model": ("--algo.advantage.estimator rloo", ""),

@@ -15,6 +15,7 @@ from openrlhf.types import SamplingParams
 from openrlhf.worlds.base import Start, Turn, WorldSettings
 from openrlhf.worlds.environments import WorldPython
 from openrlhf.worlds.executor import Dialogue, WorldPlayer
+from openrlhf.worlds.games import GamePlan
 from openrlhf.worlds.process import WorldPlan
 
 LABEL = {"say": "b", "index": 0}
@@ -153,6 +154,15 @@ def test_failures_are_said_and_the_next_episode_plays(player, misdeed, error, wo
 def test_a_world_that_cannot_be_made_says_so(player):
     with pytest.raises(UserFileError, match="there is no task unknown"):
         player(tasks=(("unknown", 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("games", "flag"), [(GamePlan("random"), "--world.opponent"), (GamePlan("self", "random"), "--world.eval_opponent")]
+)
+def test_an_opponent_needs_a_game(tmp_path, games, flag):
+    plan = WorldPlan(counting_world(tmp_path), WorldSettings(), WorldPython(Path(sys.executable)), 60.0, games=games)
+    with pytest.raises(UserFileError, match=rf"^{flag} random: .*counting\.py has no games of several agents"):
+        WorldPlayer(plan)
 
 
 def test_episodes_are_shared_among_processes(player):
