@@ -17,8 +17,8 @@ from openrlhf.worlds.environments import (
 DESCRIPTION = f"""\
 Worlds are environments of existing packages that a run trains in with
 `--train.agent_func_path openrlhf.worlds.NAME`. Each package lives in a virtual environment of its own, in
-{worlds_folder()} (the variable OPENRLHF_WORLDS names another folder). On a cluster every node needs it: run the command
-on each, or let OPENRLHF_WORLDS be a folder that they share."""
+{worlds_folder()} (the variable OPENRLHF_WORLDS names another folder). On a cluster the machine of the driver plays, and
+needs it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -208,7 +208,7 @@ def find_python(target: str, *, wanted: str | None = None) -> WorldPython:
     if needs is None or not needs.all:
         return ours
     folder = environment_folder(target)
-    if (folder / DONE).is_file():
+    if _is_whole(folder):
         return WorldPython(folder / "bin" / "python", own=True)
     if _has(ours, needs.module):
         return ours
@@ -258,7 +258,12 @@ def environment_folder(target: str) -> Path:
 
 def installed(target: str) -> bool:
     """Whether the environment of this world is there."""
-    return (environment_folder(target) / DONE).is_file()
+    return _is_whole(environment_folder(target))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Its Python is a link to the one that it was made with, which may be gone since."""
+    return (folder / DONE).is_file() and (folder / "bin" / "python").exists()
 
 
 def install(target: str, *, again: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -274,7 +279,7 @@ def install(target: str, *, again: bool = False, say: Callable[[str], None] = la
     folder = environment_folder(target)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / f".{folder.name}.lock"):
-        if (folder / DONE).is_file() and not again:
+        if _is_whole(folder) and not again:
             say(f"{world_name(target)} is installed already: {folder}")
             return folder
         if folder.exists():

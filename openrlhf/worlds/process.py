@@ -203,7 +203,10 @@ class WorldProcess:
     def _started(self) -> _Life:
         with self._lock:  # who comes second waits until the first has started it
             if self._life is None or self._life.ended:
-                life = _Life(self)
+                try:
+                    life = _Life(self)
+                except OSError as error:
+                    raise WorldRefusal(f"{self.name}: {self._python.path} cannot be started: {error}") from error
                 self._life = life
                 try:
                     life.about = life.ask_now(

@@ -139,6 +139,17 @@ def test_install_makes_an_environment_of_its_own_once(tmp_path, folder, capsys):
     assert marker.stat().st_mtime_ns != before
 
 
+def test_an_environment_whose_python_is_gone_is_installed_anew(tmp_path):
+    """As after another version of Python was put in the place of the one that it was made with."""
+    file = world_file(tmp_path, "tiny-world==1.0")
+    (environment_folder(file) / "bin").mkdir(parents=True)
+    (environment_folder(file) / "bin" / "python").symlink_to("/nowhere/python3")
+    (environment_folder(file) / environments.DONE).write_text("{}")
+    with pytest.raises(WorldMissingError, match=f"Run: openrlhf worlds install {file}$"):
+        find_python(file)
+    assert not environments.installed(file)
+
+
 @pytest.mark.slow
 def test_what_pip_says_is_the_error_and_nothing_is_left_behind(tmp_path, capsys):
     missing = f"tiny-world @ {(tmp_path / 'absent-1.0-py3-none-any.whl').as_uri()}"

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from patience import patience
 from world_files import counting_world, duel_world
 
 from openrlhf.worlds.base import WorldSettings
-from openrlhf.worlds.environments import find_python
+from openrlhf.worlds.environments import WorldPython, find_python
 from openrlhf.worlds.process import WorldDeath, WorldFailure, WorldProcess, WorldRefusal, WorldTimeout
 
 LABEL = {"say": "a"}
@@ -272,6 +273,13 @@ def test_what_is_no_turn_is_said(tmp_path):
 def test_settings_that_the_world_refuses_are_found_when_it_starts(tmp_path, settings, why):
     process = world(counting_world(tmp_path), **settings)
     with pytest.raises(WorldRefusal, match=why):
+        process.start_now()
+
+
+def test_an_interpreter_that_is_gone_is_said(tmp_path):
+    python = WorldPython(Path("/nowhere/python"))
+    process = WorldProcess(counting_world(tmp_path), WorldSettings(), python=python, timeout=30.0)
+    with pytest.raises(WorldRefusal, match=r"^world counting\.py: /nowhere/python cannot be started: .*No such file"):
         process.start_now()
 
 
