@@ -11,7 +11,8 @@ where the last one stopped (`--pack F` puts results, logs and tables into one fi
 measurement that is not expected to end in time is not begun; one that takes three times as long as expected is ended.
 What a measurement says is in `logs/` beside the results.
 
-`--real` is a folder with `model`, `train.jsonl` and `held_out.jsonl` (lines with input, label and datasource).
+`--real` is a folder with `model`, `train.jsonl` and `held_out.jsonl` (lines with input, label and datasource). The
+world needs its package: `openrlhf worlds install reasoning_gym`, or reasoning-gym beside this project.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Measurement(NamedTuple):
 
     @property
     def real(self) -> bool:
-        return self.bench in ("gap", "score")
+        return self.bench in ("gap", "score", "worlds")
 
 
 MEASUREMENTS = (
@@ -53,6 +54,7 @@ MEASUREMENTS = (
     *(Measurement("trainer", f"--case {case}", 45) for case in ("0.6B-16384", "0.6B-65536", "4B-16384-lora")),
     *(Measurement("gap", f"--case {case}", 240) for case in ("logits", "exact", "bf16", "fp16")),
     *(Measurement("memory", f"--shape {shape}", 110) for shape in ("135M", "1.5B", "7B")),
+    Measurement("worlds", "--case sums --steps 80", 420),
     *(Measurement("score", f"--case {case}", 260) for case in ("sync", "partial", "async")),
     *(Measurement("startup", f"--launcher {launcher}", 220) for launcher in ("local", "ray")),
     *(Measurement("rollout_speed", f"--case {case}", 110) for case in ("plain", "fp8", "history")),
@@ -64,7 +66,8 @@ MEASUREMENTS = (
 def command(one: Measurement, *, keep: Path, real: Path | None) -> list[str]:
     words = [sys.executable, "-m", f"bench.{one.bench}", *one.flags.split(), "--keep", str(keep / one.bench)]
     if one.real and real is not None:
-        words += ["--model", str(real / "model"), "--data", str(real / "train.jsonl")]
+        words += ["--model", str(real / "model")]
+        words += ["--data", str(real / "train.jsonl")] if one.bench != "worlds" else []  # a world has its own
         words += ["--held-out", str(real / "held_out.jsonl")] if one.bench == "score" else []
     return words
 
