@@ -29,6 +29,10 @@ class Counting(torch.nn.Module):
         self.routers, self.replays = inner.routers, inner.replays
         self.scored = self.trained = 0
 
+    @property
+    def model(self):
+        return self.inner.model
+
     def forward(self, *args, **kwargs):
         if torch.is_grad_enabled():
             self.trained += 1

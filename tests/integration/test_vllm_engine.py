@@ -26,6 +26,7 @@ import torch
 from engine_contract import EngineContract, Subject
 from own_routes import check_routes
 from own_supports import check_supports
+from patience import patience
 from processes import living_children, wait_until
 from small_tokenizers import tokenizer as small_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
@@ -539,16 +540,23 @@ def test_more_requests_than_places_are_all_answered(setup):
 
 
 def test_streamed_parts_are_the_whole_generation(setup):
-    async def parts() -> list[Generation]:
-        return [part async for part in setup.engine.stream(prompts(1)[0], GREEDY)]
+    """What comes while the reader is busy is one part, so on a busy machine several parts take some tries."""
+    params = GREEDY.copy(max_tokens=64, ignore_eos=True)
 
-    streamed = asyncio.run(parts())
-    (whole,) = generate_all(setup.engine, prompts(1), GREEDY)
-    assert len(streamed) > 3
-    assert [token for part in streamed for token in part.token_ids] == whole.token_ids
-    assert "".join(part.text for part in streamed) == whole.text
-    assert [part.finish_reason for part in streamed[:-1]] == [None] * (len(streamed) - 1)
-    assert streamed[-1].finish_reason is whole.finish_reason
+    async def parts() -> list[Generation]:
+        return [part async for part in setup.engine.stream(prompts(1)[0], params)]
+
+    (whole,) = generate_all(setup.engine, prompts(1), params)
+
+    def came_in_several() -> bool:
+        streamed = asyncio.run(parts())
+        assert [token for part in streamed for token in part.token_ids] == whole.token_ids
+        assert "".join(part.text for part in streamed) == whole.text
+        assert [part.finish_reason for part in streamed[:-1]] == [None] * (len(streamed) - 1)
+        assert streamed[-1].finish_reason is whole.finish_reason
+        return len(streamed) > 3
+
+    assert wait_until(came_in_several, patience(60.0))
 
 
 def test_stop_strings_and_stop_tokens_end_a_generation_as_in_the_embedded_engine(setup):
@@ -569,6 +577,7 @@ def test_stop_strings_and_stop_tokens_end_a_generation_as_in_the_embedded_engine
 
 
 def test_abort_ends_every_request_with_the_tokens_it_has(setup):
+    """On a busy machine a request may have ended by itself before it is aborted: then it is whole, and tried again."""
     params = GREEDY.copy(max_tokens=None, ignore_eos=True)
 
     async def play() -> list[Generation]:
@@ -579,10 +588,17 @@ def test_abort_ends_every_request_with_the_tokens_it_has(setup):
         await asyncio.to_thread(setup.engine.abort)
         return await asyncio.gather(*calls)
 
-    for generation in asyncio.run(play()):
-        assert generation.finish_reason is FinishReason.ABORT
-        assert 0 <= len(generation.token_ids) < CONTEXT - 9
-    assert setup.engine.num_running == 0
+    def all_aborted() -> bool:
+        ended = asyncio.run(play())
+        assert setup.engine.num_running == 0
+        whole = [generation for generation in ended if generation.finish_reason is FinishReason.LENGTH]
+        assert {len(generation.token_ids) for generation in whole} <= {CONTEXT - len(p) for p in prompts(3)}
+        aborted = [generation for generation in ended if generation.finish_reason is FinishReason.ABORT]
+        assert all(0 <= len(generation.token_ids) < CONTEXT - 9 for generation in aborted)
+        assert len(aborted) + len(whole) == len(ended)
+        return not whole
+
+    assert wait_until(all_aborted, patience(60.0))
 
 
 def test_a_cancelled_call_gives_its_place_up(setup):
