@@ -190,9 +190,10 @@ def dynamic_id() -> int:
     return DYNAMIC_IDS[os.getpid() % len(DYNAMIC_IDS)]
 
 
-def map_users(process: int | str, *, root: bool) -> None:
-    """Whom the namespace's users are outside: the one that started the run, or for root one of its own."""
-    for kind, own in (("uid", os.getuid()), ("gid", os.getgid())):
+def map_users(process: int | str, outside: tuple[int, int], *, root: bool) -> None:
+    """Whom the namespace's users are outside: the one that started the run, or for root one of its own. `outside` are
+    user and group there: a process of the namespace sees itself as nobody (65534) until they are mapped."""
+    for kind, own in zip(("uid", "gid"), outside, strict=True):
         if kind == "gid" and not root:
             write(f"/proc/{process}/setgroups", "deny")
         lines = f"0 0 1\n{INSIDE_ID} {dynamic_id()} 1\n" if root else f"{INSIDE_ID} {own} 1\n"
@@ -526,7 +527,14 @@ def write_files(folder: str, files: dict[str, bytes], *, owner: int | None) -> N
             os.chown(path, owner, owner)
 
 
-def inside(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], go: int, report: int) -> None:
+def inside(
+    job: dict[str, Any],
+    folder: str,
+    stdio: tuple[int, int, int],
+    go: int,
+    report: int,
+    outside: tuple[int, int],
+) -> None:
     """In I. Does not return. Reports `error: …`, or `started PROCESS` and `ended STATUS FULL`."""
     try:
         # L's ends of the pipes are L's alone: the command sees the end of stdin, and L that of its output.
@@ -546,7 +554,7 @@ def inside(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], go: in
                 os.read(go, 1)  # L has written our users
                 owner = INSIDE_ID
             else:
-                map_users("self", root=False)
+                map_users("self", outside, root=False)
         if LINUX:
             with contextlib.suppress(SetupError):
                 write("/proc/self/oom_score_adj", "1000")  # the first to go when the machine has no memory left
@@ -613,6 +621,7 @@ def explain(error: BaseException) -> bytes:
 def start(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], report: int) -> int:
     """The process I. Raises SetupError."""
     go_read, go_write = os.pipe()
+    outside = os.getuid(), os.getgid()
     sys.stdout.flush()
     if direct(job):
         flags = OWN | signal.SIGCHLD
@@ -622,10 +631,10 @@ def start(job: dict[str, Any], folder: str, stdio: tuple[int, int, int], report:
             prctl("subreaper", PR_SET_CHILD_SUBREAPER, 1)
         first = os.fork()
     if first == 0:
-        inside(job, folder, stdio, go_read, report)
+        inside(job, folder, stdio, go_read, report, outside)
     try:
         if direct(job) and job["root"]:
-            map_users(first, root=True)
+            map_users(first, outside, root=True)
             os.write(go_write, b"!")
     except SetupError:
         os.kill(first, signal.SIGKILL)

@@ -24,15 +24,21 @@ from openrlhf.utils.sandbox import Level, Limit, Limits, SandboxError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
+"""How every user of another namespace looks, too: what mistakes one for the other works for this user alone."""
+ORDINARY = 31415
 SYSTEM_PYTHON = "/usr/bin/python3"
 
-AS_NOBODY = f"""
+
+def as_user(user):
+    """A command in front of another, which becomes that user first."""
+    program = f"""
 import os, sys
 os.setgroups([])
-os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
-os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+os.setresgid({user}, {user}, {user})
+os.setresuid({user}, {user}, {user})
 os.execve(sys.argv[1], sys.argv[1:], {{"PATH": os.defpath, "HOME": "/nonexistent"}})
 """
+    return sys.executable, "-I", "-c", program
 
 
 def system_python_is_new_enough():
@@ -41,7 +47,7 @@ def system_python_is_new_enough():
 
 
 def escapes_of(*command):
-    """What became of all attempts. They run from a folder that every user may read, because `nobody` has to."""
+    """What became of all attempts. They run from a folder that every user may read, because another user has to."""
     with tempfile.TemporaryDirectory(prefix="sandbox-test-") as folder:
         os.chmod(folder, 0o755)
         for path in (*(REPOSITORY / "openrlhf" / "utils").glob("sandbox*.py"), Path(sandbox_escapes.__file__)):
@@ -69,7 +75,7 @@ def escapes(who):
         pytest.skip("no Python 3.11 that everybody may read")
     if who == "root":  # with a Python that everybody may read, a run at any level has a user of its own
         return escapes_of(SYSTEM_PYTHON)
-    return escapes_of(sys.executable, "-I", "-c", AS_NOBODY, SYSTEM_PYTHON)
+    return escapes_of(*as_user(ORDINARY), SYSTEM_PYTHON)
 
 
 def table():
@@ -92,7 +98,7 @@ def test_every_attempt_is_in_the_table(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["this user", "nobody", "root"])
+@pytest.mark.parametrize("who", ["this user", "an ordinary user", "root"])
 @pytest.mark.parametrize("level", [*(str(level) for level in Level), "bubblewrap"])
 def test_what_the_table_says_is_held(who, level):
     outcome = escapes(who)[level]
@@ -102,6 +108,32 @@ def test_what_the_table_says_is_held(who, level):
     promised = {name: "held" for name, cells in TABLE.items() if cells[f"`{column}`"] in HELD}
     assert len(promised) >= 13
     assert {name: outcome[name] for name in promised} == promised
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_no_user_has_less_than_another():
+    """`nobody` looks the same within a user namespace and without; every other user does not."""
+    if not system_python_is_new_enough():
+        pytest.skip("no Python 3.11 that everybody may read")
+    with tempfile.TemporaryDirectory(prefix="sandbox-test-") as folder:
+        os.chmod(folder, 0o755)
+        for path in (REPOSITORY / "openrlhf" / "utils").glob("sandbox*.py"):
+            shutil.copy(path, folder)
+            os.chmod(Path(folder) / path.name, 0o644)
+        program = f"import sys; sys.path.append({folder!r}); import sandbox; print(sandbox.describe())"
+        told = [
+            subprocess.run(
+                [*as_user(user), SYSTEM_PYTHON, "-I", "-B", "-c", program],
+                capture_output=True,
+                text=True,
+                cwd="/",
+                timeout=patience(60),
+                check=True,
+            ).stdout
+            for user in (NOBODY, ORDINARY)
+        ]
+    assert told[0].startswith("sandbox: ")
+    assert told[0] == told[1]
 
 
 @pytest.fixture(params=list(Level), ids=str)
