@@ -264,20 +264,30 @@ DENIED_OUTSIDE = {
     "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
     "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "removexattr": (197, 14),
     "lremovexattr": (198, 15), "truncate": (76, 45), "pidfd_send_signal": (424, 424), "setpriority": (141, 140),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "fchmod": (91, 52), "fchown": (93, 55),
+    "fsetxattr": (190, 7), "fremovexattr": (199, 16), "file_setattr": (469, 469), "inotify_add_watch": (254, 27),
+    "shmat": (30, 196), "shmctl": (31, 195), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
 }  # fmt: skip
-"""Without a file system and processes of its own: these change files by path, which Landlock does not look at, or
-touch other processes of the user."""
+"""Without a file system and processes of its own: these change files by path, or what else than their content is open
+for reading, neither of which Landlock looks at; tell what happens in folders; or touch other processes of the user, and
+the memory, semaphores and queues that these share by number."""
 OWN_ONLY = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
             "sched_setparam": (142, 118), "sched_setattr": (314, 274)}  # fmt: skip
 """Their first argument is a process: only 0, the caller, is allowed."""
 SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
 CLONE_CALLS = {"clone": (56, 220)}
+SOCKET_PAIRS = {"socketpair": (53, 199)}
+STREAM, SEQUENCED, SOCKET_TYPES = 1, 5, 0xF
+"""A pair of streams is connected for good. A datagram socket of a pair can still send to any other by its name."""
+DEVICE_CONTROLS = {"ioctl": (16, 29)}
+OF_FILE_SYSTEMS, CONTROL_KINDS = (ord("f") << 8, ord("X") << 8), 0xFF00
+"""Flags of files, which their owner may change with what is open for reading."""
 CLONE3 = 435
 AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-LOAD, JUMP_EQUAL, JUMP_ANY_BIT, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+LOAD, MASK, JUMP_EQUAL, JUMP_ANY_BIT, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16
+NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT, SECOND_ARGUMENT_AT = 0, 4, 16, 24
 
 
 def numbers(calls: Mapping[str, tuple[int | None, int | None]]) -> list[int]:
@@ -313,6 +323,26 @@ def filter_program(*, own_files: bool, only_signal: int | None) -> bytes:
             (JUMP_EQUAL, 0, 4, number),
             (LOAD, 0, 0, FIRST_ARGUMENT_AT),
             (JUMP_EQUAL, 1, 0, 0),
+            (RETURN, 0, 0, DENY | errno.EPERM),
+            (RETURN, 0, 0, ALLOW),
+        ]
+    for number in numbers(SOCKET_PAIRS):
+        lines += [
+            (JUMP_EQUAL, 0, 6, number),
+            (LOAD, 0, 0, SECOND_ARGUMENT_AT),
+            (MASK, 0, 0, SOCKET_TYPES),
+            (JUMP_EQUAL, 2, 0, STREAM),
+            (JUMP_EQUAL, 1, 0, SEQUENCED),
+            (RETURN, 0, 0, DENY | errno.EPERM),
+            (RETURN, 0, 0, ALLOW),
+        ]
+    for number in [] if own_files else numbers(DEVICE_CONTROLS):
+        lines += [
+            (JUMP_EQUAL, 0, 6, number),
+            (LOAD, 0, 0, SECOND_ARGUMENT_AT),
+            (MASK, 0, 0, CONTROL_KINDS),
+            (JUMP_EQUAL, 1, 0, OF_FILE_SYSTEMS[0]),
+            (JUMP_EQUAL, 0, 1, OF_FILE_SYSTEMS[1]),
             (RETURN, 0, 0, DENY | errno.EPERM),
             (RETURN, 0, 0, ALLOW),
         ]

@@ -10,6 +10,7 @@ our own, the network is loopback, and what is written is an empty file that is r
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -68,6 +69,16 @@ class Host:
         for listener, name in zip(self.unix, self.unix_names, strict=True):
             listener.bind(name)
             listener.listen()
+        self.datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.datagrams.bind(str(folder / "datagrams"))
+        self.segment = shared_segment(self.secret)
+        # What a run may read: everybody gets there, or a run that root starts has no user of its own.
+        folder.chmod(0o755)
+        self.readable = folder / "readable"
+        self.readable.mkdir(mode=0o755)
+        self.readable.chmod(0o755)
+        (self.readable / "file").touch()
+        (self.readable / "file").chmod(0o644)
         self.outside = folder / "outside"
         self.outside.mkdir(mode=0o700)
         (self.outside / "secret").write_text(self.secret)
@@ -92,6 +103,9 @@ class Host:
             "tcp": self.tcp.getsockname(),
             "udp": self.udp.getsockname(),
             "unix": self.unix_names,
+            "datagrams": self.datagrams.getsockname(),
+            "segment": self.segment,
+            "readable": str(self.readable / "file"),
             "outside": str(self.outside),
             "home_file": home_file,
             "marker": f"{self.marker}{attempt}-",
@@ -102,9 +116,27 @@ class Host:
     def close(self) -> None:
         self.victim.kill()
         self.victim.wait()
-        for opened in (self.tcp, self.udp, *self.unix):
+        for opened in (self.tcp, self.udp, *self.unix, self.datagrams):
             opened.close()
+        remove_segment(self.segment)
         os.close(self.opened)
+
+
+def shared_segment(secret: str) -> int:
+    """The number of shared memory (System V) with `secret`, which its user's other processes find by trying."""
+    libc = ctypes.CDLL(None)
+    libc.shmat.restype = ctypes.c_void_p
+    number = int(libc.shmget(0, 4096, 0o1600))
+    if number >= 0:
+        at = libc.shmat(number, None, 0)
+        ctypes.memmove(at, secret.encode(), len(secret))
+        libc.shmdt(ctypes.c_void_p(at))
+    return number
+
+
+def remove_segment(number: int) -> None:
+    if number >= 0:
+        ctypes.CDLL(None).shmctl(number, 0, None)
 
 
 def left_over(result: Any, host: Host) -> str | None:
@@ -179,6 +211,10 @@ for name in host["unix"]:
         s.connect(name)
         return name
     attempt(connect)
+def from_a_pair():
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    return one.sendto(b"datagram", host["datagrams"])
+attempt(from_a_pair)
 """),
     "fork bomb": Attempt(
         _spawn(400, "os.fork() or (time.sleep(60), os._exit(0))"),
@@ -353,6 +389,13 @@ def parents():
     found = open(f"/proc/{os.getppid()}/environ").read().split("\\0")
     return [entry for entry in found if entry and entry.split("=")[0] not in os.environ] or None
 attempt(parents)
+def shared():
+    libc.shmat.restype = ctypes.c_void_p
+    at = libc.shmat(host["segment"], None, 0o10000)
+    return at not in (None, ctypes.c_void_p(-1).value) and host["secret"].encode() in ctypes.string_at(at, 100)
+if host["segment"] >= 0: attempt(shared)
+def removed(): return libc.shmctl(host["segment"], 0, None) == 0
+if host["segment"] >= 0: attempt(removed)
 """),
     "signals to other processes": Attempt("""
 def kill():
@@ -388,7 +431,12 @@ def write(): return open(f"link/{host['marker']}link", "w")
 attempt(write)
 os.mkdir("locked")
 os.symlink(host["outside"], "locked/link")
-os.fchmod(os.open("locked", os.O_RDONLY), 0)  # whoever removes the folder must not follow the link
+os.mkdir("unlisted", 0o300)
+os.symlink(host["outside"], "unlisted/link")
+try:
+    os.fchmod(os.open("locked", os.O_RDONLY), 0)  # whoever removes the folder must not follow the link
+except PermissionError:
+    pass
 """, seen=lambda result, host: not_written(result, host) or (
         None if (host.outside / "secret").exists() and host.outside.stat().st_mode & 0o777 == 0o700
         else "what the link names was changed")),
@@ -407,6 +455,35 @@ def times():
     os.utime(host["outside"] + "/secret")
     return True
 attempt(times)
+def descriptor():
+    return os.open(host["readable"], os.O_RDONLY)
+def mode_of_what_is_open():
+    os.fchmod(descriptor(), 0o4777)
+    return True
+attempt(mode_of_what_is_open)
+def mode_of_the_system():
+    opened = os.open(os.__file__, os.O_RDONLY)
+    os.fchmod(opened, os.fstat(opened).st_mode & 0o7777)
+    return True
+attempt(mode_of_the_system)
+def attribute_of_what_is_open():
+    os.setxattr(descriptor(), "user.escaped", b"")
+    return True
+attempt(attribute_of_what_is_open)
+def flags_of_what_is_open():  # "no dump", which changes nothing else
+    import fcntl
+    flags = bytearray(8)
+    opened = descriptor()
+    fcntl.ioctl(opened, 0x80086601, flags)
+    flags[0] ^= 0x40
+    fcntl.ioctl(opened, 0x40086602, bytes(flags))
+    return True
+attempt(flags_of_what_is_open)
+def watched():
+    if libc.inotify_add_watch(libc.inotify_init(), host["outside"].encode(), 0xFFF) < 0:
+        raise OSError("inotify_add_watch")
+    return True
+attempt(watched)
 """, seen=not_written),
     "a process that outlives the run": Attempt(
         f"""
@@ -502,7 +579,7 @@ def make(sandbox: Any, name: str, host: Host, home_file: str, level: Any) -> str
     slug = f"{level}-{name.replace(' ', '-').replace(':', '')}"
     told = json.dumps(host.describe(slug, home_file)) + "\n"
     limits = sandbox.Limits(**{"seconds": 20.0, **attempt.limits})
-    found = sandbox.run_python(BEGIN + attempt.code, stdin=told, limits=limits)
+    found = sandbox.run_python(BEGIN + attempt.code, stdin=told, limits=limits, readable=[host.readable])
     if found.level != level:
         return f"ran at {found.level}"
     result = Seen(slug, found.stdout, found.stderr, str(found.limit or "none"), found.seconds)
@@ -517,6 +594,7 @@ def make(sandbox: Any, name: str, host: Host, home_file: str, level: Any) -> str
 @contextlib.contextmanager
 def hosts() -> Iterator[Callable[[], Host]]:
     with tempfile.TemporaryDirectory(prefix="sandbox-escapes-") as folder, contextlib.ExitStack() as stack:
+        os.chmod(folder, 0o755)
         count = 0
 
         def new() -> Host:
