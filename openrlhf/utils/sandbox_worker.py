@@ -190,6 +190,22 @@ def dynamic_id() -> int:
     return DYNAMIC_IDS[os.getpid() % len(DYNAMIC_IDS)]
 
 
+def users_are_mapped() -> bool:
+    """Whether the users that runs of root get exist here. In a user namespace (containers without root, `unshare -r`)
+    root may be the only one, and no process may leave its groups then."""
+    first, last = DYNAMIC_IDS[0], DYNAMIC_IDS[-1]
+    try:
+        for kind in ("uid", "gid"):
+            with open(f"/proc/self/{kind}_map") as file:
+                ranges = [(int(start), int(count)) for start, _, count in map(str.split, file)]
+            if not any(start <= first and last < start + count for start, count in ranges):
+                return False
+        with open("/proc/self/setgroups") as file:
+            return file.read().strip() != "deny"
+    except OSError:  # a kernel without user namespaces
+        return True
+
+
 def map_users(process: int | str, outside: tuple[int, int], *, root: bool) -> None:
     """Whom the namespace's users are outside: the one that started the run, or for root one of its own. `outside` are
     user and group there: a process of the namespace sees itself as nobody (65534) until they are mapped."""
@@ -386,7 +402,7 @@ def can_change_users() -> bool:
         return True
     with open("/proc/self/status") as file:
         found = next((line for line in file if line.startswith("CapEff:")), "CapEff: 0")
-    return int(found.split()[1], 16) & FOR_ANOTHER_USER == FOR_ANOTHER_USER
+    return int(found.split()[1], 16) & FOR_ANOTHER_USER == FOR_ANOTHER_USER and users_are_mapped()
 
 
 def give_up_root(*, user: int | None) -> None:
@@ -1007,6 +1023,7 @@ def main() -> None:
     try:
         with open(0, "rb", closefd=False) as file:  # no pipe gets its number
             job = marshal.load(file)
+        job["root"] = job["root"] and LINUX and users_are_mapped()
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.umask(0o077)

@@ -1,6 +1,7 @@
 """The sandbox for code: escapes, each tried at each level that this machine has, and what becomes of runs."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -46,13 +47,20 @@ def system_python_is_new_enough():
     return os.path.exists(SYSTEM_PYTHON) and subprocess.run(asked, check=False).returncode == 0
 
 
-def escapes_of(*command):
-    """What became of all attempts. They run from a folder that every user may read, because another user has to."""
+@contextlib.contextmanager
+def copied():
+    """The sandbox and the escapes in a folder that every user may read."""
     with tempfile.TemporaryDirectory(prefix="sandbox-test-") as folder:
         os.chmod(folder, 0o755)
         for path in (*(REPOSITORY / "openrlhf" / "utils").glob("sandbox*.py"), Path(sandbox_escapes.__file__)):
             shutil.copy(path, folder)
             os.chmod(Path(folder) / path.name, 0o644)
+        yield folder
+
+
+def escapes_of(*command):
+    """What became of all attempts."""
+    with copied() as folder:
         done = subprocess.run(
             [*command, "-I", f"{folder}/sandbox_escapes.py", folder],
             capture_output=True,
@@ -115,11 +123,7 @@ def test_no_user_has_less_than_another():
     """`nobody` looks the same within a user namespace and without; every other user does not."""
     if not system_python_is_new_enough():
         pytest.skip("no Python 3.11 that everybody may read")
-    with tempfile.TemporaryDirectory(prefix="sandbox-test-") as folder:
-        os.chmod(folder, 0o755)
-        for path in (REPOSITORY / "openrlhf" / "utils").glob("sandbox*.py"):
-            shutil.copy(path, folder)
-            os.chmod(Path(folder) / path.name, 0o644)
+    with copied() as folder:
         program = f"import sys; sys.path.append({folder!r}); import sandbox; print(sandbox.describe())"
         told = [
             subprocess.run(
@@ -284,6 +288,48 @@ def test_root_that_may_not_become_another_user():
         check=False,
     )
     assert "stdout='1" in done.stdout, done.stderr
+
+
+ALONE = """
+import ctypes, os, sys
+user, group = os.getuid(), os.getgid()
+if ctypes.CDLL(None).unshare(0x10000000):
+    sys.exit("refused")
+try:
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+except OSError:
+    sys.exit("refused")
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="user namespaces are Linux's")
+def test_root_that_is_the_only_user():
+    """As in a container that was made without root: no other user can own the files of a run."""
+    program = """
+import sys
+sys.path.append(sys.argv[1])
+import sandbox
+for level in [level for level in sandbox.Level if level <= sandbox.level()]:
+    sandbox._probed = lambda: sandbox._Machine(level, {})
+    print(level, sandbox.run_python("print(1)"))
+"""
+    # Where everybody may read the Python, a run gets a user of its own.
+    python = SYSTEM_PYTHON if system_python_is_new_enough() else sys.executable
+    with copied() as folder:
+        done = subprocess.run(
+            [python, "-I", "-c", ALONE, "-I", "-B", "-c", program, folder],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.stderr.strip() == "refused":
+        pytest.skip("this machine has no user namespaces for this user")
+    assert "stdout='1" in done.stdout, done.stderr
+    assert done.stdout.count("stdout='1") == len(done.stdout.splitlines())
 
 
 class TestGrading:
