@@ -21,11 +21,13 @@ standard library only.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import functools
 import json
 import marshal
+import operator
 import os
 import secrets
 import shutil
@@ -34,10 +36,11 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum, StrEnum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -619,55 +622,172 @@ def _graded(results: Sequence[Result | None], cases: Sequence[tuple[str, str]]) 
     return Graded(tuple(passed), tuple(run for run in results if run is not None))
 
 
-# Results go to a private descriptor with a secret in front, test by test: so that the code cannot print them, and so
-# that a test that never ends does not take the others' with it. A test sees what the code defined, and nothing that
-# another test did to it by assignment.
+# Results go to a private descriptor with a secret in front, test by test: so that the code cannot print them by chance,
+# and so that a test that never ends does not take the others' with it. A test sees what the code defined, and nothing
+# that another test did to it by assignment. Values leave as plain data, and are compared where the code is not.
 _ASSERTS = """
 import json, os, sys, types
 job = json.load(sys.stdin)
 results = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-def run(job, results):
+def plain(value):
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, exact in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+        if isinstance(value, kind):
+            return exact(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": value.hex()}
+    if isinstance(value, dict):
+        return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [plain(item) for item in value]}
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy or torch
+        value = value.item()
+        return {"fraction": [int(value), 1]} if isinstance(value, bool) else plain(value)  # equals True, is not True
+    return {"fraction": list(value.as_integer_ratio())}
+def run(job, results, plain, dumps):
     code, tests, secret = job.pop("code"), job.pop("tests"), job.pop("secret")
     answer = sys.modules["answer"] = types.ModuleType("answer")  # dataclasses and pickle look their classes up there
     defined = vars(answer)
     exec(compile(code, "answer.py", "exec"), defined)
-    for number, test in enumerate(tests):
+    for number, (parts, most) in enumerate(tests):
         try:
-            exec(compile(test, "test", "exec"), dict(defined))
+            own, values = dict(defined), []
+            for statements, expression in parts:
+                exec(compile(statements, "test", "exec"), own)
+                if expression is not None:
+                    values.append(plain(eval(compile(expression, "test", "eval"), own)))
+            line = f"{secret} {number} {dumps(values)}\\n".encode()
         except BaseException:
             pass
         else:
-            os.write(results, f"{secret} {number}\\n".encode())
-run(job, results)
+            if len(line) <= most:
+                os.write(results, line)
+run(job, results, plain, json.dumps)
 """
 ASSERTS = (sys.executable, "-I", "-c", _ASSERTS)
+
+
+class _Test(NamedTuple):
+    """A test as it is run: statements and what follows them, an expression whose value is told, or nothing."""
+
+    parts: tuple[tuple[str, str | None], ...]
+    expected: tuple[tuple[Callable[[Any, Any], bool], Any], ...]
+    """How and with what the values are compared, where the code is not."""
+    most: int
+    """Bytes of a line that tells them; the longest form of equal values has fewer."""
+
+
+def _literal(node: ast.expr) -> tuple[Any] | None:
+    try:
+        return (ast.literal_eval(node),)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _test(source: str) -> _Test:
+    """Each `assert expression == literal` that is a statement of its own is taken apart."""
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        statements = []  # it fails where it is run
+    parts: list[tuple[str, str | None]] = []
+    expected: list[tuple[Callable[[Any, Any], bool], Any]] = []
+    before: list[ast.stmt] = []
+    for statement in statements:
+        match statement:
+            case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+                same, sides = operator.eq, [(left, _literal(right)), (right, _literal(left))]
+            case ast.Assert(
+                test=ast.Compare(
+                    left=left, ops=[ast.Is()], comparators=[ast.Constant(value=None | True | False) as right]
+                )
+            ):
+                same, sides = operator.is_, [(left, _literal(right))]
+            case _:
+                same, sides = operator.eq, []
+        known = [(side, value) for side, value in sides if value is not None and _literal(side) is None]
+        if not known:
+            before.append(statement)
+            continue
+        (side, value), *_ = known
+        parts.append((_source(before), ast.unparse(side)))
+        expected.append((same, *value))
+        before = []
+    if not parts:
+        return _Test(((source, None),), (), 100)
+    if before:
+        parts.append((_source(before), None))
+    return _Test(tuple(parts), tuple(expected), 200 + 20 * len(source.encode(errors="surrogatepass")))
+
+
+def _source(statements: Sequence[ast.stmt]) -> str:
+    return "\n".join(map(ast.unparse, statements))
+
+
+def _value(told: Any) -> Any:
+    """What `plain` in the run has made of a value. Raises whatever it likes for what `plain` never makes."""
+    if not isinstance(told, dict):
+        return told
+    ((kind, content),) = told.items()
+    if kind == "dict":
+        return {_value(key): _value(value) for key, value in content}
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "fraction":
+        return Fraction(*content)
+    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(_value, content))
+
+
+def _same_values(told: str, expected: Sequence[tuple[Callable[[Any, Any], bool], Any]]) -> bool:
+    try:
+        values = [_value(value) for value in json.loads(told)]
+        return len(values) == len(expected) and all(
+            same(value, wanted) for value, (same, wanted) in zip(values, expected, strict=True)
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, MemoryError):
+        return False  # the code has written it itself
 
 
 def grade_asserts(code: str, tests: Sequence[str], **options: Any) -> Graded:
     """Run Python code once, and then each of `tests`, statements that raise when the code is wrong.
 
-    All share the limits of one run; what passed before a limit was met has passed. Code that goes looking for the
-    tests finds them, because they run where it runs: `grade_outputs` is for code that must not.
+    All share the limits of one run; what passed before a limit was met has passed. In `assert expression == literal`
+    (also `literal == expression`, and `is None`, `is True`, `is False`) only the expression enters the sandbox, and its
+    value, plain data, is compared outside: it passes by being right, whatever the code does. Other statements run where
+    the code runs, so code that goes looking for them finds them, and can make them pass.
     """
     _no_cases(tests)
-    secret = secrets.token_hex(8)
-    result = run(ASSERTS, stdin=_asserts_job(code, tests, secret), **options)
-    return _graded_asserts(result, tests, secret)
+    asked = _Asserts(code, tests, options)
+    return asked.graded(run(ASSERTS, **asked.options))
 
 
 async def grade_asserts_async(code: str, tests: Sequence[str], **options: Any) -> Graded:
     """As `grade_asserts`."""
     _no_cases(tests)
-    secret = secrets.token_hex(8)
-    result = await run_async(ASSERTS, stdin=_asserts_job(code, tests, secret), **options)
-    return _graded_asserts(result, tests, secret)
+    asked = _Asserts(code, tests, options)
+    return asked.graded(await run_async(ASSERTS, **asked.options))
 
 
-def _asserts_job(code: str, tests: Sequence[str], secret: str) -> str:
-    return json.dumps({"code": code, "tests": list(tests), "secret": secret})
+class _Asserts:
+    """What `grade_asserts` asks of a run, and what it makes of the result."""
 
+    def __init__(self, code: str, tests: Sequence[str], options: Mapping[str, Any]) -> None:
+        self.secret = secrets.token_hex(8)
+        self.tests = [_test(test) for test in tests]
+        job = {"code": code, "secret": self.secret, "tests": [(test.parts, test.most) for test in self.tests]}
+        limits = options.get("limits", DEFAULT)
+        limits = replace(limits, output=limits.output + sum(test.most for test in self.tests))
+        self.options = {**options, "limits": limits, "stdin": json.dumps(job)}
 
-def _graded_asserts(result: Result, tests: Sequence[str], secret: str) -> Graded:
-    lines = set(result.stdout.splitlines())
-    return Graded(tuple(f"{secret} {number}" in lines for number in range(len(tests))), (result,))
+    def graded(self, result: Result) -> Graded:
+        lines = [line.split(" ", 2) for line in result.stdout.split("\n")]
+        told = {words[1]: words[2] for words in lines if len(words) == 3 and words[0] == self.secret}
+        passed = (_same_values(told.get(str(number), ""), test.expected) for number, test in enumerate(self.tests))
+        return Graded(tuple(passed), (result,))

@@ -363,6 +363,77 @@ class TestGrading:
         assert graded.passed == (True, False)
         assert graded.results[0].limit == Limit.TIME
 
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "class Same:\n    __eq__ = lambda *_: True\ndef f(x): return Same()",
+            "class Same(int):\n    __eq__ = lambda *_: True\nf = Same",
+            "class Same(list):\n    __eq__ = lambda *_: True\ndef f(x): return Same()",
+            "import sys\ndef f(x): sys.exit(0)",
+            "import os\nos._exit(0)",
+            "import builtins\nbuiltins.compile = lambda *_: 'None'\ndef f(x): return 0",
+            "import builtins\nbuiltins.eval = builtins.exec = lambda *_: None\ndef f(x): return 0",
+            "import operator\noperator.eq = lambda *_: True\ndef f(x): return 0",
+            # What the run knows of its tests: all frames, everything the collector knows, and its own descriptors.
+            """
+import gc, os, re, sys
+frame, found = sys._getframe(), []
+while frame:
+    found.append(repr(frame.f_locals))
+    secret = frame.f_locals.get("secret", "")
+    frame = frame.f_back
+found += map(repr, gc.get_objects())
+answers = re.findall("the-right-[a-z]{6}", " ".join(found)) + [0]
+for number in range(3, 20):
+    for values in ("[]", "[true]", "[1]", "null", "{}", '[{"dict": 1}]', '[{"x": []}]', "[[[[", '[{"fraction": [1, 0]}]'):
+        try:
+            os.write(number, f"{secret} 0 {values}\\n{secret} 1 {values}\\n".encode())
+        except OSError:
+            break
+def f(x): return answers[0]
+""",
+        ],
+        ids=["equal", "an equal int", "an equal list", "exit", "_exit", "compile", "eval", "operator", "frames"],
+    )
+    @pytest.mark.parametrize("test", ["assert f(1) == 'the-right-answer'", "assert 'the-right-answer' == f(1), 'no'"])
+    def test_a_value_is_compared_where_the_code_is_not(self, code, test):
+        graded = sandbox.grade_asserts(code, [test, "x = f(1)\nassert x == ['the-right-answer', 5]"])
+        assert graded.passed == (False, False), graded.results
+
+    def test_values_are_equal_as_in_python(self):
+        code = """
+import collections, decimal, enum, fractions
+Pair = collections.namedtuple("Pair", "a b")
+class Colour(enum.IntEnum):
+    RED = 1
+values = {
+    "tuple": Pair(1, 2), "dict": collections.Counter("aab"), "int": Colour.RED, "decimal": decimal.Decimal("1.5"),
+    "fraction": fractions.Fraction(1, 4), "bytes": bytearray(b"a"), "set": frozenset({1, (2, "é")}), "text": "\\udc80\\n",
+    "nested": [{"a": (None, True, 1.5)}, {}], "complex": 1 + 2j, "large": 10 ** 400, "many": list(range(20000)),
+}
+truth = True
+def numpy_numbers():
+    import numpy
+    return [numpy.int64(3), numpy.float32(0.5), numpy.bool_(True)]
+"""
+        right = {
+            "tuple": "(1, 2)", "dict": "{'b': 1, 'a': 2}", "int": "1.0", "decimal": "1.5", "fraction": "0.25",
+            "bytes": "b'a'", "set": "{(2, 'é'), 1}", "text": "'\\udc80\\n'", "nested": "[{'a': (None, 1, 1.5)}, {}]",
+            "complex": "1 + 2j", "large": str(10**400), "many": str(list(range(20000))),
+        }  # fmt: skip
+        wrong = {
+            "tuple": "[1, 2]", "dict": "{'a': 2}", "int": "2", "decimal": "1.4", "fraction": "0.2", "bytes": "'a'",
+            "set": "[1, (2, 'é')]", "text": "'x'", "nested": "[]", "complex": "1", "large": "1", "many": "[]",
+        }  # fmt: skip
+        tests = [f"assert values[{name!r}] == {value}" for name, value in [*right.items(), *wrong.items()]]
+        more = ["assert numpy_numbers() == [3, 0.5, True]", "assert values.get('x') is None", "assert 1 == 1"]
+        more += ["y = 2\nassert values['int'] + y == 3, y\nassert y > 1", "assert values['tuple'] == Pair(1, 2)"]
+        more += ["assert truth is True", "assert truth == 1", "assert numpy_numbers()[2] == True"]
+        no = ["assert 1 == 2", "x =", "assert y", "assert values['int'] is True", "assert numpy_numbers()[2] is True"]
+        limits = Limits(seconds=60)
+        passed = sandbox.grade_asserts(code, [*tests, *more, *no], limits=limits).passed
+        assert passed == (True,) * len(right) + (False,) * len(wrong) + (True,) * len(more) + (False,) * len(no)
+
     def test_statements_see_a_module(self):
         """Data classes with annotations that are text, and pickle, look their class up in the module that it names."""
         code = """
