@@ -81,13 +81,14 @@ def group_zscore(values_M: Tensor, samples_M: Tensor) -> Shaping:
 
 
 def over_mean(values_M: Tensor, samples_M: Tensor) -> Shaping:
-    """b = s = mean of the group; where that is not above 0, everyone has 0. For rewards that are not negative.
+    """b = s = mean of the group; where that is not above 0, but for rounding, everyone has 0. For rewards that are not
+    negative.
 
     MaxRL: with rewards of 0 and 1, G samples and the success rate p, the gradient is on average that of
     Σ_{k=1..G−1} pass@k / k, the first terms of log p: a prompt weighs Σ_{k<G−1} (1 − p)^k, up to 1/p.
     """
     mean_M = group_mean(values_M, samples_M).baseline_M
-    return Shaping(mean_M, mean_M.masked_fill(mean_M <= 0, float("inf")))
+    return Shaping(mean_M, mean_M.masked_fill(mean_M <= ROUNDING * values_M.abs().amax(0), float("inf")))
 
 
 def best_of_subsets(values_M: Tensor, samples_M: Tensor, *, k: int = PASS_K) -> Shaping:
@@ -135,6 +136,8 @@ class Estimator:
     """Where the reward is a weighted sum of several, each of these is compared by itself (`part_advantages`)."""
     outcome_only: bool = False
     """Samples are compared by the totals of their episodes, and by nothing else."""
+    takes_gains: bool = False
+    """Rewards must not be negative: a prompt whose samples earn less than nothing on average teaches nothing."""
     synonyms: tuple[str, ...] = ()
     """Other tools' words for it, which --algo.advantage.estimator takes as well."""
     paper: str
@@ -172,7 +175,7 @@ ESTIMATORS: dict[str, Estimator] = {
     # Dr. GRPO: GRPO without the division by the standard deviation.
     "dr_grpo": Estimator(shape=group_mean, whiten=False, paper="arXiv:2503.20783"),
     # MaxRL: divided by the mean, so that a prompt weighs as in maximum likelihood.
-    "maxrl": Estimator(shape=over_mean, whiten=False, synonyms=("max_rl",), paper="arXiv:2602.02710"),
+    "maxrl": Estimator(shape=over_mean, whiten=False, takes_gains=True, synonyms=("max_rl",), paper="arXiv:2602.02710"),
     # Pass@k training: what counts is the best of k samples.
     "pass_at_k": Estimator(
         shape=best_of_subsets,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.advantages import (
+    ROUNDING,
     Estimator,
     Moments,
     TurnRewards,
@@ -97,6 +98,9 @@ class ComparedSamples:
     """Rewards that the clip range changed: of turns, or of sources where each of several is compared by itself."""
     rewards: int
     """All of these."""
+    losses: int = 0
+    """Prompts whose samples earned less than nothing on average, under an estimator for rewards that are not negative:
+    they teach nothing."""
 
 
 def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> ComparedSamples:
@@ -108,7 +112,7 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
     """
     samples: list[TrainingSample] = []
     metrics = Metrics()
-    clipped = rewards = lonely = 0
+    clipped = rewards = lonely = losses = 0
     for whole, members in ((group, members) for group in groups for members in group.by_agent.values()):
         if settings.estimator.needs_group and len(members) < 2:
             lonely += len(members)
@@ -126,6 +130,9 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
             rewards += sum(int(earned.rewarded().sum()) for earned in charged)
             clipped += sum(int((a.rewards_A != b.rewards_A).sum()) for a, b in zip(charged, shaped, strict=True))
         metrics.mean("reward", sum(float(earned.rewards_A.sum()) for earned in charged), len(members))
+        if settings.estimator.takes_gains:
+            size = sum(float(earned.sizes_A.sum()) for earned in shaped)
+            losses += sum(float(earned.rewards_A.sum()) for earned in shaped) < -ROUNDING * size
         compared = compare_group(shaped, settings, shared_actions(whole, members))
         for member, earned, compared_A in zip(members, shaped, compared, strict=True):
             baseline = 0.0
@@ -135,15 +142,16 @@ def training_samples(groups: Sequence[Group], settings: AdvantageSettings) -> Co
             samples.extend(_segments(member, earned.rewards_A.float(), compared_A, baseline, whole.prompt.teacher_ids))
     metrics.mean("reward_clipped", clipped, rewards)
     metrics.last("rollout/left_alone", lonely)
-    return ComparedSamples(samples=samples, metrics=metrics, clipped_rewards=clipped, rewards=rewards)
+    return ComparedSamples(samples=samples, metrics=metrics, clipped_rewards=clipped, rewards=rewards, losses=losses)
 
 
 class SampleMaker:
-    """`training_samples` with the settings of a run. It warns once when rewards were clipped."""
+    """`training_samples` with the settings of a run. It warns once when rewards were clipped, and once when an
+    estimator cannot use them."""
 
     def __init__(self, settings: AdvantageSettings) -> None:
         self._settings = settings
-        self._warned_of_clipping = False
+        self._warned_of_clipping = self._warned_of_losses = False
 
     def __call__(self, groups: Sequence[Group]) -> ComparedSamples:
         made = training_samples(groups, self._settings)
@@ -155,6 +163,14 @@ class SampleMaker:
                 *self._settings.shaping.clip_range,
             )
             self._warned_of_clipping = True
+        if made.losses and not self._warned_of_losses:
+            logger.warning(
+                "--algo.advantage.estimator maxrl: the samples of %d of %d prompts earned less than 0 on average, and "
+                "teach nothing: give rewards that are not negative, such as 0 and 1, or choose another estimator",
+                made.losses,
+                len(groups),
+            )
+            self._warned_of_losses = True
         return made
 
 

@@ -369,7 +369,7 @@ def _normalised(
         spread = math.sqrt(sum(c * c for c in centred) / (len(values) - 1)) + 1e-9
         return [c / spread for c in centred]
     if estimator == "maxrl":
-        return [c / mean if mean > 0 else 0.0 for c in centred]
+        return [c / mean if mean > 4 * 2.0**-23 * max(map(abs, values)) else 0.0 for c in centred]
     return centred
 
 

@@ -96,6 +96,18 @@ def test_maxrl_divides_by_the_mean():
     assert outcome("maxrl", [-1.0, 0.0]) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("rewards", list(itertools.permutations([0.3, -0.1, -0.2])))
+def test_maxrl_takes_a_mean_of_rounding_for_none(rewards):
+    """0.3 − 0.1 − 0.2 of float32 numbers is 4e-9 or so: divided by a mean of that, rewards would be 1e8. A right answer
+    among many thousands counts all the same."""
+    assert outcome("maxrl", list(rewards)) == [0.0, 0.0, 0.0]
+    for turns in Turns:
+        episodes = [TurnRewards(torch.tensor([r]).double(), torch.tensor([abs(r)]).double()) for r in rewards]
+        found = turn_advantages(episodes, get_estimator("maxrl").shape, turns)
+        assert [advantages_K.item() for advantages_K in found] == [0.0, 0.0, 0.0]
+    assert outcome("maxrl", [1.0, *[0.0] * 9999])[0] == pytest.approx(9999)
+
+
 def test_pass_at_k_by_hand():
     """1, 0, 0, 0 in pairs: 3 of 6 pairs have the 1, so b = ½ and s = ½. The right one is in pairs worth 1: (1 − ½)/½ =
     1. A wrong one is in 3 pairs, one of them with the right one: (⅓ − ½)/½ = −⅓.

@@ -615,6 +615,19 @@ def test_a_fork_s_common_tokens_are_compared_with_the_others_under_gdpo():
     assert result[0][1] == pytest.approx(2 / 3 / 3**-0.5 - 1 / 3 / 3**-0.5)
 
 
+def test_maxrl_warns_once_of_prompts_that_cannot_teach_anything(caplog):
+    """Right and wrong as 1 and −1: one right of four is −½ on average, of two 0, of which rounding is no part."""
+    groups = [group((1.0,), (-1.0,), (-1.0,), (-1.0,)), group((1.0,), (-1.0,)), group((0.3,), (-0.1,), (-0.2,))]
+    for name in ("maxrl", "group_norm"):
+        make = SampleMaker(AdvantageSettings(estimator=get_estimator(name), shaping=RewardShaping(clip_range=WIDE)))
+        make(groups[1:])
+        assert "maxrl" not in caplog.text
+        for _ in range(2):
+            made = make(groups)
+        assert (made.losses, caplog.text.count("of 1 of 3 prompts")) == ((1, 1) if name == "maxrl" else (0, 0))
+        caplog.clear()
+
+
 # ------------------------------------------------------------------------------------------------ the greedy sample
 
 
