@@ -326,6 +326,7 @@ def _segments(
 ) -> list[TrainingSample]:
     samples = []
     start = 0
+    first = next((segment for segment in member.segments if segment.num_actions), member.segments[0])
     for index, segment in enumerate(member.segments):
         own = slice(start, start + segment.num_actions)
         if own.stop > own.start:
@@ -336,7 +337,7 @@ def _segments(
                     rewards_A=rewards_A[own],
                     compared_A=None if compared_A is None else compared_A[own],
                     baseline=baseline,
-                    other_prompt=other_prompt(member.segments[0], segment, teacher_ids),
+                    other_prompt=other_prompt(first, segment, teacher_ids),
                 )
             )
         start = own.stop
@@ -346,8 +347,8 @@ def _segments(
 def other_prompt(first: Segment, segment: Segment, teacher_ids: tuple[int, ...]) -> OtherPrompt | None:
     """What a teacher reads in the place of the prompt: of the tokens before the episode's first action.
 
-    `first`: the episode's first segment. A later one begins with the same prompt, or its history was rewritten, and
-    then the teacher reads it as it is (None).
+    `first`: the episode's first segment with an action. A later one begins with the same prompt, or its history was
+    rewritten, and then the teacher reads it as it is (None).
     """
     prompt = int(first.action_mask.int().argmax())
     begins_alike = torch.equal(segment.token_ids[:prompt], first.token_ids[:prompt])

@@ -116,11 +116,10 @@ class PlainRound:
     def _add(self, member: Trajectory, teacher_ids: tuple[int, ...]) -> None:
         lengths: list[int] = []
         rewards: list[float] = []
-        for index, segment in enumerate(member.segments):
-            if not segment.num_actions:
-                continue
+        acting = [(index, segment) for index, segment in enumerate(member.segments) if segment.num_actions]
+        for index, segment in acting:
             self.segments.append(segment)
-            other = other_prompt(member.segments[0], segment, teacher_ids)
+            other = other_prompt(acting[0][1], segment, teacher_ids)
             self.as_taught.append(segment if other is None else segment.reading(other))
             self.keys.append(member.key._replace(segment=index))
             self.owners.append(len(self.episodes))

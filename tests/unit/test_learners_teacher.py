@@ -266,3 +266,22 @@ def test_only_the_first_prompt_of_an_episode_is_replaced():
     assert read.action_mask.tolist() == [False] * 3 + first.action_mask[2:].tolist()
     assert read.versions.tolist() == [-1] * 3 + first.versions[2:].tolist()
     assert read.turn_rewards.tolist() == [0.0] * 3 + first.turn_rewards[2:].tolist()
+
+
+def test_the_prompt_is_that_of_the_first_segment_in_which_something_was_sampled():
+    """An episode whose first call brought no token: what the teacher reads has its own prompt in the place of the
+    policy's, not before it."""
+    whole = make_groups()[0]
+    said = whole.trajectories[0].segments[0]
+    silent = dataclasses.replace(
+        said,
+        action_mask=torch.zeros_like(said.action_mask),
+        turn_rewards=torch.zeros_like(said.turn_rewards),
+        versions=torch.full_like(said.versions, -1),
+        rollout_logprobs=None,
+    )
+    episode = dataclasses.replace(whole.trajectories[0], segments=(silent, said))
+    prompt = dataclasses.replace(whole.prompt, teacher_ids=(7, 1, 12))
+    run, _ = training(make_models(), **ALONE_FLAGS)
+    batch, _ = run.learners.place([dataclasses.replace(whole, prompt=prompt, trajectories=(episode,))])
+    assert [(s.key.segment, s.other_prompt) for s in batch.samples] == [(1, (2, (7, 1, 12)))]
