@@ -188,6 +188,7 @@ class PromptDataSection(DataSection):
             "success rate from which a level is mastered, or a prompt solved",
             only_with=".curriculum=difficulty,solved_last",
             above=0,
+            within=(0, 1),
         ),
     ] = 0.8
     curriculum_score_range: Annotated[

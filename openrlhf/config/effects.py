@@ -18,7 +18,7 @@ NEEDED = {
     "uses_reward_model": "a reward model that judges (--reward.model_name_or_path)",
     "asks_reward_servers": "a reward server (a URL in --reward.remote_url)",
     "uses_group_baseline": "an estimator that compares a prompt's samples (--algo.advantage.estimator "
-    f"{', '.join(name for name, entry in ESTIMATORS.items() if entry.needs_group)})",
+    f"{', '.join(name for name, entry in ESTIMATORS.items() if entry.needs_group and not entry.outcome_only)})",
     "whitens_advantages": "an estimator that whitens (--algo.advantage.estimator "
     f"{', '.join(name for name, entry in ESTIMATORS.items() if entry.whiten)})",
     "!reward.remote_url|reward.weights": "--reward.weights beside --reward.remote_url, which judges alone without them",

@@ -77,9 +77,10 @@ class Flag:
     @property
     def bounds(self) -> str:
         """The bounds in words, for the error message: "more than 0", "from 0 to 1"."""
-        if self.within is not None:
+        if self.within is not None and self.above is None:
             return f"from {self.within[0]} to {self.within[1]}"
-        words = {"more than": self.above, "at least": self.at_least, "less than": self.below}
+        most = None if self.within is None else self.within[1]
+        words = {"more than": self.above, "at least": self.at_least, "less than": self.below, "at most": most}
         return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
 

@@ -760,6 +760,11 @@ def rewards_come_from_somewhere(config: RLConfig) -> Iterator[str]:
             "--reward.model_name_or_path, or a teacher (--teacher.model_name_or_path, --teacher.policy, "
             "--teacher.remote_url)"
         )
+    if config.reward_source is None and config.data.curriculum != "off":
+        yield (
+            f"--data.curriculum {config.data.curriculum} goes by the scores of samples, and nothing judges them: give "
+            "--reward.remote_url (with --reward.weights 0 it only measures), or leave it out"
+        )
     if config.reward_source in (None, "model"):
         if config.eval.dataset:
             yield "--eval.dataset needs rewards from --reward.remote_url or --train.agent_func_path"
