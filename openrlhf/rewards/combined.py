@@ -67,7 +67,7 @@ class CombinedReward:
             reward=total,
             score=sum(w * s for w, s in scored) / sum(w for w, _ in scored) if scored else None,
             extra_logs=logs,
-            size=sum(abs(weight * part.reward) for _, weight, part in parts),
+            size=sum(abs(weight) * (abs(part.reward) if part.size is None else part.size) for _, weight, part in parts),
             parts=tuple(named for name, weight, part in parts for named in _named(name, weight, part)),
             steps=_steps([(weight, part) for _, weight, part in parts]),
         )

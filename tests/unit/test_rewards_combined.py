@@ -55,6 +55,12 @@ def test_rewards_are_a_weighted_sum():
     assert [r.extra_logs for r in judged] == [{"reward_a": 1, "reward_b": 4}, {"reward_a": 2, "reward_b": -2}]
 
 
+def test_what_a_source_has_added_up_counts_as_it_was_added_up():
+    """A function gave 100.3 and −100, whose sum may be rounded as one of 200.3; half of that, and 2 of another."""
+    judged = combine(Source(*[Reward(reward=0.3, size=200.3)] * 2), Source(-2, 2), weights=[-0.5, 1.0])
+    assert [r.size for r in judged] == pytest.approx([102.15, 102.15])
+
+
 @pytest.mark.parametrize(
     ("scores", "weights", "score"),
     [
