@@ -44,11 +44,14 @@ def test_kpop_by_hand():
     0.5     0.6         0.0204, 0.0201                     5/6
     0.01    0.001       0.0141, 0.0067                     10: rare tokens may be off by a large factor
     0.99    0.85        0.121, 0.275                       0, though the factor is 1.16
+    0.01    0.1         0.0713, 0.1445                     0: one direction is enough
+    0.1     0.01        0.1445, 0.0713                     0: and so is the other
     """
-    old, rollout = torch.tensor([0.5, 0.5, 0.01, 0.99]).log(), torch.tensor([0.75, 0.6, 0.001, 0.85]).log()
-    result = get_correction("kpop")(CorrectionInputs(old, rollout, torch.zeros(4).long()), low=0.9, high=1.1)
-    assert result.weights_A.tolist() == pytest.approx([0, 5 / 6, 10, 0], rel=1e-4)
-    assert result.touched_A.tolist() == [True, False, False, True]
+    old = torch.tensor([0.5, 0.5, 0.01, 0.99, 0.01, 0.1]).log()
+    rollout = torch.tensor([0.75, 0.6, 0.001, 0.85, 0.1, 0.01]).log()
+    result = get_correction("kpop")(CorrectionInputs(old, rollout, torch.zeros(6).long()), low=0.9, high=1.1)
+    assert result.weights_A.tolist() == pytest.approx([0, 5 / 6, 10, 0, 0, 0], rel=1e-4)
+    assert result.touched_A.tolist() == [True, False, False, True, True, True]
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

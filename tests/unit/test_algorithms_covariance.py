@@ -22,6 +22,13 @@ def test_the_largest_covariances_by_hand():
     assert three.nonzero().flatten().tolist() == [0, 1, 5]
 
 
+def test_what_all_tokens_have_in_common_is_no_covariance():
+    """All advantages 3 higher and all log-probs 2 lower, which without their means would make of token 0 the first."""
+    for choice in (TokenChoice(share=1 / 6 + 1e-9), TokenChoice(share=0.5), TokenChoice(share=1.0, between=(1.0, 5.0))):
+        wanted = chosen_tokens(ADVANTAGES, LOGPROBS, DRAWS, choice)
+        assert torch.equal(chosen_tokens(ADVANTAGES + 3, LOGPROBS - 2, DRAWS, choice), wanted)
+
+
 def test_no_more_tokens_are_chosen_where_many_are_alike():
     """Of a policy that is certain of most tokens (log-prob 0 in fp32) all of these in the best samples have the largest
     covariance; where no sample has an advantage, all tokens have 0."""

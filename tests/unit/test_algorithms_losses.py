@@ -65,6 +65,12 @@ def test_a_loss_reads_the_bounds_that_its_entry_says(name):
         assert result(dual_clip=3.0) != result()
 
 
+def test_losses_whose_ratio_is_that_of_the_policy_that_sampled():
+    """Under off-policy correction: those of whole sequences, and DPPO, whose papers take it so."""
+    found = {name for name, loss in POLICY_LOSSES.items() if loss.corrects_itself}
+    assert found == {"gspo", "luspo", "vespo", "dppo_tv", "dppo_kl"}
+
+
 def test_an_unknown_loss_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match=f"known: {', '.join(POLICY_LOSSES)}"):
         get_policy_loss("ppp")
@@ -287,14 +293,14 @@ def test_dppo_with_total_variation_by_hand():
     1.8    2    0.4     no: above the bound, and A pulls up      0
     1.8   −1    0.4     yes: A pulls back                        1.8
     0.5   −1    0.25    no: above the bound, and A pulls down    0
-    0.5    2    0.25    yes: A pulls back                       −1
+    0.3    2    0.35    yes: A pulls back                       −0.6
 
     With π_old = e^−7 a ratio of 25 moves 0.02 of probability: kept, with the weight 20.
     """
-    ratios, advantages = [1.5, 1.8, 1.8, 0.5, 0.5], [2.0, 2.0, -1.0, -1.0, 2.0]
+    ratios, advantages = [1.5, 1.8, 1.8, 0.5, 0.3], [2.0, 2.0, -1.0, -1.0, 2.0]
     result, gradient = loss_of("dppo_tv", ratios, advantages, old=HALF)
     assert result.clipped_A.tolist() == [False, True, False, True, False]
-    expected = [-3, 0, 1.8, 0, -1]
+    expected = [-3, 0, 1.8, 0, -0.6]
     assert gradient.tolist() == pytest.approx(expected, rel=1e-5)
     logprobs = [math.log(ratio / 2) for ratio in ratios]
     assert result.loss_A.tolist() == pytest.approx([g * p for g, p in zip(expected, logprobs, strict=True)], rel=1e-5)
@@ -311,12 +317,12 @@ def test_dppo_with_kl_by_hand():
     0.9     1.8    1    0.511    no
     0.9     1.8   −1    0.511    yes: A pulls back
     0.2     0.4   −1    0.223    no
-    0.2     0.4    1    0.223    yes: A pulls back
+    0.1     0.2    1    0.511    yes: A pulls back
     """
-    ratios, advantages = [1.5, 1.8, 1.8, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
+    ratios, advantages = [1.5, 1.8, 1.8, 0.4, 0.2], [1.0, 1.0, -1.0, -1.0, 1.0]
     result, gradient = loss_of("dppo_kl", ratios, advantages, old=HALF)
     assert result.clipped_A.tolist() == [False, True, False, True, False]
-    assert gradient.tolist() == pytest.approx([-1.5, 0, 1.8, 0, -0.4], rel=1e-5)
+    assert gradient.tolist() == pytest.approx([-1.5, 0, 1.8, 0, -0.2], rel=1e-5)
 
 
 def test_the_kl_of_two_events_by_hand():
