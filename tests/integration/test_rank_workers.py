@@ -58,6 +58,26 @@ def test_the_policy_waits_for_the_critic(models, groups):
     assert moved(policy, own.policy)
 
 
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_a_loss_that_chooses_tokens_knows_and_runs_every_sample(models, groups, loss):
+    """In one optimizer step per round, where others need no log-probs before it; the samples of the first prompt earned
+    the same, so that others would not run them."""
+    run, _ = training(models, advantage_estimator="group_norm", policy_loss_type=loss)
+    batch, _ = run.learners.place([equal_rewards(groups)[0], groups[1]])
+    run.learners.score(batch)
+    assert bool((batch.old_logprobs_A < 0).all())
+    run.learners.assign_advantages(batch)
+    assert not bool(batch.advantages_A[batch.actions_of(0)].any())
+    run.learners.update(batch, keep=True)
+    assert not batch.seen_A["new_logprobs"].isnan().any()
+
+
+def test_a_policy_that_waits_chooses_no_tokens(models, groups):
+    run, _ = training(models, advantage_estimator="gae", freezing_actor_steps=0, policy_loss_type="kl_cov")
+    assert "policy_loss" not in play(run.learners, groups)
+    assert "policy_loss" in play(run.learners, groups)
+
+
 def test_the_critic_learns_its_returns(models, groups):
     """The same round again and again: the value loss falls to a tenth."""
     run, _ = training(models, advantage_estimator="gae", value_clip=100, actor_learning_rate=1e-9)

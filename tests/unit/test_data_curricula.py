@@ -146,6 +146,16 @@ def test_levels_rise_when_they_are_mastered():
     assert curriculum.metrics().values()["curriculum/level"] == 3
 
 
+def test_a_resumed_run_stays_at_its_level():
+    """Level 1 was mastered, and what is known of it now would not be enough: it is not come back to."""
+    curriculum = make("difficulty", explore=0)
+    curriculum.learn([(1, [1.0] * 32)])
+    curriculum.learn([(1, [0.0] * 32)])
+    resumed = make("difficulty", explore=0)
+    resumed.load_state_dict(curriculum.state_dict())
+    assert set(drawn(curriculum, 60)) == set(drawn(resumed, 60)) == {0, 4}
+
+
 def test_explored_draws_are_from_all_levels():
     """Explore 0.3: each of six prompts has 0.05, those of level 1 another 0.7/3."""
     probabilities = make("difficulty", explore=0.3).probabilities()

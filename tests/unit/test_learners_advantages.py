@@ -604,6 +604,13 @@ def test_penalties_are_rewards_of_their_own_under_gdpo():
     assert compared(stopped)[1] == pytest.approx([2 * HALF_ROOT] * 2)
 
 
+def test_a_penalty_on_length_is_compared_by_itself_under_gdpo():
+    """Both earned 1. Of a limit of 3 tokens, 2 are 1 into the buffer of 2, so a turn pays 3 / 2: one of them once, the
+    other in both of its turns."""
+    result = shape([group((1.0,), (1.0, 0.0))], "gdpo", overlong_buffer=2, overlong_factor=3.0, response_limit=3)
+    assert compared(result) == [pytest.approx([HALF_ROOT] * 2), pytest.approx([-HALF_ROOT] * 4)]
+
+
 def test_a_fork_s_common_tokens_are_compared_with_the_others_under_gdpo():
     """Three samples of which the third shares its first token with the first: there each is compared with the second
     alone."""

@@ -89,6 +89,17 @@ def test_micro_batches_and_packing_change_nothing(flags, k):
         torch.testing.assert_close(cut[name], gradient, rtol=1e-5, atol=1e-7)
 
 
+def test_a_divergence_is_a_mean_over_tokens_unless_a_mean_is_asked_for():
+    """gmpo's own mean is over samples, of 3, 4 and 4 tokens here: the divergence follows the flag alone."""
+    flags = {"teacher.loss": "reverse", "teacher.top_k": 13}
+    of_tokens, *_ = gradient_of(**flags)
+    of_gmpo, *_ = gradient_of(**flags, policy_loss_type="gmpo")
+    of_samples, *_ = gradient_of(**flags, **{"algo.loss_agg": "sequence"})
+    for name, gradient in of_tokens.items():
+        torch.testing.assert_close(of_gmpo[name], gradient, rtol=1e-5, atol=1e-7)
+    assert any(float((of_samples[name] - gradient).norm()) > 1e-4 for name, gradient in of_tokens.items())
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("estimator", ["reinforce", "group_norm"])
 def test_a_reward_is_added_to_the_advantages_as_it_is(gamma, estimator):
