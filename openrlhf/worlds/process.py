@@ -90,7 +90,8 @@ class WorldPlan(NamedTuple):
 
 
 class _Call(NamedTuple):
-    request: dict[str, Any]
+    id: int
+    line: bytes
     sent: Future[None]
     answered: Future[Any]
 
@@ -338,20 +339,27 @@ class _Life:
         return WorldTimeout(f"{self._name}: {what} took longer than {timeout:g} s; its process was killed")
 
     def _submit(self, request: dict[str, Any]) -> _Call:
-        call = _Call({**request, "id": next(self._ids)}, Future(), Future())
+        call = _Call(number := next(self._ids), self._line({**request, "id": number}), Future(), Future())
         with self._lock:
             if not self.ended:
-                self._calls[call.request["id"]] = call
+                self._calls[call.id] = call
                 self._queue.append(call)
                 self._send_due()
                 return call
         raise self._ends_with or WorldDeath(f"{self._name} has ended")
 
+    def _line(self, request: dict[str, Any]) -> bytes:
+        try:
+            return json.dumps(request).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            what = f"the label {shown(request['label'])}" if "label" in request else shown(request)
+            raise WorldRefusal(f"{self._name}: {what} is no JSON, which is all that worlds read: {error}") from error
+
     def _send_due(self) -> None:
         """Under the lock. A world without threads gets the next call when it has answered the last one."""
         while self._queue and (self.threads or len(self._calls) == len(self._queue)):
             call = self._queue.popleft()
-            self._due.put(json.dumps(call.request).encode() + b"\n")
+            self._due.put(call.line)
             call.sent.set_result(None)
 
     def _write(self) -> None:

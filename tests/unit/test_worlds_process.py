@@ -235,6 +235,18 @@ def test_a_crash_says_how_and_is_retried_in_another_process(counting):
     assert asyncio.run(play()).reward == 1.0
 
 
+def test_a_label_that_is_no_json_is_refused_and_the_world_goes_on(counting):
+    """Such labels come from other data sets (dates, say)."""
+
+    async def play(label):
+        return await asyncio.wait_for(counting.begin(label, seed=0), patience(30.0))
+
+    with pytest.raises(WorldRefusal, match=r"^world counting\.py: the label \{'say': \{1\}\} is no JSON"):
+        asyncio.run(play({"say": {1}}))
+    assert asyncio.run(play(LABEL)).start.messages
+    assert counting.playing == 1
+
+
 def test_errors_inside_name_file_and_line_and_refusals_are_for_people(counting):
     async def play(misdeed):
         episode = await counting.begin({**LABEL, "misdeed": misdeed}, seed=0)
