@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from openrlhf.agents.base import Episode, FailedEpisode
 from openrlhf.agents.chat_history import ChatHistory, ChatPrompt, Conversation, TemplateError
@@ -35,13 +35,20 @@ from openrlhf.worlds.games import (
     uneven,
 )
 from openrlhf.worlds.opponents import LoadedModel, OpponentError, ServedModel, ServedSeat, load_model
-from openrlhf.worlds.process import WorldEpisode, WorldFailure, WorldPlan, WorldProcess
+from openrlhf.worlds.process import WorldDeath, WorldEpisode, WorldFailure, WorldPlan, WorldProcess
 
 if TYPE_CHECKING:
     from openrlhf.rollout.base import Engine
 
 MOST_SEED = 2**31
 """What a world is told is less: many packages take no more than 32 bits."""
+MOST_DISTURBANCES = 100
+"""How often an episode begins again because others have ended its process."""
+T = TypeVar("T")
+
+
+class DisturbedError(AgentError):
+    """The process of an episode ended while it did something for others."""
 
 
 class WorldPlayer:
@@ -55,6 +62,7 @@ class WorldPlayer:
         self._plan = plan
         self._processes = [plan.process(index) for index in range(plan.processes)]
         self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
         try:
             about = self._processes[0].start_now()
         except WorldFailure as error:
@@ -128,6 +136,30 @@ class WorldPlayer:
         First messages that leave no room for a turn lose their beginning. Where a limit ends the episode, the world is
         not told more than that it is over.
         """
+        told = (prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, max_steps)
+        return await self._undisturbed(functools.partial(self._play_once, *told))
+
+    async def _undisturbed(self, play: Callable[[], Awaitable[T]]) -> T:
+        """Play, and again where the process has ended under a call of others: that is no attempt of this episode's."""
+        disturbed = 0
+        while True:
+            try:
+                return await play()
+            except DisturbedError as error:
+                disturbed += 1
+                if self._closed or disturbed > MOST_DISTURBANCES:
+                    raise AgentError(str(error)) from error
+
+    async def _play_once(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        max_steps: int | None,
+    ) -> Episode:
         async with self._begun(label, sampling_params) as world:
             most = min(max_length, llm_engine.max_model_len)
             if isinstance(world.start, DrivenStart):
@@ -197,7 +229,7 @@ class WorldPlayer:
                 result = await play_game(world, seats, max_steps=max_steps)
                 return [episode_of(agent, own[agent], result, prompt) for agent in policys]
 
-        agents = await self._agents_of(label, sampling_params[0])
+        agents = await self._undisturbed(functools.partial(self._agents_of, label, sampling_params[0]))
         failures = (AgentError, AgentResultError)
         if not agents:
             return episodes_of(await all_of([alone(params) for params in sampling_params], failures))
@@ -207,7 +239,8 @@ class WorldPlayer:
             raise AgentResultError(str(error)) from None
         playing, taken = [], 0
         for policys in seatings:
-            playing.append(game(policys, sampling_params[taken : taken + len(policys)]))
+            params = sampling_params[taken : taken + len(policys)]
+            playing.append(self._undisturbed(functools.partial(game, policys, params)))
             taken += len(policys)
         played: list[Any] = []
         for policys, games in zip(seatings, await all_of(playing, failures), strict=True):
@@ -257,6 +290,8 @@ class WorldPlayer:
             finally:
                 await self._close(world)
         except WorldFailure as error:
+            if isinstance(error, WorldDeath) and error.others:
+                raise DisturbedError(str(error)) from error
             raise (AgentError if error.retry else AgentResultError)(str(error)) from error
         except OpponentError as error:
             raise AgentError(str(error)) from error
@@ -265,6 +300,7 @@ class WorldPlayer:
 
     def close(self) -> None:
         """End the processes."""
+        self._closed = True
         for process in self._processes:
             process.close()
 

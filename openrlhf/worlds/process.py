@@ -64,6 +64,11 @@ class WorldRefusal(WorldFailure):
 class WorldDeath(WorldFailure):
     """The process ended, or was ended, before it answered."""
 
+    def __init__(self, text: str, *, others: bool = False) -> None:
+        super().__init__(text)
+        self.others = others
+        """Whether it was a call of others under which it ended."""
+
 
 class WorldTimeout(WorldFailure):
     """The call took longer than its deadline, and the process was killed."""
@@ -335,7 +340,8 @@ class _Life:
         end_marked(self._mark)
 
     def _timed_out(self, what: str, timeout: float) -> WorldTimeout:
-        self.end(WorldDeath(f"{self._name} was killed, as another episode's {what} took longer than {timeout:g} s"))
+        why = f"{self._name} was killed, as another episode's {what} took longer than {timeout:g} s"
+        self.end(WorldDeath(why, others=True))
         return WorldTimeout(f"{self._name}: {what} took longer than {timeout:g} s; its process was killed")
 
     def _submit(self, request: dict[str, Any]) -> _Call:
@@ -346,7 +352,7 @@ class _Life:
                 self._queue.append(call)
                 self._send_due()
                 return call
-        raise self._ends_with or WorldDeath(f"{self._name} has ended")
+        raise self._ends_with or WorldDeath(f"{self._name} has ended", others=True)
 
     def _line(self, request: dict[str, Any]) -> bytes:
         try:
@@ -398,14 +404,17 @@ class _Life:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         said = f"; its last words: {' | '.join(list(self._written)[-3:])}" if self._written else ""
         with self._lock:
-            failure = self._ends_with = self._ends_with or WorldDeath(f"{self._name} {how}{said}")
+            # Who is in the middle of a call may be the reason; of many nobody knows which one.
+            met = self._ends_with or WorldDeath(f"{self._name} {how}{said}")
+            self._ends_with = self._ends_with or WorldDeath(f"{self._name} {how}{said}", others=True)
             calls = list(self._calls.values())
             self._calls.clear()
             self._queue.clear()
         for call in calls:
-            if not call.sent.done():
+            began = call.sent.done()
+            if not began:
                 call.sent.set_result(None)
-            call.answered.set_exception(failure)
+            call.answered.set_exception(met if began else self._ends_with)
 
     def _read_errors(self) -> None:
         assert self._popen.stderr is not None

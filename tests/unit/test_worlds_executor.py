@@ -151,6 +151,42 @@ def test_failures_are_said_and_the_next_episode_plays(player, misdeed, error, wo
     assert play(one, Speaker(chat_tokenizer(), "b")).reward == 2.0
 
 
+class Waiting(Speaker):
+    """Speaks when it is told to."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asking, self.may = 0, asyncio.Semaphore(0)
+
+    async def generate(self, *args):
+        self.asking += 1
+        await self.may.acquire()
+        return await super().generate(*args)
+
+
+def test_an_episode_survives_whatever_others_do_to_its_process(player):
+    """Five crashes under calls of others: more than an episode of its own may have."""
+    one, tokenizer = player(), chat_tokenizer()
+    params = SamplingParams(max_tokens=50, logprobs=True, seed=5)
+
+    async def both():
+        engine = Waiting(tokenizer, "b")
+        good = asyncio.ensure_future(one.play("Say b.", LABEL, params, 1000, tokenizer, engine))
+        for crashes in range(5):
+            while engine.asking <= crashes:
+                await asyncio.sleep(0.01)
+            bad = {**LABEL, "misdeed": "crash"}
+            with pytest.raises(AgentError, match="the last words"):
+                await one.play("Say b.", bad, params, 1000, tokenizer, Speaker(tokenizer, "b"))
+            engine.may.release()
+        engine.may.release()
+        engine.may.release()
+        return await asyncio.wait_for(good, patience(60.0))
+
+    assert asyncio.run(both()).reward == 2.0
+    assert one._processes[0].playing == 0
+
+
 def test_a_world_that_cannot_be_made_says_so(player):
     with pytest.raises(UserFileError, match="there is no task unknown"):
         player(tasks=(("unknown", 1.0),))

@@ -247,6 +247,23 @@ def test_a_label_that_is_no_json_is_refused_and_the_world_goes_on(counting):
     assert counting.playing == 1
 
 
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_crash_is_no_one_elses_who_was_not_in_a_call(tmp_path, threads):
+    process = world(counting_world(tmp_path, threads=threads))
+
+    async def play():
+        bad = await process.begin({**LABEL, "misdeed": "crash"}, seed=0)
+        good = await process.begin(LABEL, seed=0)
+        return [
+            *await asyncio.gather(bad.step(RIGHT), return_exceptions=True),
+            *await asyncio.gather(good.step(RIGHT), return_exceptions=True),
+        ]
+
+    bad, good = asyncio.run(play())
+    assert (bad.others, good.others) == (False, True)
+    process.close()
+
+
 def test_errors_inside_name_file_and_line_and_refusals_are_for_people(counting):
     async def play(misdeed):
         episode = await counting.begin({**LABEL, "misdeed": misdeed}, seed=0)
