@@ -27,7 +27,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from openrlhf.utils import parent_death
-from openrlhf.worlds.base import AnyStart, GameTurn, Outcome, Turn, WorldError, WorldSettings, shown, start_of_json
+from openrlhf.worlds.base import (
+    AnyStart,
+    GameStart,
+    GameTurn,
+    Outcome,
+    Turn,
+    WorldError,
+    WorldSettings,
+    shown,
+    start_of_json,
+)
 from openrlhf.worlds.environments import WorldPython, install_command, world_name
 from openrlhf.worlds.games import GamePlan
 from openrlhf.worlds.server import MARK, end_marked
@@ -242,7 +252,12 @@ class WorldEpisode:
 
     async def move(self, agent: str, message: Mapping[str, Any]) -> GameTurn:
         """The same in a game of several agents. Raises WorldFailure."""
-        return self._process.read(GameTurn.of_json, "step", await self.call("step", agent, message))
+        turn = self._process.read(GameTurn.of_json, "step", await self.call("step", agent, message))
+        assert isinstance(self.start, GameStart)
+        if strangers := {turn.agent, *turn.rewards, *turn.scores, *turn.logs} - {"", *self.start.agents}:
+            there = ", ".join(self.start.agents)
+            raise WorldRefusal(f"{self._process.name}: step speaks of agent {min(strangers)!r}; the game has {there}")
+        return turn
 
     async def run(self, base_url: str, api_key: str, model: str, *, waited: Callable[[], float]) -> Outcome:
         """Have an episode that drives itself do so. Its deadline is for its own time: not for what it has `waited` for

@@ -21,8 +21,10 @@ import sys
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file, where gymnasium.py is not Gymnasium
 
+import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -124,8 +126,15 @@ class Server:
         answer: dict[str, Any] = {"id": request["id"]}
         try:
             result = getattr(self, "_do_" + request["do"])(request)
-            line = json.dumps({**answer, "result": result.as_json() if hasattr(result, "as_json") else result})
+            told = result.as_json() if hasattr(result, "as_json") else result
+            try:
+                line = json.dumps({**answer, "result": told})
+            except (TypeError, ValueError) as error:
+                what = request.get("method", request["do"])
+                raise self._refusal(f"{what} has returned something that is no JSON: {error}") from error
         except BaseException as error:  # SystemExit too: a package that ends the process fails this call alone
+            if request["do"] == "begin":
+                self._forget(request)
             line = json.dumps({**answer, "error": self._failure(error)})
         with self._writing:
             self._answers.write(line.encode() + b"\n")
@@ -138,6 +147,9 @@ class Server:
         settings = WorldSettings.of_json(request["settings"])
         random.seed(settings.seed)  # of packages that draw from the shared generator
         self._world = cls(settings)
+        lacking = [name for name in ("records", "begin") if not callable(getattr(self._world, name, None))]
+        if lacking:
+            raise self._refusal(f"World has no method {lacking[0]}")
         if threads := bool(getattr(cls, "THREADS", False)):
             self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="world")
         return {
@@ -152,7 +164,8 @@ class Server:
         """A part of the records; `key` goes on with those of an earlier request."""
         key = request["key"]
         if key not in self._records:
-            self._records[key] = iter(self._world.records(count=request["count"], seed=request["seed"]))
+            records = self._world.records(count=request["count"], seed=request["seed"])
+            self._records[key] = itertools.islice(records, request["count"])  # one that goes on for ever may
         part, ends = [], time.monotonic() + RECORD_SECONDS
         for record in self._records[key]:
             part.append(record)
@@ -164,7 +177,10 @@ class Server:
     def _do_begin(self, request: dict[str, Any]) -> Any:
         episode = self._world.begin(request["label"], seed=request["seed"])
         self._episodes[request["episode"]] = episode
-        return episode.start
+        start = getattr(episode, "start", None)
+        if not hasattr(start, "as_json"):
+            raise self._refusal(f"begin has returned an episode whose start is no Start: {start!r:.120}")
+        return start
 
     def _do_call(self, request: dict[str, Any]) -> Any:
         key = request.get("episode")
@@ -175,6 +191,16 @@ class Server:
         episode = self._episodes.pop(request["episode"], None)
         if episode is not None and hasattr(episode, "close"):
             episode.close()
+
+    def _forget(self, request: dict[str, Any]) -> None:
+        """Nobody will play, or end, an episode that could not begin."""
+        with contextlib.suppress(Exception):
+            self._do_end(request)
+
+    def _refusal(self, text: str) -> Exception:
+        from openrlhf.worlds.base import WorldError
+
+        return WorldError(text)
 
     def _failure(self, error: BaseException) -> dict[str, str]:
         """`kind` is WorldError where another attempt gives the same. `text` names the innermost line of the adapter's
@@ -196,7 +222,7 @@ class Server:
         return os.path.abspath(self._target)
 
 
-def _public(cls: type) -> list[str]:
+def _public(cls: Any) -> list[str]:
     return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
 
 

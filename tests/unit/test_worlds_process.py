@@ -293,6 +293,66 @@ def test_what_is_no_turn_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "instead", "why"),
+    [
+        ("        return Counting(", "        return print(", "begin has returned an episode whose start is no Start: None"),
+        ("self.start = Start(", "self.start = list(", "begin has returned an episode whose start is no Start: \\["),
+        ('"content": f"Say {label[\'say\']}."', '"content": {1}', "begin has returned something that is no JSON: .*set"),
+        ('return Turn(answer, reward=float(right)', 'return Turn([{"role": "user", "content": {1}}], reward=float(right)',
+         "step has returned something that is no JSON: .*set"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sent_is_said_and_what_began_is_closed(tmp_path, line, instead, why):
+    file = Path(counting_world(tmp_path))
+    assert line in file.read_text()
+    file.write_text(file.read_text().replace(line, instead))
+    process = world(str(file), turns=1)
+
+    async def play():
+        episode = await process.begin(LABEL, seed=0)
+        try:
+            await episode.step(RIGHT)
+        finally:
+            await episode.close()
+
+    with pytest.raises(WorldRefusal, match=f"^world counting\\.py: {why}"):
+        asyncio.run(play())
+    still_open = asyncio.run(process.call("still_open"))
+    assert still_open == (1 if "print" in instead else 0)  # of an episode that was never made nobody can be told
+    process.close()
+
+
+def test_a_world_without_its_methods_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("class World:\n    def __init__(self, settings): ...\n    def records(self, *, count, seed): ...\n")
+    with pytest.raises(WorldRefusal, match=r"^world mine\.py: World has no method begin$"):
+        world(str(file)).start_now()
+
+
+def test_records_that_go_on_for_ever_end_where_they_are_enough(tmp_path):
+    file = Path(counting_world(tmp_path))
+    file.write_text(file.read_text().replace("for index in range(count):", "for index in iter(int, 1):"))
+    process = world(str(file))
+    assert len(list(process.records(count=5, seed=1))) == 5
+    process.close()
+
+
+def test_a_game_speaks_of_its_own_agents_alone(tmp_path):
+    file = Path(duel_world(tmp_path))
+    file.write_text(file.read_text().replace("GameTurn(rewards=won,", "GameTurn(rewards={'player 7': 1.0},"))
+    process = world(str(file), rounds=1)
+
+    async def play():
+        game = await process.begin({"first": 0}, seed=7)
+        await game.move("player 0", RIGHT | {"content": "3"})
+        await game.move("player 1", RIGHT | {"content": "3"})
+
+    with pytest.raises(WorldRefusal, match=r"step speaks of agent 'player 7'; the game has player 0, player 1$"):
+        asyncio.run(play())
+    process.close()
+
+
+@pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"tasks": (("unknown", 1.0),)}, "there is no task unknown; there is count"),
