@@ -11,6 +11,7 @@ from openrlhf.config.fields import ConfigError
 from openrlhf.data.files import DataError
 from openrlhf.utils import waits
 from openrlhf.utils.randomness import derive_seed
+from openrlhf.worlds.base import WorldError, shown
 from openrlhf.worlds.environments import WorldMissingError, find_python, is_world, world_name
 from openrlhf.worlds.games import OPPONENT, SELF, GamePlan, no_games
 from openrlhf.worlds.process import WorldFailure, WorldPlan
@@ -19,13 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 def world_plan(config: RLConfig, target: str) -> WorldPlan:
-    """How the processes of a world are started. Raises ConfigError where nothing has its package; the text ends with
-    the command that installs it."""
+    """How the processes of a world are started. Raises ConfigError where its flags cannot be read, and where nothing
+    has its package; the text then ends with the command that installs it."""
     try:
         python = find_python(target, wanted=config.world.python)
     except WorldMissingError as error:
         raise ConfigError(f"{_flag_of(config, target)} {target}: {error}") from error
-    settings = config.world.settings(config.train.seed)
+    try:
+        settings = config.world.settings(config.train.seed)
+    except WorldError as error:
+        raise ConfigError(str(error)) from error
     return WorldPlan(target, settings, python, config.world.timeout, config.world.processes, game_plan(config))
 
 
@@ -65,8 +69,17 @@ def world_records(config: RLConfig, target: str, limit: int | None, *, evaluatio
         raise DataError(f"{_flag_of(config, target)}: {error}") from error
     finally:
         process.close()
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not {"input", "label"} <= set(record):
+            expected = '{"input": …, "label": …}'
+            raise DataError(f"record {number} of world {world_name(target)} must be {expected}, got {shown(record)}")
     if opponent is not None:
         for record in records:
+            if not isinstance(record["label"], dict):
+                raise DataError(
+                    f"--world.eval_opponent {opponent}: the opponent stands in the label, which must be an object for "
+                    f"that; world {world_name(target)} has {shown(record['label'])}"
+                )
             record["label"] = {**record["label"], OPPONENT: opponent}
     return records
 

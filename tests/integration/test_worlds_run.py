@@ -1,12 +1,16 @@
 """Runs in a user's world: its records as prompts, a process that dies on the way, and the commands beside a run."""
 
 import json
+from pathlib import Path
 
 import pytest
-from world_files import counting_world
+from world_files import counting_world, duel_world
 
 from openrlhf.checking.workbench import write_tiny_model
 from openrlhf.cli.main import main
+from openrlhf.config.parser import parse
+from openrlhf.data.files import DataError
+from openrlhf.runs.worlds import world_records
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,43 @@ def test_a_check_shows_an_episode(tmp_path, capsys):
     assert "World played 8 episodes of 4 prompts, with 2 turns" in " ".join(out.split())
     assert main(["check", world, "--world.tasks", "unknown"]) == 1
     assert "there is no task unknown; there is count" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--world.tasks", "count:-1"], "the weight of task count must be a positive number, got -1.0"),
+        (["--world.options", "turns"], "--world.options turns: expected key=value"),
+    ],
+)
+def test_a_check_names_flags_that_cannot_be_read(tmp_path, capsys, flags, why):
+    assert main(["check", counting_world(tmp_path), *flags]) == 1
+    assert capsys.readouterr().err.strip() == f"error: {why}"
+
+
+@pytest.mark.parametrize(("record", "told"), [('"hello"', "'hello'"), ('{"input": "Say a."}', "{'input': 'Say a.'}")])
+def test_records_without_input_and_label_are_refused(tmp_path, capsys, record, told):
+    file = Path(counting_world(tmp_path))
+    text = file.read_text()
+    start = text.index("            yield ")
+    file.write_text(text[:start] + f"            yield {record}\n" + text[text.index("\n", start) :])
+    assert main(["check", str(file)]) == 1
+    expected = 'record 1 of world counting.py must be {"input": …, "label": …}, got '
+    assert capsys.readouterr().err.strip() == f"error: {expected}{told}"
+
+
+def test_an_opponent_of_evaluations_stands_in_labels_that_are_objects(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path(duel_world(tmp_path))
+    file.write_text(file.read_text().replace('{"first": index % self.agents}', "index"))
+    words = [
+        "--actor.model_name_or_path",
+        "model",
+        "--train.agent_func_path",
+        str(file),
+        "--world.eval_opponent",
+        "low",
+    ]
+    config = parse("train_ppo_ray", [*words, "--eval.dataset", str(file), "--eval.steps", "1"])
+    with pytest.raises(DataError, match=r"^--world\.eval_opponent low: .* must be an object.* duel\.py has 0$"):
+        world_records(config, str(file), None, evaluation=True)
