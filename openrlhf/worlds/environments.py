@@ -16,10 +16,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PREFIX = "openrlhf.worlds."
 DONE = "installed.json"
@@ -134,10 +134,14 @@ def requirements_of(target: str) -> Requirements | None:
             f"there is no world {name!r}: there are {', '.join(WORLDS)}, and files with class World"
         )
     file = Path(target).expanduser().resolve()
+    if not file.is_file():
+        raise WorldMissingError(f"there is no file {file}")
     said = _constants(file)
     packages = said.get("REQUIREMENTS")
     if not packages:
         return None
+    if not isinstance(packages, (list, tuple)) or not all(isinstance(one, str) for one in packages):
+        raise WorldMissingError(f'{file}: REQUIREMENTS must be a list, as ["name==version"], not {packages!r}')
     module = str(said.get("MODULE") or _module_of(packages[0]))
     return Requirements(f"the world of {file.name}", tuple(packages), module)
 
@@ -171,18 +175,17 @@ def _names(file: Path) -> set[str]:
     return names
 
 
-def _constants(file: Path) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _constants(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
         return found
     for node in body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            try:
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:
-                continue
+        named = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(named, ast.Name) and node.value is not None:
+            with suppress(ValueError, TypeError):
+                found[named.id] = ast.literal_eval(node.value)
     return found
 
 
@@ -277,7 +280,12 @@ def install(target: str, *, again: bool = False, say: Callable[[str], None] = la
     if not needs.all:
         raise InstallError(f"{world_name(target)} needs no package: it runs as it is")
     folder = environment_folder(target)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InstallError(
+            f"{folder.parent} cannot be made ({error.strerror}): name another folder in the variable OPENRLHF_WORLDS"
+        ) from error
     with _locked(folder.parent / f".{folder.name}.lock"):
         if _is_whole(folder) and not again:
             say(f"{world_name(target)} is installed already: {folder}")

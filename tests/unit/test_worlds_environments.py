@@ -18,6 +18,7 @@ from openrlhf.worlds.environments import (
     install,
     install_command,
     is_world,
+    requirements_of,
 )
 
 
@@ -103,6 +104,39 @@ def test_a_file_that_names_no_packages_runs_in_our_own_interpreter(tmp_path):
     assert install_command(str(file)) == ""
     with pytest.raises(InstallError, match="REQUIREMENTS"):
         install(str(file))
+
+
+@pytest.mark.parametrize(
+    "line", ['REQUIREMENTS = ["tiny-world==1.0"]', 'REQUIREMENTS: list[str] = ["tiny-world==1.0"]']
+)
+def test_a_file_names_its_packages_in_a_list(tmp_path, line):
+    file = tmp_path / "mine.py"
+    file.write_text(line)
+    assert requirements_of(str(file)).packages == ("tiny-world==1.0",)
+
+
+def test_packages_that_are_no_list_are_refused(tmp_path):
+    """A text is a list of its letters to Python, and each letter would be a package."""
+    file = tmp_path / "mine.py"
+    file.write_text('REQUIREMENTS = "tiny-world==1.0"')
+    with pytest.raises(
+        WorldMissingError, match=r"mine\.py: REQUIREMENTS must be a list, as \[.*not 'tiny-world==1\.0'"
+    ):
+        find_python(str(file))
+
+
+def test_a_file_that_is_not_there_cannot_be_installed(tmp_path, capsys):
+    assert main(["worlds", "install", str(tmp_path / "absent.py")]) == 1
+    assert f"there is no file {tmp_path / 'absent.py'}" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OPENRLHF_WORLDS", str(tmp_path / "file" / "worlds"))
+    assert main(["worlds", "install", "mcp"]) == 1
+    assert "cannot be made (Not a directory): name another folder in the variable OPENRLHF_WORLDS" in (
+        capsys.readouterr().err
+    )
 
 
 def test_an_interpreter_that_was_asked_for_must_have_the_package(tmp_path):
