@@ -1,55 +1,130 @@
-"""The plot of docs/worlds_textarena.md: self-play at Nim, measured against a player that moves at random.
+"""The plots of the pages on worlds: one run of each.
 
-python docs/worlds_plot.py RUN    # the numbers of a run's folder and the picture → docs/images
-python docs/worlds_plot.py        # the picture again, from the numbers kept
+python docs/worlds_plot.py NAME RUN    # the numbers of a run's folder and the picture → docs/images
+python docs/worlds_plot.py             # all pictures again, from the numbers kept
 """
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
 from openrlhf.observability.charts import picture
 from openrlhf.observability.loggers import read_metrics
 
 IMAGES = Path(__file__).resolve().parent / "images"
-NUMBERS = IMAGES / "data" / "selfplay.json"
-BEST = 5 / 6
-"""Of games against the random player that a perfect one wins at piles of 1 and 2: all of those that it begins, and two
-of three others (after one of the random player's three first moves it cannot win)."""
 
 
-def collect(run: Path) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture of a plot: a curve of each metric."""
+
+    title: str
+    curves: dict[str, str]
+    """Name of the curve → metric."""
+    kind: Literal["train", "eval"] = "train"
+    every: int = 1
+    """A point is the mean of so many steps."""
+    percent: bool = True
+    mark: tuple[str, float] | None = None
+    """A horizontal line: its name and height."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    title: str
+    panels: Sequence[Panel]
+
+
+PLOTS = {
+    "selfplay": Plot(
+        title="Nim by self-play",
+        panels=[
+            Panel(
+                title="Games won against random moves",
+                curves={"policy": "eval_Nim-v0_pass1"},
+                kind="eval",
+                # Of games at piles of 1 and 2 a perfect player wins all that it begins, and two of three others: after
+                # one of the random player's three first moves it cannot win.
+                mark=("perfect play", 5 / 6),
+            ),
+            Panel(title="Samples lost by a foul, in self-play", curves={"policy": "invalid_move"}),
+        ],
+    ),
+    "bfcl": Plot(
+        title="A BFCL world",
+        panels=[
+            Panel(
+                title="Calls that succeed", curves={"rloo, 8 prompts of 8 samples a step": "calls_succeeded"}, every=5
+            ),
+            Panel(title="Tasks solved", curves={"rloo, 8 prompts of 8 samples a step": "score"}, every=5),
+        ],
+    ),
+    "mcp": Plot(
+        title="A shop over MCP",
+        panels=[
+            Panel(title="Reward", curves={"rloo, 8 prompts of 16 samples a step": "reward"}, every=6),
+            Panel(
+                title="Calls that succeed", curves={"rloo, 8 prompts of 16 samples a step": "calls_succeeded"}, every=6
+            ),
+        ],
+    ),
+    "openenv": Plot(
+        title="Numbers guessed in an OpenEnv server",
+        panels=[
+            Panel(
+                title="Reward",
+                curves={"group_norm, 16 prompts of 16 samples a step": "reward"},
+                every=10,
+                percent=False,
+                # Four of seven numbers in the third step of a search that halves, two in the second, one in the first.
+                mark=("the best there is", (1 + 2 * 2 / 3 + 4 / 3) / 7),
+            ),
+        ],
+    ),
+    "verifiers": Plot(
+        title="Sums in a taskset of verifiers",
+        panels=[
+            Panel(title="Right sums", curves={"group_norm, 8 prompts of 16 samples a step": "right"}, every=4),
+            Panel(
+                title="Answers that are numbers",
+                curves={"group_norm, 8 prompts of 16 samples a step": "number"},
+                every=4,
+            ),
+        ],
+    ),
+}
+
+
+def collect(plot: Plot, run: Path) -> dict[str, Any]:
     """Few numbers of a run."""
     records = list(read_metrics(run / "metrics.jsonl"))
-    wins = [[r["step"], r["eval_Nim-v0_pass1"]] for r in records if "eval_Nim-v0_pass1" in r]
-    fouls = [[r["step"], r["invalid_move"]] for r in records if r["kind"] == "train" and "invalid_move" in r]
-    look = {"x": "step", "percent": True, "zero": True}
-    return {
-        "title": "Nim by self-play",
-        "panels": [
-            {
-                "title": "Games won against random moves",
-                **look,
-                "mark": {"name": "perfect play", "value": BEST},
-                "curves": [{"name": "policy", "points": wins}],
-            },
-            {
-                "title": "Samples lost by a foul, in self-play",
-                **look,
-                "mark": None,
-                "curves": [{"name": "policy", "points": fouls}],
-            },
-        ],
-    }
+    panels = []
+    for panel in plot.panels:
+        curves = []
+        for name, metric in panel.curves.items():
+            found = [(r["step"], r[metric]) for r in records if r["kind"] == panel.kind and metric in r]
+            parts = [found[at : at + panel.every] for at in range(0, len(found), panel.every)]
+            points = [[part[-1][0], round(fmean(value for _, value in part), 3)] for part in parts]
+            print(f"{metric}: {points[0][1]} → {points[-1][1]}")
+            curves.append({"name": name, "points": points})
+        mark = None if panel.mark is None else dict(zip(("name", "value"), panel.mark, strict=True))
+        look = {"x": "step", "percent": panel.percent, "zero": True, "mark": mark}
+        panels.append({"title": panel.title, **look, "curves": curves})
+    return {"title": plot.title, "panels": panels}
 
 
-def main() -> None:
-    if sys.argv[1:]:
-        NUMBERS.write_text(json.dumps(collect(Path(sys.argv[1])), separators=(",", ":")) + "\n", encoding="utf-8")
-    drawn = picture(json.loads(NUMBERS.read_text(encoding="utf-8")))
-    (IMAGES / "selfplay.svg").write_text(drawn, encoding="utf-8")
+def main(name: str = "", run: str = "") -> None:
+    if run:
+        numbers = json.dumps(collect(PLOTS[name], Path(run)), separators=(",", ":"))
+        (IMAGES / "data" / f"{name}.json").write_text(numbers + "\n", encoding="utf-8")
+    for each in [name] if name else PLOTS:
+        drawn = picture(json.loads((IMAGES / "data" / f"{each}.json").read_text(encoding="utf-8")))
+        (IMAGES / f"{each}.svg").write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

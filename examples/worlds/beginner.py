@@ -1,16 +1,21 @@
-"""A tiny model and a beginner's dialogues for a BFCL world, so that RL has something to improve on a CPU.
+"""A tiny model and a beginner's dialogues for a world of tools, so that RL has something to improve on a CPU.
 
     openrlhf worlds install bfcl
-    python examples/bfcl/prepare.py runs/bfcl
+    python examples/worlds/beginner.py bfcl runs/bfcl --options turns=1
 
-The beginner plays every task in the real world, knows the calls that solve it, and makes mistakes: another tool,
-another name of an argument, another value, an argument left out. What the world answers is in the dialogues too.
+The beginner plays every task in the real world, knows the calls that solve it and the answer, and makes mistakes:
+another tool, another name of an argument, another value, an argument left out, another answer. What the world says to
+that is in the dialogues too.
+
+bfcl    the package's tasks, whose solutions it has
+mcp     the shop of examples/mcp: the calls are the items of the question, the answer is the record's label
 """
 
 import argparse
 import asyncio
 import json
 import random
+import re
 from pathlib import Path
 
 import torch
@@ -21,7 +26,6 @@ from openrlhf.worlds.base import WorldSettings, parse_options
 from openrlhf.worlds.environments import find_python
 from openrlhf.worlds.process import WorldProcess
 
-WORLD = "openrlhf.worlds.bfcl"
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 # Of the tools it shows the names: their documents are longer than all else, and this model learns calls by heart.
 TEMPLATE = (
@@ -35,6 +39,19 @@ TEMPLATE = (
     "{{ (call.function.arguments | tojson) + '}</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+async def solve_bfcl(process, record):
+    return (await process.call("solution", record["label"]))[0], "Done."
+
+
+async def solve_mcp(process, record):
+    items = re.findall(r"one (\w+)", record["input"][-1]["content"])
+    return [{"name": "price", "arguments": {"item": item}} for item in items], str(record["label"]["label"])
+
+
+SOLVE = {"bfcl": solve_bfcl, "mcp": solve_mcp}
+"""By world: the calls that solve a record, and the answer after them."""
 
 
 def mistaken(call, names, values, rng):
@@ -54,12 +71,13 @@ def mistaken(call, names, values, rng):
     return {"name": call["name"], "arguments": arguments}
 
 
-async def play(process, record, values, rng, *, share):
-    """The messages of an episode, and its tools."""
+async def play(process, record, solution, others, rng, *, share):
+    """The messages of an episode, and its tools. `others`: values and answers of other records."""
+    left, answer = solution
+    values, answers = others
     episode = await process.begin(record["label"], seed=0)
     names = [tool["function"]["name"] for tool in episode.start.tools]
     messages = list(episode.start.messages)
-    left = (await process.call("solution", record["label"]))[0]
     for _ in range(2):
         if not left:
             break
@@ -75,7 +93,10 @@ async def play(process, record, values, rng, *, share):
         turn = await episode.step({"role": "assistant", "content": "", "tool_calls": told})
         messages += turn.messages
         left = [call for call, did in zip(left, calls, strict=True) if call != did] if rng.random() < 0.5 else []
-    messages.append({"role": "assistant", "content": "Done."})
+    wrong = [other for other in answers if other != answer]
+    if wrong and rng.random() < share:
+        answer = rng.choice(wrong)
+    messages.append({"role": "assistant", "content": answer})
     await episode.close()
     return messages, episode.start.tools
 
@@ -115,27 +136,36 @@ def make_model(tokenizer, seed):
     )
 
 
-async def dialogues(process, count, rng, share):
-    records = {record["label"]: record for record in process.records(count=1000, seed=0)}
-    solutions = [await process.call("solution", label) for label in records]
-    calls = [call for turns in solutions for call in turns[0]]
-    values = [value for call in calls for value in call["arguments"].values()]
+async def dialogues(process, solve, count, rng, share):
+    drawn = {json.dumps(record["label"]): record for record in process.records(count=1000, seed=0)}
+    records = list(drawn.values())
+    solutions = [await solve(process, record) for record in records]
+    calls = [call for called, _ in solutions for call in called]
+    others = [value for call in calls for value in call["arguments"].values()], [answer for _, answer in solutions]
     print(f"{len(records)} tasks, {len(calls)} calls solve them")
-    return [await play(process, records[label], values, rng, share=share) for label in records for _ in range(count)]
+    return [
+        await play(process, record, solution, others, rng, share=share)
+        for record, solution in zip(records, solutions, strict=True)
+        for _ in range(count)
+    ]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--options", default="turns=1", help="--world.options of the run")
+    parser.add_argument("world", choices=SOLVE)
+    parser.add_argument("folder", type=Path, help="where dialogues.jsonl and the untrained model go")
+    parser.add_argument("--options", help="--world.options of the run")
     parser.add_argument("--dialogues", type=int, default=16, help="of each task (default 16)")
-    parser.add_argument("--mistakes", type=float, default=0.5, help="share of calls with one (default 0.5)")
+    parser.add_argument(
+        "--mistakes", type=float, default=0.5, help="share of calls and of answers with one (default 0.5)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     rng = random.Random(given.seed)
-    settings = WorldSettings(options=parse_options(given.options))
-    process = WorldProcess(WORLD, settings, python=find_python(WORLD), timeout=60.0)
-    played = asyncio.run(dialogues(process, given.dialogues, rng, given.mistakes))
+    settings = WorldSettings(options=parse_options(given.options) if given.options else {})
+    world = f"openrlhf.worlds.{given.world}"
+    process = WorldProcess(world, settings, python=find_python(world), timeout=60.0)
+    played = asyncio.run(dialogues(process, SOLVE[given.world], given.dialogues, rng, given.mistakes))
     process.close()
     names = " ".join(tool["function"]["name"] for _, tools in played for tool in tools)
     said = [str(message["content"]) for messages, _ in played for message in messages]
