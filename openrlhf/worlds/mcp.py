@@ -21,6 +21,7 @@ import math
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -76,12 +77,14 @@ class World:
         self._wanted: list[str] = settings.option("tools", [])
         self.thread = LoopThread()
         self.judge, self.judging_tool = _judge(settings.option("reward", ""))
+        self._sharing = threading.Lock()
         self._shared: Session | None = None
-        session = Session(self)
+        try:
+            session = self.session()
+        except NoSessionError as error:
+            raise WorldError(str(error)) from error
         self.tools = self._visible(session.tools)
-        if self.share:
-            self._shared = session
-        else:
+        if not self.share:
             session.close()
 
     def records(self, *, count: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -92,7 +95,20 @@ class World:
         """An episode of a record; what the policy is asked is in its label too, as `records` has written it."""
         if not isinstance(label, dict) or "input" not in label:
             raise WorldError('the label of a record must be {"input": …, "label": …}, as the records of this world are')
-        return _Play(self, label["input"], label.get("label"), self._shared or Session(self), own=self._shared is None)
+        return _Play(self, label["input"], label.get("label"), self.session(), own=not self.share)
+
+    def session(self) -> Session:
+        """One of its own for an episode, or the shared one, which is begun again when its server was lost. Raises
+        NoSessionError."""
+        if not self.share:
+            return Session(self)
+        with self._sharing:
+            if self._shared is None or self._shared.lost:
+                before, self._shared = self._shared, None
+                if before is not None:
+                    before.leave()
+                self._shared = Session(self)
+            return self._shared
 
     def _read(self, path: str) -> list[dict[str, Any]]:
         if not path:
@@ -131,11 +147,17 @@ class World:
         }
 
 
+class NoSessionError(Exception):
+    """The server cannot be reached."""
+
+
 class Session:
     """A session with the server, which lives in a task of its own: what has entered it must also leave it."""
 
     def __init__(self, world: World) -> None:
-        """Raises WorldError when the server cannot be reached."""
+        """Raises NoSessionError."""
+        self.lost = False
+        """Whether the server is gone."""
         self._world = world
         self._over = asyncio.Event()
         self._opened: Future[dict[str, Any]] = Future()
@@ -144,11 +166,20 @@ class Session:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """The result of a tool, also where it says that it failed. Raises what the package does where there is none."""
-        return await self._client.call_tool(name, dict(arguments), read_timeout_seconds=self._world.timeout)
+        try:
+            return await self._client.call_tool(name, dict(arguments), read_timeout_seconds=self._world.timeout)
+        except Exception as error:
+            told = isinstance(error, self._world._mcp.MCPError) and error.code != CLOSED
+            self.lost = self.lost or not told
+            raise
+
+    def leave(self) -> None:
+        """Have the session end, and over stdio its server."""
+        self._world.thread.loop.call_soon_threadsafe(self._over.set)
 
     def close(self) -> None:
-        """End the session, and over stdio its server."""
-        self._world.thread.loop.call_soon_threadsafe(self._over.set)
+        """The same, and wait for it."""
+        self.leave()
         with contextlib.suppress(Exception):
             self._task.result()
 
@@ -169,7 +200,7 @@ class Session:
             if not self._opened.done():
                 said = _innermost(error)
                 why = f"the server {shown(self._world.server)} gave no session: {type(said).__name__}: {said}"
-                self._opened.set_exception(WorldError(why))
+                self._opened.set_exception(NoSessionError(why))
             raise
 
 

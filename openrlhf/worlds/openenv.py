@@ -19,6 +19,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -264,6 +265,8 @@ def _served(said: str, folder: str) -> str:
     while True:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5.0):
+                if process is not None:
+                    threading.Thread(target=_end_with, args=(process, said), name="server", daemon=True).start()
                 return url
         except urllib.error.HTTPError as error:
             raise WorldError(f"{url}/health answers {error.code}: it is no server of OpenEnv") from error
@@ -273,6 +276,13 @@ def _served(said: str, folder: str) -> str:
             if process is None or time.monotonic() > ends:
                 raise WorldError(f"no server of OpenEnv answers at {url}: {error}") from error
             time.sleep(0.1)
+
+
+def _end_with(process: subprocess.Popen[bytes], said: str) -> None:
+    """Without its server this process is of no use: the next one starts both again."""
+    status = process.wait()
+    print(f"the server {shown(said)} ended with status {status}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _read(path: str) -> list[dict[str, Any]]:

@@ -191,6 +191,33 @@ def test_each_episode_has_a_server_of_its_own(notes):
     assert [contents(turns[0]) for turns in (first, second)] == [["a"], ["b"]]
 
 
+def test_a_server_that_all_share_is_started_again_when_it_has_died(tmp_path):
+    server = tmp_path / "notes.py"
+    server.write_text(SERVER)
+    process = world(f"python {server}", share=True, reward="tool:picture")
+    with pytest.raises(WorldFailure) as failure:
+        asyncio.run(play(process, calling(("note", {"text": "die"}))))
+    assert failure.value.retry
+    (turn,) = asyncio.run(play(process, calling(("note", {"text": "bread"}))))
+    assert "bread" in contents(turn)[0]
+    process.close()
+
+
+def test_a_server_that_cannot_be_reached_for_a_moment_is_asked_again(tmp_path):
+    """When the world starts that is an error of the user's; later another attempt may succeed."""
+    server = tmp_path / "notes.py"
+    server.write_text(SERVER)
+    process = world(f"python {server}", reward="tool:picture")
+    process.start_now()
+    server.rename(tmp_path / "away.py")
+    with pytest.raises(WorldFailure, match="gave no session") as failure:
+        asyncio.run(play(process, answering("")))
+    assert failure.value.retry
+    (tmp_path / "away.py").rename(server)
+    assert [turn.reward for turn in asyncio.run(play(process, answering("")))] == [1.0]
+    process.close()
+
+
 def test_a_server_that_dies_fails_its_episode_alone(notes):
     with pytest.raises(WorldFailure, match="MCPError") as failure:
         asyncio.run(play(notes, calling(("note", {"text": "die"}))))

@@ -1,7 +1,9 @@
 """OpenEnv's environments as worlds: real servers and the real client of the package, in an environment of their own."""
 
 import asyncio
+import os
 import random
+import signal
 import socket
 import subprocess
 import time
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 from installed_worlds import install_world
 from patience import patience
+from processes import living_children, wait_until
 
 from openrlhf.worlds.base import WorldSettings
 from openrlhf.worlds.environments import WorldMissingError, find_python
-from openrlhf.worlds.process import WorldFailure, WorldProcess, WorldRefusal
+from openrlhf.worlds.process import WorldDeath, WorldFailure, WorldProcess, WorldRefusal
 
 TARGET = "openrlhf.worlds.openenv"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openenv" / "guess.py"
@@ -292,3 +295,25 @@ def test_a_missing_package_ends_in_the_command_that_installs_it(monkeypatch, tmp
     monkeypatch.setenv("OPENRLHF_WORLDS", str(tmp_path))
     with pytest.raises(WorldMissingError, match=r"openenv==0\.10\.0.*Run: openrlhf worlds install openenv$"):
         find_python(TARGET)
+
+
+def test_a_server_that_a_command_started_is_started_again_when_it_has_died():
+    process = world(f"python {EXAMPLE} {{port}}")
+    (record,) = process.records(count=1, seed=0)
+
+    async def begin():
+        episode = await process.begin(record["label"], seed=0)
+        return episode, episode.start.messages
+
+    async def survive():
+        before, read = await begin()
+        (server,) = living_children(process._life._popen.pid)
+        os.kill(server, signal.SIGKILL)
+        assert wait_until(lambda: process._life.ended)
+        with pytest.raises(WorldDeath, match=r"the server .* ended with status -9"):
+            await before.step({"role": "assistant", "content": "0"})
+        return read, (await begin())[1]
+
+    read, again = asyncio.run(survive())
+    assert again == read
+    process.close()
