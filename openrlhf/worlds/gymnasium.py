@@ -222,14 +222,17 @@ class _Play:
         if action is None:
             self._unread += 1
             self._total += self._world.penalty
-            over = self._unread + self._steps >= (self._env.spec.max_episode_steps or 1000)
             answer = "That has no action in brackets that there is. " + self._ask()
-            return self._turn(answer, self._world.penalty, done=over, ended=False)
+            return self._turn(answer, self._world.penalty, done=self._late(), ended=False)
         seen, reward, ended, cut, _ = self._env.step(int(self._env.action_space.start) + action)
         self._steps += 1
         self._total += float(reward)
         told = f"[{self.actions[action]}] earned {float(reward):g}.\n\n{self._sight(seen)}\n\n{self._ask()}"
-        return self._turn(told, float(reward), done=bool(ended or cut), ended=bool(ended))
+        return self._turn(told, float(reward), done=bool(ended or cut or self._late()), ended=bool(ended))
+
+    def _late(self) -> bool:
+        """Answers without an action are turns too, of which the environment knows nothing."""
+        return self._unread + self._steps >= (self._env.spec.max_episode_steps or 1000)
 
     def close(self) -> None:
         self._env.close()

@@ -96,6 +96,11 @@ def test_steps_have_a_limit(world):
     assert [turn.done for turn in turns] == [False, True]
 
 
+def test_answers_without_an_action_are_turns_too(world):
+    _, turns = play(world("FrozenLake-v1", steps=3, **STILL), "hm", "[up]", "[up]", "[up]")
+    assert [turn.done for turn in turns] == [False, False, True]
+
+
 def test_lakes_are_made_for_each_record(world):
     made = world("FrozenLake-v1", lake=5)
     records = list(made.records(count=5, seed=2))
