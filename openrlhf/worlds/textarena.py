@@ -138,10 +138,10 @@ class Table:
         self._base = env
         while isinstance(self._base, textarena.Wrapper):
             self._base = self._base.env
-        self._chance = random.Random(f"{seed}").getstate()
+        self._chance = _chance_of(f"{seed}")
         with self._own_chance():
             self._base.reset(num_players=players, seed=seed)
-        self._chance = random.Random(f"{seed} {own_seed}").getstate()
+        self._chance = _chance_of(f"{seed} {own_seed}")
         self._heard: list[list[tuple[int, str, Any]]] = [[] for _ in range(players)]
         self._first: list[str] = [""] * players
         self._last: list[str] = [""] * players
@@ -242,14 +242,35 @@ class Table:
 
     @contextmanager
     def _own_chance(self) -> Iterator[None]:
-        """Games draw from Python's shared generator."""
-        shared = random.getstate()
-        random.setstate(self._chance)
+        """Games draw from the shared generators of Python, and some from numpy's."""
+        shared = _chance()
+        _set_chance(self._chance)
         try:
             yield
         finally:
-            self._chance = random.getstate()
-            random.setstate(shared)
+            self._chance = _chance()
+            _set_chance(shared)
+
+
+def _chance_of(seed: str) -> tuple[Any, Any]:
+    """The states of both generators that begin with this seed."""
+    import numpy
+
+    rng = random.Random(seed)
+    return rng.getstate(), numpy.random.RandomState(rng.getrandbits(32)).get_state()
+
+
+def _chance() -> tuple[Any, Any]:
+    import numpy
+
+    return random.getstate(), numpy.random.get_state()
+
+
+def _set_chance(states: tuple[Any, Any]) -> None:
+    import numpy
+
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
 
 
 def spoken(message: Mapping[str, Any]) -> str:

@@ -1,7 +1,10 @@
 """TextArena's games, with the real package in an environment of its own."""
 
 import asyncio
+from enum import Enum
+from types import SimpleNamespace
 
+import numpy
 import pytest
 from chat_model import write_chat_model
 from installed_worlds import install_world
@@ -10,6 +13,7 @@ from patience import patience
 from openrlhf.worlds.base import WorldSettings
 from openrlhf.worlds.environments import WORLDS, WorldMissingError, find_python
 from openrlhf.worlds.process import WorldProcess, WorldRefusal
+from openrlhf.worlds.textarena import Table
 
 TARGET = "openrlhf.worlds.textarena"
 
@@ -126,6 +130,29 @@ def test_the_samples_of_a_prompt_begin_alike_and_episodes_do_not_mix_their_chanc
     assert alone == disturbed
     assert alone[0] == other[0]
     assert alone != other
+
+
+class Dice:
+    """A game as the package has them, which draws from numpy's shared generator, as SpellingBee does."""
+
+    state = SimpleNamespace(current_player_id=0, role_mapping={})
+
+    def reset(self, *, num_players, seed):
+        self.drawn = numpy.random.randint(10**6)
+
+    def get_observation(self):
+        return 0, [(-1, str(self.drawn), Kind.PROMPT)]
+
+
+Kind = Enum("Kind", ["PROMPT", "GAME_BOARD"])
+
+
+def test_what_games_draw_from_numpy_is_their_own_too():
+    package = SimpleNamespace(ObservationType=Kind, Wrapper=type("Wrapper", (), {}))
+    before = numpy.random.get_state()[1].tolist()
+    read = [Table(package, Dice(), 1, seed, own_seed).tell() for seed, own_seed in ((3, 1), (3, 2), (4, 1))]
+    assert read[0] == read[1] != read[2]
+    assert numpy.random.get_state()[1].tolist() == before
 
 
 def test_a_game_for_one_is_a_plain_world(world):
