@@ -49,12 +49,12 @@ class Measurement(NamedTuple):
 
 MEASUREMENTS = (
     *(Measurement("hybrid", f"--case together --launcher {launcher}", 150) for launcher in ("local", "ray")),
+    Measurement("worlds", "--case sums --steps 80", 420),
     *(Measurement("async_rl", f"--case gpu --pipeline {name}", 200) for name in ("sync", "partial", "mps")),
     Measurement("hybrid", "--case compiled --launcher local", 170),
     *(Measurement("trainer", f"--case {case}", 45) for case in ("0.6B-16384", "0.6B-65536", "4B-16384-lora")),
     *(Measurement("gap", f"--case {case}", 240) for case in ("logits", "exact", "bf16", "fp16")),
     *(Measurement("memory", f"--shape {shape}", 110) for shape in ("135M", "1.5B", "7B")),
-    Measurement("worlds", "--case sums --steps 80", 420),
     *(Measurement("score", f"--case {case}", 260) for case in ("sync", "partial", "async")),
     *(Measurement("startup", f"--launcher {launcher}", 220) for launcher in ("local", "ray")),
     *(Measurement("rollout_speed", f"--case {case}", 110) for case in ("plain", "fp8", "history")),

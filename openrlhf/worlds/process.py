@@ -362,12 +362,14 @@ class _Life:
     def _submit(self, request: dict[str, Any]) -> _Call:
         call = _Call(number := next(self._ids), self._line({**request, "id": number}), Future(), Future())
         with self._lock:
-            if not self.ended:
+            why = self._ends_with
+            if why is None:
                 self._calls[call.id] = call
                 self._queue.append(call)
-                self._send_due()
+                if not self.ended:  # else it is answered when it is known how the process has ended
+                    self._send_due()
                 return call
-        raise self._ends_with or WorldDeath(f"{self._name} has ended", others=True)
+        raise why
 
     def _line(self, request: dict[str, Any]) -> bytes:
         try:
