@@ -29,6 +29,8 @@ class Panel:
     every: int = 1
     """A point is the mean of so many steps."""
     percent: bool = True
+    zero: bool = True
+    """Heights begin at 0, not at the lowest number."""
     mark: tuple[str, float] | None = None
     """A horizontal line: its name and height."""
 
@@ -40,6 +42,24 @@ class Plot:
 
 
 PLOTS = {
+    "lake": Plot(
+        title="A frozen lake",
+        panels=[
+            Panel(
+                title="Reward",
+                curves={"group_norm, 32 records of 8 samples a step": "reward"},
+                every=4,
+                percent=False,
+                zero=False,
+            ),
+            Panel(
+                title="Answers without an action, per episode",
+                curves={"group_norm, 32 records of 8 samples a step": "unread_actions"},
+                every=4,
+                percent=False,
+            ),
+        ],
+    ),
     "selfplay": Plot(
         title="Nim by self-play",
         panels=[
@@ -88,11 +108,11 @@ PLOTS = {
     "verifiers": Plot(
         title="Sums in a taskset of verifiers",
         panels=[
-            Panel(title="Right sums", curves={"group_norm, 8 prompts of 16 samples a step": "right"}, every=4),
+            Panel(title="Right sums", curves={"group_norm, 8 prompts of 8 samples a step": "right"}, every=3),
             Panel(
-                title="Answers that are numbers",
-                curves={"group_norm, 8 prompts of 16 samples a step": "number"},
-                every=4,
+                title="Answers that are a number alone",
+                curves={"group_norm, 8 prompts of 8 samples a step": "alone"},
+                every=3,
             ),
         ],
     ),
@@ -112,7 +132,7 @@ def collect(plot: Plot, run: Path) -> dict[str, Any]:
             print(f"{metric}: {points[0][1]} → {points[-1][1]}")
             curves.append({"name": name, "points": points})
         mark = None if panel.mark is None else dict(zip(("name", "value"), panel.mark, strict=True))
-        look = {"x": "step", "percent": panel.percent, "zero": True, "mark": mark}
+        look = {"x": "step", "percent": panel.percent, "zero": panel.zero, "mark": mark}
         panels.append({"title": panel.title, **look, "curves": curves})
     return {"title": plot.title, "panels": panels}
 
