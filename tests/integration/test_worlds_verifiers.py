@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 TARGET = "openrlhf.worlds.verifiers"
 TASKSET = str(Path(__file__).parents[1] / "support" / "verifiers_taskset.py")
+SUMS = str(Path(__file__).parents[2] / "examples" / "verifiers" / "sums.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,10 +39,10 @@ def player(installed):
     one.close()
 
 
-def play(player, *texts, index=1, max_steps=None, samples=1):
+def play(player, *texts, index=1, max_steps=None, samples=1, task=TASKSET):
     tokenizer = chat_tokenizer()
     engines = [Speaker(tokenizer, *texts) for _ in range(samples)]
-    label = {"task": TASKSET, "index": index}
+    label = {"task": task, "index": index}
 
     async def all_of_them():
         params = [SamplingParams(max_tokens=30, logprobs=True, seed=seed) for seed in range(samples)]
@@ -92,6 +93,18 @@ def test_episodes_at_once_are_told_apart(player):
     assert [episode.reward for episode in played] == [2.0] * 8
     (wrong,) = play(player, "c")
     assert wrong.reward == 0.0
+
+
+def test_the_example_pays_a_right_sum_and_a_number_alone():
+    """Task 34 asks for 3 + 4."""
+    player = WorldPlayer(plan(SUMS))
+    try:
+        for text, right, alone in [("7", 1, 0.2), ("It is 3 + 4 = 7.", 1, 0), ("8", 0, 0.2), ("seven", 0, 0)]:
+            (episode,) = play(player, text, index=34, task=SUMS)
+            assert episode.reward == pytest.approx(right + alone)
+            assert episode.extra_logs == pytest.approx({"right": right, "alone": alone})
+    finally:
+        player.close()
 
 
 @pytest.mark.parametrize(
