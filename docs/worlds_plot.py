@@ -107,14 +107,7 @@ PLOTS = {
     ),
     "verifiers": Plot(
         title="Sums in a taskset of verifiers",
-        panels=[
-            Panel(title="Right sums", curves={"group_norm, 8 prompts of 8 samples a step": "right"}, every=3),
-            Panel(
-                title="Answers that are a number alone",
-                curves={"group_norm, 8 prompts of 8 samples a step": "alone"},
-                every=3,
-            ),
-        ],
+        panels=[Panel(title="Right sums", curves={"group_norm, 8 prompts of 8 samples a step": "right"}, every=2)],
     ),
 }
 
