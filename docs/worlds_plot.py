@@ -42,6 +42,21 @@ class Plot:
 
 
 PLOTS = {
+    "sums": Plot(
+        title="Sums of reasoning-gym",
+        panels=[
+            Panel(
+                title="Right on records that it never draws",
+                curves={"group_norm, 8 prompts of 16 samples a step": "eval_chain_sum_pass1"},
+                kind="eval",
+            ),
+            Panel(
+                title="Reward in training",
+                curves={"group_norm, 8 prompts of 16 samples a step": "reward"},
+                every=5,
+            ),
+        ],
+    ),
     "lake": Plot(
         title="A frozen lake",
         panels=[

@@ -3,7 +3,7 @@
     --world.tasks chain_sum,gcd:2             data sets by name, with weights; a category (arithmetic), or all
     --world.options chain_sum.max_terms=3     a parameter of a data set
                     levels=[0,1,2]            levels of the data sets' own curricula, which records have as `difficulty`
-                    answer=auto               where the answer is looked for: tags, line, whole, or auto (in this order)
+                    answer=auto               where the answer is: tags, line, whole, auto (in this order), or number
                     partial=true              scores between 0 and 1 count as rewards; false: only a whole one does
                     ending="…" system="…"     text after the question, and a system message
 
@@ -34,6 +34,7 @@ UNUSABLE = ("composite",)
 """Data sets that are mixtures of others: `--world.tasks` mixes."""
 
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?")
 _LINE = re.compile(r"^.*?\banswer\s*(?:is)?\s*:\s*(.*\S)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -57,7 +58,7 @@ class World:
                 raise WorldError(f"--world.options {option}: there is no task {task}; there are {', '.join(names)}")
             else:
                 self._parameters[task][parameter] = tuple(value) if isinstance(value, list) else value
-        self._how = settings.option("answer", "auto", choices=("auto", "tags", "line", "whole"))
+        self._how = settings.option("answer", "auto", choices=("auto", "tags", "line", "whole", "number"))
         self._partial = settings.option("partial", True)
         self._ending = settings.option("ending", ENDING)
         self._system = settings.option("system", "")
@@ -185,7 +186,8 @@ def extract(said: str, how: str = "auto") -> tuple[str, bool]:
     """The answer in what was said, and whether it was marked as one.
 
     tags: between the last <answer> and </answer>; line: after the last "Answer:" to the end of its line; whole: all of
-    it; auto: the first of these that finds something. Nothing found is "", of auto the whole.
+    it; auto: the first of these that finds something; number: the last number, such as -3 or 0.5. Nothing found is "",
+    of auto the whole.
 
     >>> extract("2 + 3 is 5. <answer> 5 </answer>")
     ('5', True)
@@ -194,4 +196,6 @@ def extract(said: str, how: str = "auto") -> tuple[str, bool]:
         return found[-1].strip(), True
     if how in ("auto", "line") and (found := _LINE.findall(said)):
         return found[-1].strip().strip("*").strip(), True
+    if how == "number" and (found := _NUMBER.findall(said)):
+        return found[-1], True
     return (said.strip() if how in ("auto", "whole") else ""), how == "whole"

@@ -59,6 +59,10 @@ def answer(world, record, text):
         ("5", "tags", ("", False)),
         ("<answer>5</answer>", "line", ("", False)),
         (" 5\n", "whole", ("5", True)),
+        ("5 - 9 = -4, I think.", "number", ("-4", True)),
+        ("9-4", "number", ("4", True)),
+        ("a half, 0.5.", "number", ("0.5", True)),
+        ("five", "number", ("", False)),
     ],
 )
 def test_an_answer_is_found_where_it_is_marked(said, how, found):
