@@ -20,11 +20,10 @@ IMAGES = Path(__file__).resolve().parent / "images"
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture of a plot: a curve of each metric."""
+    """One picture of a plot: the curve of a metric."""
 
     title: str
-    curves: dict[str, str]
-    """Name of the curve → metric."""
+    metric: str
     kind: Literal["train", "eval"] = "train"
     every: int = 1
     """A point is the mean of so many steps."""
@@ -38,38 +37,42 @@ class Panel:
 @dataclass(frozen=True, kw_only=True)
 class Plot:
     title: str
+    run: str
+    """What the curves are called."""
     panels: Sequence[Panel]
 
 
 PLOTS = {
     "sums": Plot(
         title="Sums of reasoning-gym",
+        run="group_norm, 8 prompts of 16 samples a step",
         panels=[
             Panel(
                 title="Right on records that it never draws",
-                curves={"group_norm, 8 prompts of 16 samples a step": "eval_chain_sum_pass1"},
+                metric="eval_chain_sum_pass1",
                 kind="eval",
             ),
             Panel(
                 title="Reward in training",
-                curves={"group_norm, 8 prompts of 16 samples a step": "reward"},
+                metric="reward",
                 every=5,
             ),
         ],
     ),
     "lake": Plot(
         title="A frozen lake",
+        run="group_norm, 32 records of 8 samples a step",
         panels=[
             Panel(
                 title="Reward",
-                curves={"group_norm, 32 records of 8 samples a step": "reward"},
+                metric="reward",
                 every=4,
                 percent=False,
                 zero=False,
             ),
             Panel(
                 title="Answers without an action, per episode",
-                curves={"group_norm, 32 records of 8 samples a step": "unread_actions"},
+                metric="unread_actions",
                 every=4,
                 percent=False,
             ),
@@ -77,42 +80,42 @@ PLOTS = {
     ),
     "selfplay": Plot(
         title="Nim by self-play",
+        run="policy",
         panels=[
             Panel(
                 title="Games won against random moves",
-                curves={"policy": "eval_Nim-v0_pass1"},
+                metric="eval_Nim-v0_pass1",
                 kind="eval",
                 # Of games at piles of 1 and 2 a perfect player wins all that it begins, and two of three others: after
                 # one of the random player's three first moves it cannot win.
                 mark=("perfect play", 5 / 6),
             ),
-            Panel(title="Samples lost by a foul, in self-play", curves={"policy": "invalid_move"}),
+            Panel(title="Samples lost by a foul, in self-play", metric="invalid_move"),
         ],
     ),
     "bfcl": Plot(
         title="A BFCL world",
+        run="rloo, 8 prompts of 8 samples a step",
         panels=[
-            Panel(
-                title="Calls that succeed", curves={"rloo, 8 prompts of 8 samples a step": "calls_succeeded"}, every=5
-            ),
-            Panel(title="Tasks solved", curves={"rloo, 8 prompts of 8 samples a step": "score"}, every=5),
+            Panel(title="Calls that succeed", metric="calls_succeeded", every=5),
+            Panel(title="Tasks solved", metric="score", every=5),
         ],
     ),
     "mcp": Plot(
         title="A shop over MCP",
+        run="rloo, 8 prompts of 16 samples a step",
         panels=[
-            Panel(title="Reward", curves={"rloo, 8 prompts of 16 samples a step": "reward"}, every=6),
-            Panel(
-                title="Calls that succeed", curves={"rloo, 8 prompts of 16 samples a step": "calls_succeeded"}, every=6
-            ),
+            Panel(title="Reward", metric="reward", every=6),
+            Panel(title="Calls that succeed", metric="calls_succeeded", every=6),
         ],
     ),
     "openenv": Plot(
         title="Numbers guessed in an OpenEnv server",
+        run="group_norm, 16 prompts of 16 samples a step",
         panels=[
             Panel(
                 title="Reward",
-                curves={"group_norm, 16 prompts of 16 samples a step": "reward"},
+                metric="reward",
                 every=10,
                 percent=False,
                 # Four of seven numbers in the third step of a search that halves, two in the second, one in the first.
@@ -122,7 +125,8 @@ PLOTS = {
     ),
     "verifiers": Plot(
         title="Sums in a taskset of verifiers",
-        panels=[Panel(title="Right sums", curves={"group_norm, 8 prompts of 8 samples a step": "right"}, every=2)],
+        run="group_norm, 8 prompts of 8 samples a step",
+        panels=[Panel(title="Right sums", metric="right", every=2)],
     ),
 }
 
@@ -132,16 +136,13 @@ def collect(plot: Plot, run: Path) -> dict[str, Any]:
     records = list(read_metrics(run / "metrics.jsonl"))
     panels = []
     for panel in plot.panels:
-        curves = []
-        for name, metric in panel.curves.items():
-            found = [(r["step"], r[metric]) for r in records if r["kind"] == panel.kind and metric in r]
-            parts = [found[at : at + panel.every] for at in range(0, len(found), panel.every)]
-            points = [[part[-1][0], round(fmean(value for _, value in part), 3)] for part in parts]
-            print(f"{metric}: {points[0][1]} → {points[-1][1]}")
-            curves.append({"name": name, "points": points})
+        found = [(r["step"], r[panel.metric]) for r in records if r["kind"] == panel.kind and panel.metric in r]
+        parts = [found[at : at + panel.every] for at in range(0, len(found), panel.every)]
+        points = [[part[-1][0], round(fmean(value for _, value in part), 3)] for part in parts]
+        print(f"{panel.metric}: {points[0][1]} → {points[-1][1]}")
         mark = None if panel.mark is None else dict(zip(("name", "value"), panel.mark, strict=True))
         look = {"x": "step", "percent": panel.percent, "zero": panel.zero, "mark": mark}
-        panels.append({"title": panel.title, **look, "curves": curves})
+        panels.append({"title": panel.title, **look, "curves": [{"name": plot.run, "points": points}]})
     return {"title": plot.title, "panels": panels}
 
 
