@@ -1,6 +1,6 @@
 """What `openrlhf doctor` predicts beside what a run takes: peak memory and the seconds of a step.
 
-    python -m bench.doctor                     # on a GPU: 135M, 1.5B and 7B shapes; on a CPU: three small ones in fp32
+    python -m bench.doctor                     # on a GPU: 135M, 1.5B and 7B shapes; on a CPU: small ones in fp32
     python -m bench.doctor --case 1.5B         # one or several of them
     python -m bench.doctor --repeats 3         # each of them so often, taking turns
     python -m bench.doctor --write             # also rewrite this bench's section of bench/RESULTS.md
@@ -30,15 +30,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import memory
 from bench.hybrid import CPU, GPU, PHASES, Work, run_flags, words, write_inputs
 from bench.results import write_section
 
 GIB = 2**30
-STEPS = 4
+USED = ("generation", "training")
+STEPS = 3
 CHECKPOINTING = {"actor.gradient_checkpointing_enable": "true"}
 LORA = {"ds.lora.rank": 16, "ds.lora.alpha": 32}
 SLEEPING = {"vllm.enable_sleep": "true", "ds.enable_sleep": "true"}
-AWAKE = {"vllm.enable_sleep": "false"}
 
 
 class Case(NamedTuple):
@@ -48,21 +49,18 @@ class Case(NamedTuple):
 
 
 SMALL = replace(GPU, hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3, vocabulary=49_152)
-LARGE = replace(GPU, prompts=32, hidden=3584, intermediate=18_944, heads=28, kv_heads=4, vocabulary=152_064)
+LARGE = replace(GPU, prompts=16, hidden=3584, intermediate=18_944, heads=28, kv_heads=4, vocabulary=152_064)
 ON_A_GPU = {
-    "135M": Case(SMALL, AWAKE),
-    "1.5B": Case(GPU, AWAKE),
+    "135M": Case(SMALL, {}),
+    "1.5B": Case(GPU, {}),
     "1.5B-turns": Case(GPU, SLEEPING),
-    "1.5B-checkpointing": Case(GPU, {**AWAKE, **CHECKPOINTING}),
-    "1.5B-lora": Case(GPU, {**AWAKE, **LORA}),
+    "1.5B-checkpointing": Case(GPU, CHECKPOINTING),
+    "1.5B-lora": Case(GPU, LORA),
+    "1.5B-offload": Case(GPU, {"ds.adam_offload": "true", "train.colocate_all": "true"}, launcher="ray"),
     "7B-lora": Case(replace(LARGE, budget=8192), {**CHECKPOINTING, **LORA}),
-    "7B-turns": Case(replace(LARGE, budget=4096), {**CHECKPOINTING, **SLEEPING}),
-    "7B-offload": Case(
-        replace(LARGE, budget=8192),
-        {**CHECKPOINTING, "ds.adam_offload": "true", "train.colocate_all": "true"},
-        launcher="ray",
-    ),
+    "7B-turns": Case(replace(LARGE, budget=4096), {**CHECKPOINTING, "ds.enable_sleep": "true"}),
 }
+"""No memory flag, but for those of the case: what sleeps is the run's own decision."""
 BASE = replace(
     CPU, prompts=8, samples=8, prompt_tokens=64, new_tokens=64, budget=4096,
     hidden=256, intermediate=768, layers=4, heads=4, kv_heads=2, vocabulary=4096,
@@ -106,6 +104,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
     chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
     rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     rl_assembly._export = lambda *arguments: []  # a model that nobody wants
+    watched = memory.watch() if on_a_gpu else None
     started = _resident()
     result = rl_assembly.train(config)
     after = plan_rl(config, here(), expected)  # the machine may have become slower meanwhile
@@ -119,8 +118,9 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
         found |= {name: statistics.median(seconds[1:]) for name, seconds in own.items()}
         found["generate"] = found["total"] - found["train"]
     if on_a_gpu:
-        measured = max(record["memory/peak_training_gb"] for record in records) * GIB
-        found["allocated"] = torch.cuda.max_memory_allocated()
+        peaks = {phase: max(record[f"memory/peak_{phase}_gb"] for record in records) for phase in USED}
+        measured = max(peaks.values()) * GIB
+        found |= {"peaks": peaks, "allocated": torch.cuda.max_memory_allocated()}
     else:
         measured = _peak() - started
     planned = {"generate": "generate", "score": "score", "update": "train", "push": "sync"}
@@ -133,6 +133,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
         "measured": found | {"bytes": measured},
         "predicted": {name: statistics.mean(both) for name, both in seconds.items()} | {"bytes": before.peak_bytes},
         "phases": {phase.phase: {part.name: part.bytes for part in phase.parts} for phase in before.pools[0].phases},
+        "division": {} if watched is None else watched.division(),
         "rate": [plan.machines.device.flops for plan in (before, after)],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "threads": torch.get_num_threads(),
@@ -236,7 +237,7 @@ def main() -> None:
     device = about.get("device") or f"{platform.machine()}, {about.get('threads')} thread(s), fp32, embedded engine"
     text = (
         f"What `openrlhf doctor` plans beside what a run takes; {device}, torch {torch.__version__}; {given.repeats} "
-        "run(s) of each case, medians of three steps after the first. On a CPU seconds are those of the process's own "
+        "run(s) of each case, medians of the steps after the first. On a CPU seconds are those of the process's own "
         "time, on a machine that other jobs use as well, and memory is the growth of the process; generation has all "
         "of a step but the update. Repeat: `OMP_NUM_THREADS=1 python -m bench.doctor --repeats 3 --write`.\n\n"
     )

@@ -24,11 +24,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,8 @@ def run(case: str, work: Work, *, model: Path, data: Path, folder: Path) -> dict
         "actor.lr_scheduler": "constant",
         "actor.adam.lr": 1e-6,
         "vllm.num_engines": 1,
-        "vllm.enable_sleep": "false",
-        "vllm.gpu_memory_utilization": 0.35,
         "ckpt.output_dir": folder / "out",
-        "logger.run_dir": folder / f"run-{time.time_ns()}",
+        "logger.run_dir": folder / "run",
         **CASES[case][1],
     }
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -211,8 +209,10 @@ def main() -> None:
     work = replace(GPU if torch.cuda.is_available() else CPU, **given)
     model, data = options.model.expanduser().resolve(), options.data.expanduser().resolve()
     if options.side:
-        with tempfile.TemporaryDirectory() as temporary:
-            found = run(options.side, work, model=model, data=data, folder=Path(temporary))
+        folder = options.keep / options.side  # what a run that was ended has measured is still there
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        found = run(options.side, work, model=model, data=data, folder=folder)
         # A file: vLLM's processes write to standard output as they like.
         (options.keep / f"{options.side}.json").write_text(json.dumps(found))
         return

@@ -56,53 +56,24 @@ SHAPES = {
 ON_A_CPU = {"tiny": Shape(CPU, {})}
 
 
-def run(folder: Path, shape: Shape) -> dict[str, Any]:
-    """What was decided, and what the run's own metrics and the device say."""
-    import torch
+class Watched(NamedTuple):
+    """What a run in this process decides about its device, and does."""
 
-    from openrlhf.config import parse
-    from openrlhf.observability.loggers import read_metrics
-    from openrlhf.rollout.vllm import engine_class
-    from openrlhf.runs import engines, rl_assembly
-    from openrlhf.weight_sync.base import EngineWeightSync
+    settled: list[Any]
+    """The decision, once it is made."""
+    slept: list[float]
+    """Seconds of each time that the engine fell asleep."""
+    beside: list[float]
+    """GiB of the device that are in use after each push beside torch's own: vLLM's."""
 
-    VllmEngine = engine_class()
-    chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
-    rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
-    rl_assembly._export = lambda *arguments: []  # a model that nobody wants
-    decide, fall_asleep, push = engines.engine_memory, VllmEngine.sleep, EngineWeightSync.push
-    settled: list[Any] = []
-    slept: list[float] = []
-    beside: list[float] = []
+    def division(self) -> dict[str, Any]:
+        """As numbers; nothing where nothing was divided."""
+        import torch
 
-    def deciding(*arguments: Any, **options: Any) -> Any:
-        settled.append(decide(*arguments, **options))
-        return settled[-1]
-
-    async def sleeping(self: Any) -> None:
-        start = time.perf_counter()
-        await fall_asleep(self)
-        slept.append(time.perf_counter() - start)
-
-    def pushing(self: Any, **options: Any) -> Any:
-        metrics = push(self, **options)
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            beside.append((total - free - torch.cuda.memory_reserved() - settled[0].division.device.others) / GIB)
-        return metrics
-
-    engines.engine_memory, VllmEngine.sleep, EngineWeightSync.push = deciding, sleeping, pushing
-    work = shape.work
-    flags = run_flags(folder, work, steps=STEPS, launcher="local")
-    flags |= {"actor.lr_scheduler": "constant", **shape.flags}
-    result = rl_assembly.train(parse("train_ppo_ray", words(flags)))
-    records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
-    columns = {name: f"timing/{phase}" for name, phase in PHASES.items()} | {"total": "timing/step_total"}
-    columns |= {f"{phase}_gb": f"memory/peak_{phase}_gb" for phase in ("generation", "training")}
-    found: dict[str, Any] = {name: [record.get(metric, 0.0) for record in records] for name, metric in columns.items()}
-    division = settled[0].division
-    if division is not None:
-        found |= {
+        division = self.settled[0].division if self.settled else None
+        if division is None:
+            return {}
+        return {
             "said": str(division),
             "share": division.memory.share,
             "sleeps": division.memory.sleeps,
@@ -111,12 +82,64 @@ def run(folder: Path, shape: Shape) -> dict[str, Any]:
             "cache": division.cache / GIB,
             "taken": torch.cuda.max_memory_reserved() / GIB,
             "allocated": torch.cuda.max_memory_allocated() / GIB,
+            "slept": self.slept,
+            "beside": self.beside,
         }
-    return found | {
-        "slept": slept,
-        "beside": beside,
-        "cut": [record.get("perf/max_tokens_per_gpu") for record in records],
-    }
+
+
+def watch() -> Watched:
+    """From here on; before a run begins."""
+    import torch
+
+    from openrlhf.rollout.vllm import engine_class
+    from openrlhf.runs import engines
+    from openrlhf.weight_sync.base import EngineWeightSync
+
+    VllmEngine = engine_class()
+    decide, fall_asleep, push = engines.engine_memory, VllmEngine.sleep, EngineWeightSync.push
+    watched = Watched([], [], [])
+
+    def deciding(*arguments: Any, **options: Any) -> Any:
+        watched.settled.append(decide(*arguments, **options))
+        return watched.settled[-1]
+
+    async def sleeping(self: Any) -> None:
+        start = time.perf_counter()
+        await fall_asleep(self)
+        watched.slept.append(time.perf_counter() - start)
+
+    def pushing(self: Any, **options: Any) -> Any:
+        metrics = push(self, **options)
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            division = watched.settled[0].division if watched.settled else None
+            others = 0 if division is None else division.device.others
+            watched.beside.append((total - free - torch.cuda.memory_reserved() - others) / GIB)
+        return metrics
+
+    engines.engine_memory, VllmEngine.sleep, EngineWeightSync.push = deciding, sleeping, pushing
+    return watched
+
+
+def run(folder: Path, shape: Shape) -> dict[str, Any]:
+    """What was decided, and what the run's own metrics and the device say."""
+    from openrlhf.config import parse
+    from openrlhf.observability.loggers import read_metrics
+    from openrlhf.runs import rl_assembly
+
+    chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
+    rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
+    rl_assembly._export = lambda *arguments: []  # a model that nobody wants
+    watched = watch()
+    work = shape.work
+    flags = run_flags(folder, work, steps=STEPS, launcher="local")
+    flags |= {"actor.lr_scheduler": "constant", **shape.flags}
+    result = rl_assembly.train(parse("train_ppo_ray", words(flags)))
+    records = [record for record in read_metrics(result.run_dir / "metrics.jsonl") if record["kind"] == "train"]
+    columns = {name: f"timing/{phase}" for name, phase in PHASES.items()} | {"total": "timing/step_total"}
+    columns |= {f"{phase}_gb": f"memory/peak_{phase}_gb" for phase in ("generation", "training")}
+    found: dict[str, Any] = {name: [record.get(metric, 0.0) for record in records] for name, metric in columns.items()}
+    return found | watched.division() | {"cut": [record.get("perf/max_tokens_per_gpu") for record in records]}
 
 
 def row(name: str, shape: Shape, found: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@
     python -m bench.worlds --model M --keep F              # results in a folder; those there are kept
     python -m bench.worlds --model M --write               # also bench/RESULTS.md and the plot of docs/worlds.md
 
-sums      reasoning-gym: chain_sum, gcd, letter_counting and simple_equations, small
+sums      reasoning-gym: chain_sum, gcd, letter_counting and simple_equations, small; the last number is the answer
 levels    reasoning-gym: chain_sum at four levels of its curriculum, mixed
 lake      Gymnasium: a frozen lake of 3 × 3 that is made anew for each record, no slipping
 
@@ -34,9 +34,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sums": {
         "train.agent_func_path": "openrlhf.worlds.reasoning_gym",
         "world.tasks": "chain_sum,gcd,letter_counting,simple_equations",
-        "world.options": "chain_sum.min_terms=2,chain_sum.max_terms=3,chain_sum.min_digits=1,chain_sum.max_digits=2,"
-        "letter_counting.min_words=3,letter_counting.max_words=6,gcd.max_value=100",
-        "rollout.max_new_tokens": 256,
+        "world.options": "chain_sum.min_terms=2,chain_sum.max_terms=2,chain_sum.min_digits=1,chain_sum.max_digits=1,"
+        "letter_counting.min_words=2,letter_counting.max_words=4,gcd.max_numbers=2,gcd.max_value=20,"
+        'simple_equations.max_terms=2,simple_equations.max_value=10,answer=number,ending=" Answer with the number '
+        'alone."',
+        "rollout.max_new_tokens": 16,
+        "data.max_len": 256,
+        "actor.adam.lr": 1e-5,
     },
     "levels": {
         "train.agent_func_path": "openrlhf.worlds.reasoning_gym",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from openrlhf.config.commands import RLConfig
@@ -53,11 +54,16 @@ def require_worlds(config: RLConfig) -> None:
 
 
 def world_records(config: RLConfig, target: str, limit: int | None, *, evaluation: bool) -> Sequence[dict[str, Any]]:
-    """The records of a world that is a data set, `limit` at most. Those of an evaluation are drawn with another seed.
-    Raises ConfigError, and DataError with what the world says."""
+    """The records of a world that is a data set, `limit` at most. Those of an evaluation are drawn with another seed,
+    and worlds are told which they are. Raises ConfigError, and DataError with what the world says."""
     plan = world_plan(config, target)
-    count = config.world.eval_samples if evaluation else config.world.samples
-    seed = derive_seed(config.train.seed, "held out" if evaluation else "prompts") % 2**31
+    evaluated, held_out = config.world.eval_samples, derive_seed(config.train.seed, "held out") % 2**31
+    if evaluation:
+        count, seed = evaluated, held_out
+    else:
+        count, seed = config.world.samples, derive_seed(config.train.seed, "prompts") % 2**31
+        if config.eval.dataset == target:
+            plan = plan._replace(settings=replace(plan.settings, held_out=(evaluated, held_out)))
     process = plan.process()
     opponent = config.world.eval_opponent if evaluation else None
     try:

@@ -54,6 +54,9 @@ class WorldSettings:
     """`--world.options key=value,…`: what only this world knows. Values are JSON."""
     seed: int = 0
     """Of the run."""
+    held_out: tuple[int, int] | None = None
+    """The records (count, seed) on which the run evaluates. A world of which other seeds give the same questions leaves
+    these out of what it gives for training."""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.tasks]
@@ -83,12 +86,23 @@ class WorldSettings:
             raise WorldError(f"--world.options {unknown[0]}: this world has no such option; it has {there}")
 
     def as_json(self) -> dict[str, Any]:
-        return {"tasks": [list(task) for task in self.tasks], "options": dict(self.options), "seed": self.seed}
+        return {
+            "tasks": [list(task) for task in self.tasks],
+            "options": dict(self.options),
+            "seed": self.seed,
+            "held_out": None if self.held_out is None else list(self.held_out),
+        }
 
     @staticmethod
     def of_json(told: Mapping[str, Any]) -> WorldSettings:
         tasks = tuple((str(name), float(weight)) for name, weight in told["tasks"])
-        return WorldSettings(tasks=tasks, options=dict(told["options"]), seed=int(told["seed"]))
+        count_and_seed = told.get("held_out")
+        return WorldSettings(
+            tasks=tasks,
+            options=dict(told["options"]),
+            seed=int(told["seed"]),
+            held_out=None if count_and_seed is None else (int(count_and_seed[0]), int(count_and_seed[1])),
+        )
 
 
 @dataclass(frozen=True)

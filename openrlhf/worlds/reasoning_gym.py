@@ -45,6 +45,7 @@ class World:
         from reasoning_gym import factory
 
         self._factory: Any = factory
+        self._held_out = settings.held_out
         self._tasks = self._expanded(settings.tasks or DEFAULT_TASKS)
         names = [name for name, _ in self._tasks]
         plain = ("levels", "answer", "partial", "ending", "system")
@@ -70,19 +71,38 @@ class World:
                 self._dataset(name, level, seed=settings.seed % 2**31, size=1)
 
     def records(self, *, count: int, seed: int) -> Iterator[dict[str, Any]]:
-        """Tasks are drawn by their weights; the items of a task are its data set's, in order."""
+        """Tasks are drawn by their weights; the items of a task are its data set's, in order, without the questions of
+        the run's evaluations. Small tasks have few questions, and every seed gives most of them."""
+        asked: set[tuple[str, str]] = set()
+        if self._held_out is not None and seed != self._held_out[1]:
+            evaluated, its_seed = self._held_out
+            held = self._labels(count=evaluated, seed=its_seed, size=evaluated, asked=asked)
+            asked = {(label["task"], self._entry(label)["question"]) for label in held}
+        for label in self._labels(count=count, seed=seed, size=2 * count if asked else count, asked=asked):
+            level = label["level"]
+            record = {"input": self.messages(self._entry(label)), "label": label, "datasource": label["task"]}
+            yield record if level is None else {**record, "difficulty": level}
+
+    def _labels(self, *, count: int, seed: int, size: int, asked: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+        """`size`: items of a data set. `asked`: tasks and questions that are left out."""
         rng = random.Random(f"reasoning-gym {seed}")
         names, weights = zip(*self._tasks, strict=True)
         drawn = dict.fromkeys(names, 0)
         for _ in range(count):
             name = rng.choices(names, weights)[0]
-            item, drawn[name] = drawn[name], drawn[name] + 1
             levels = self._levels[name]
-            level = levels[item % len(levels)]
-            label = {"task": name, "level": level, "seed": seed, "size": count, "item": item}
-            entry = self._entry(label)
-            record = {"input": self.messages(entry), "label": label, "datasource": name}
-            yield record if level is None else {**record, "difficulty": level}
+            while True:
+                item, drawn[name] = drawn[name], drawn[name] + 1
+                if item >= size:
+                    raise WorldError(
+                        f"reasoning-gym's {name} has too few questions beside those of the evaluations: give fewer of "
+                        "them (--world.eval_samples), fewer of training (--world.samples), or wider parameters"
+                    )
+                level = levels[item % len(levels)]
+                label = {"task": name, "level": level, "seed": seed, "size": size, "item": item}
+                if not asked or (name, self._entry(label)["question"]) not in asked:
+                    break
+            yield label
 
     def begin(self, label: Any, *, seed: int) -> _Question:
         try:

@@ -11,7 +11,7 @@ from patience import patience
 import openrlhf
 from openrlhf.worlds.base import WorldSettings
 from openrlhf.worlds.environments import find_python
-from openrlhf.worlds.process import WorldPlan, WorldRefusal
+from openrlhf.worlds.process import WorldFailure, WorldPlan, WorldRefusal
 from openrlhf.worlds.reasoning_gym import ENDING, extract
 
 NAME = "openrlhf.worlds.reasoning_gym"
@@ -28,8 +28,8 @@ def installed():
 def world():
     made = []
 
-    def make(*tasks, **options):
-        settings = WorldSettings(tuple((name, 1.0) for name in tasks), options, seed=3)
+    def make(*tasks, held_out=None, **options):
+        settings = WorldSettings(tuple((name, 1.0) for name in tasks), options, seed=3, held_out=held_out)
         made.append(WorldPlan(NAME, settings, find_python(NAME), patience(60.0)).process())
         return made[-1]
 
@@ -87,6 +87,31 @@ def test_weights_and_parameters_count(world):
         assert question["content"].count("+") + question["content"].count(" - ") == 1
         total = str(eval(question["content"].split(":")[1].split("=")[0]))
         assert answer(made, record, f"<answer>{total}</answer>").reward == 1.0
+
+
+SMALL_SUMS = {"chain_sum.min_terms": 2, "chain_sum.max_terms": 2, "chain_sum.min_digits": 1, "chain_sum.max_digits": 1}
+"""There are some two hundred of them."""
+
+
+def _questions(records):
+    return {record["input"][0]["content"] for record in records}
+
+
+def test_what_an_evaluation_asks_is_in_no_training_record(world):
+    open_to_all, made = world("chain_sum", **SMALL_SUMS), world("chain_sum", held_out=(40, 6), **SMALL_SUMS)
+    held, training = list(made.records(count=40, seed=6)), list(made.records(count=300, seed=5))
+    assert held == list(open_to_all.records(count=40, seed=6))
+    assert len(training) == 300
+    assert _questions(held) & _questions(open_to_all.records(count=300, seed=5))
+    assert not _questions(held) & _questions(training)
+    total = str(eval(training[-1]["input"][0]["content"].split(":")[1].split("=")[0]))
+    assert answer(made, training[-1], total).reward == 1.0
+
+
+def test_a_task_all_of_whose_questions_are_asked_in_evaluations_is_refused(world):
+    made = world("chain_sum", held_out=(3000, 6), **SMALL_SUMS)
+    with pytest.raises(WorldFailure, match="chain_sum has too few questions beside those"):
+        list(made.records(count=50, seed=5))
 
 
 def test_levels_of_the_curriculum_are_difficulties(world):
