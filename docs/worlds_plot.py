@@ -6,7 +6,7 @@ python docs/worlds_plot.py             # all pictures again, from the numbers ke
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,10 +20,11 @@ IMAGES = Path(__file__).resolve().parent / "images"
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture of a plot: the curve of a metric."""
+    """One picture of a plot: the curve of a metric, or of several."""
 
     title: str
-    metric: str
+    metric: str | Mapping[str, str]
+    """Several: by the names of their curves."""
     kind: Literal["train", "eval"] = "train"
     every: int = 1
     """A point is the mean of so many steps."""
@@ -48,7 +49,7 @@ PLOTS = {
         run="group_norm, 8 prompts of 16 samples a step",
         panels=[
             Panel(
-                title="Right on records that it never draws",
+                title="Right on questions that it never draws",
                 metric="eval_chain_sum_pass1",
                 kind="eval",
             ),
@@ -57,6 +58,21 @@ PLOTS = {
                 metric="reward",
                 every=5,
             ),
+        ],
+    ),
+    "gym": Plot(
+        title="Four tasks of reasoning-gym",
+        run="group_norm, 64 prompts of 8 samples a step",
+        panels=[
+            Panel(
+                title="Right on questions that it never draws",
+                metric={
+                    name.replace("_", " "): f"eval_{name}_pass1"
+                    for name in ("chain_sum", "gcd", "letter_counting", "simple_equations")
+                },
+                kind="eval",
+            ),
+            Panel(title="Reward in training", metric="reward", every=5),
         ],
     ),
     "lake": Plot(
@@ -136,13 +152,17 @@ def collect(plot: Plot, run: Path) -> dict[str, Any]:
     records = list(read_metrics(run / "metrics.jsonl"))
     panels = []
     for panel in plot.panels:
-        found = [(r["step"], r[panel.metric]) for r in records if r["kind"] == panel.kind and panel.metric in r]
-        parts = [found[at : at + panel.every] for at in range(0, len(found), panel.every)]
-        points = [[part[-1][0], round(fmean(value for _, value in part), 3)] for part in parts]
-        print(f"{panel.metric}: {points[0][1]} → {points[-1][1]}")
+        curves = []
+        metrics = {plot.run: panel.metric} if isinstance(panel.metric, str) else panel.metric
+        for name, metric in metrics.items():
+            found = [(r["step"], r[metric]) for r in records if r["kind"] == panel.kind and metric in r]
+            parts = [found[at : at + panel.every] for at in range(0, len(found), panel.every)]
+            points = [[part[-1][0], round(fmean(value for _, value in part), 3)] for part in parts]
+            print(f"{metric}: {points[0][1]} → {points[-1][1]}")
+            curves.append({"name": name, "points": points})
         mark = None if panel.mark is None else dict(zip(("name", "value"), panel.mark, strict=True))
         look = {"x": "step", "percent": panel.percent, "zero": panel.zero, "mark": mark}
-        panels.append({"title": panel.title, **look, "curves": [{"name": plot.run, "points": points}]})
+        panels.append({"title": panel.title, **look, "curves": curves})
     return {"title": plot.title, "panels": panels}
 
 
