@@ -48,6 +48,7 @@ _IDLE = {
         "Triton kernel JIT compilation during inference",
         "No FlashInfer autotune cache entries found",
         # These follow from our own arguments.
+        "Using custom scheduler class",
         "Enforce eager set",
         "Inductor compilation was disabled",
         "Passing raw prompts to InputProcessor is deprecated",

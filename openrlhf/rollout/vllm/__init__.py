@@ -4,6 +4,7 @@ engine.py       VllmEngine: requests in, generations out; pause and resume aroun
 worker.py       the inside of its workers: they take over weights
 compat.py       every private part of vLLM that is used, and what differs between its versions
 settings.py     how an engine is started, and vLLM's arguments for it
+scheduling.py   vLLM's scheduler without work that changes nothing
 spare.py        a process that has imported vLLM before an engine asks for one
 speculation.py  drafts of the next tokens: where they come from, and whether they pay
 routes.py       the experts of tokens, where workers of ours have to see them

@@ -52,6 +52,7 @@ from openrlhf.rollout.vllm.routes import merged
 from openrlhf.rollout.vllm.sampling import likeliest_told, read_told, sampling_arguments
 from openrlhf.rollout.vllm.settings import (
     OWNER,
+    SCHEDULERS,
     SOCKETS,
     VllmSettings,
     ask_for_fp32_logits,
@@ -657,6 +658,8 @@ def _start_llm(settings: VllmSettings, *, gpu: bool) -> tuple[AsyncLLM, VllmConf
 
 def _configured(settings: VllmSettings, arguments: dict[str, Any]) -> VllmConfig:
     config = AsyncEngineArgs(**arguments).create_engine_config()
+    if config.scheduler_config.scheduler_cls is None:
+        config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
     if settings.has_fp32_logits(quantised=config.model_config.quantization is not None):
         ask_for_fp32_logits(config.model_config.hf_config)
     return config

@@ -14,6 +14,11 @@ from openrlhf.utils.foreign_lines import IDLE_WARNINGS
 from openrlhf.utils.parent_death import RUN_FOLDER
 
 WORKER_EXTENSION = "openrlhf.rollout.vllm.worker.WorkerExtension"
+SCHEDULERS = {
+    asynchronous: f"openrlhf.rollout.vllm.scheduling.{name}"
+    for asynchronous, name in {True: "QuickAsyncScheduler", False: "QuickScheduler"}.items()
+}
+"""By whether a step is scheduled while the one before it is computed, as vLLM decides."""
 OWNER = "OPENRLHF_ENGINE_OWNER"
 """In the environment of an engine's processes: the process that they belong to."""
 SOCKETS = "OPENRLHF_ENGINE_SOCKETS"

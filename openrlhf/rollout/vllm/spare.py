@@ -32,7 +32,12 @@ from openrlhf.rollout.vllm.settings import SOCKETS, environment, import_variable
 from openrlhf.utils.foreign_lines import filter_unhandled
 from openrlhf.utils.parent_death import exit_with_parent
 
-IMPORTED = ("vllm.v1.engine.core", "openrlhf.rollout.vllm.compat", "openrlhf.rollout.vllm.worker")
+IMPORTED = (
+    "vllm.v1.engine.core",
+    "openrlhf.rollout.vllm.compat",
+    "openrlhf.rollout.vllm.scheduling",
+    "openrlhf.rollout.vllm.worker",
+)
 """What the scheduler's process needs; further ones for the worker in it."""
 IMPORTED_ON = {True: "vllm.v1.worker.gpu_worker", False: "vllm.v1.worker.cpu_worker"}
 """By whether there is a GPU."""
