@@ -321,6 +321,15 @@ class VLLMSection:
     pipeline_parallel_size: Annotated[
         int, Flag("stages of layers, each on devices of its own", only_with=".num_engines!=0", above=0)
     ] = 1
+    processes_per_engine: Annotated[
+        int,
+        Flag(
+            "vLLM processes that share an engine's device and requests: 2 or 3 where vLLM's Python takes longer than "
+            "the GPU, as with small models and hundreds of sequences",
+            only_with=".num_engines!=0",
+            above=0,
+        ),
+    ] = 1
     sync_backend: Annotated[
         str,
         Flag(

@@ -639,6 +639,16 @@ def shared_devices_agree(config: RLConfig) -> Iterator[str]:
 
 
 @contradiction
+def processes_share_one_device(config: RLConfig) -> Iterator[str]:
+    processes, section = config.vllm.processes_per_engine, config.vllm
+    if processes > 1 and section.devices_per_engine > 1:
+        yield (
+            f"--vllm.processes_per_engine {processes} with {section.size_in_flags}: several processes share one "
+            "device; give 1, or engines of one device"
+        )
+
+
+@contradiction
 def a_local_run_has_one_engine(config: RLConfig) -> Iterator[str]:
     engines = config.vllm.num_engines
     if config.train.launcher == "local" and engines is not None and engines > 1:

@@ -226,21 +226,24 @@ def engine_need(
     stages: int = 1,
     graphs: bool = True,
     images: bool = False,
+    processes: int = 1,
 ) -> EngineNeed:
     """`needed`: sequences of a round that are in play at a time. `places`: sequences of vLLM's largest step. `tensor`,
-    `stages`: how the engine shares its layers out over devices."""
+    `stages`: how the engine shares its layers out over devices. `processes`: on each of them, which share sequences and
+    have weights of their own."""
+    needed, places = -(-needed // processes), -(-places // processes)
     size = shape.element_bytes
     forward = max(STEP_TOKENS, places) * size * (4 * shape.hidden + 3 * shape.intermediate / tensor)
     sampler = SAMPLER_COPIES * 4 * places * shape.vocabulary
     sequence_numbers = -(-max_len // BLOCK) * BLOCK * shape.cache_numbers
     heads_here = -(-shape.kv_heads // tensor) / shape.kv_heads
     return EngineNeed(
-        weights=size * shape.parameters // (tensor * stages),
-        working=int(LIBRARIES + GRAPHS * graphs + ENCODER * images + forward + sampler),
+        weights=processes * size * shape.parameters // (tensor * stages),
+        working=processes * int(LIBRARIES + GRAPHS * graphs + ENCODER * images + forward + sampler),
         sequence_bytes=int(size * sequence_numbers * heads_here / stages),
         sequence_tokens=max_len,
-        sequences=max(needed, places),
-        needed=needed,
+        sequences=processes * max(needed, places),
+        needed=processes * needed,
     )
 
 

@@ -156,8 +156,9 @@ def training_of(config: RLConfig, policy: ModelShape, *, ranks: int = 1) -> Trai
 
 def engine_of(config: RLConfig, policy: ModelShape, *, engines: int = 1) -> EngineNeed:
     """What each of so many engines needs."""
+    processes = config.vllm.processes_per_engine
     requests = -(-config.generate_batch_size * config.samples_per_prompt // engines)
-    most = places(requests)
+    most = processes * places(-(-requests // processes))
     return engine_need(
         policy,
         max_len=config.data.max_len,
@@ -168,11 +169,12 @@ def engine_of(config: RLConfig, policy: ModelShape, *, engines: int = 1) -> Engi
         stages=config.vllm.pipeline_parallel_size,
         graphs=not config.vllm.enforce_eager,
         images=config.data.max_images_per_prompt > 0,
+        processes=processes,
     )
 
 
 def places(requests: int) -> int:
-    """Sequences that vLLM samples at once, for a rollout of so many requests.
+    """Sequences that a process of vLLM samples at once, for a rollout of so many requests.
 
     No more than its largest CUDA graph is captured for, and enough for an evaluation that asks for more than a round.
     """

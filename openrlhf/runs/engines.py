@@ -50,6 +50,7 @@ from openrlhf.weight_sync.transports import GroupSender, IpcSender, RpcSender, W
 
 if TYPE_CHECKING:
     from openrlhf.rollout.vllm.engine import VllmEngine
+    from openrlhf.rollout.vllm.processes import VllmProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,9 @@ def vllm_settings(
     engines: int = 1,
     adapter: EngineAdapter | None = None,
 ) -> VllmSettings:
-    """The settings of one of so many engines. `model_config`: the policy's Hugging Face configuration."""
-    sequences = places(-(-config.generate_batch_size * config.samples_per_prompt // engines))
+    """The settings of a process of one of so many engines. `model_config`: the policy's Hugging Face configuration."""
+    processes = config.vllm.processes_per_engine
+    sequences = places(-(-config.generate_batch_size * config.samples_per_prompt // (engines * processes)))
     return VllmSettings(
         model=required(config.actor.model_name_or_path),
         max_model_len=config.data.max_len,
@@ -75,15 +77,15 @@ def vllm_settings(
         max_num_seqs=sequences,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         pipeline_parallel_size=config.vllm.pipeline_parallel_size,
-        gpu_memory_utilization=memory.share,
-        cache_bytes=memory.cache_bytes,
+        gpu_memory_utilization=memory.share / processes,
+        cache_bytes=None if memory.cache_bytes is None else memory.cache_bytes // processes,
         enforce_eager=config.vllm.enforce_eager,
         enable_prefix_caching=config.engines_cache_prefixes,
         enable_sleep=memory.sleeps,
         trust_remote_code=config.actor.trust_remote_code,
         seed=config.train.seed,
         deterministic=config.train.full_determinism_enable,
-        engines=engines,
+        engines=engines * processes,
         max_images=config.data.max_images_per_prompt,
         keep_image_features=config.actor.freeze_visual_encoder,
         return_routes=wants_routes(config, model_config),
@@ -198,7 +200,7 @@ def weight_sender(
     """This rank's side of the transport to so many engines. `address`: the first rank's, for their workers."""
     kind, checksums = transport(config, device), config.vllm.sync_verify
     if kind == "ipc":
-        return IpcSender(ranks=ranks)
+        return IpcSender(ranks=ranks, readers=config.vllm.processes_per_engine)
     if kind == "rpc":
         return RpcSender(ranks=ranks, checksums=checksums)
     return GroupSender(
@@ -287,7 +289,13 @@ def require_vllm(config: RLConfig, device: torch.device) -> None:
 
 def require_speed_flags(config: RLConfig, *, gpu: bool) -> None:
     """Raises ConfigError for ways to sample faster that engines on such devices, or in this environment, lack."""
-    kind, drafts = config.vllm.quantization, config.vllm.speculation
+    kind, drafts, processes = config.vllm.quantization, config.vllm.speculation, config.vllm.processes_per_engine
+    if processes > 1 and transport(config, torch.device("cuda" if gpu else "cpu")) == "group":
+        raise ConfigError(
+            f"--vllm.processes_per_engine {processes}: here weights reach engines through a process group, which has "
+            "one process on each device; give 1, let engines share the actor's GPUs (--train.colocate_all), or send "
+            "weights through Ray (--vllm.sync_with_ray)"
+        )
     if kind is not None and not gpu:
         raise ConfigError(f"--vllm.quantization {kind}: needs a GPU, and this run is on a CPU; leave it out")
     if drafts == "suffix" and importlib.util.find_spec("arctic_inference") is None:
@@ -311,10 +319,10 @@ def open_vllm(
     adapter = engine_adapter(config, gpu=device.type == "cuda", sleeps=memory.sleeps)
     settings = vllm_settings(config, device, memory, model_config=model_config, adapter=adapter)
     # Imported in this thread: two that import at the same time may wait for each other.
-    make, imported = _timed(engine_class)
+    _, imported = _timed(engine_class)
 
-    def start() -> VllmEngine:
-        engine = make(settings, tokenizer)
+    def start() -> VllmEngine | VllmProcesses:
+        engine = start_engine(settings, tokenizer, processes=config.vllm.processes_per_engine)
         if memory.sleeps:
             asyncio.run(engine.sleep())
         return engine
@@ -331,7 +339,7 @@ def open_vllm(
 
 def _beside_vllm(
     config: RLConfig,
-    engine: VllmEngine,
+    engine: VllmEngine | VllmProcesses,
     models: RLModels,
     device: torch.device,
     loop: LoopRunner,
@@ -365,7 +373,7 @@ def build_vllm(
         required(config.actor.model_name_or_path), trust_remote_code=config.actor.trust_remote_code
     )
     settings = vllm_settings(config, device, memory, model_config=model_config, engines=engines, adapter=adapter)
-    engine = start_engine(settings, policy_tokenizer(config))
+    engine = start_engine(settings, policy_tokenizer(config), processes=config.vllm.processes_per_engine)
     if memory.sleeps:
         asyncio.run(engine.sleep())
     return engine

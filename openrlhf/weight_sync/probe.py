@@ -112,12 +112,12 @@ class Probe:
         own, moved = policy[: len(engine)], policy[len(engine) :]
         gap = max_gap(own, engine)
         after = f"after the push of version {version} the engine's log-probs differ from the policy's"
-        limit = _ROUNDINGS * _mean_gap(own, moved) if moved else 0.0
+        limit = _ROUNDINGS * mean_gap(own, moved) if moved else 0.0
         if self.rounded:
             limit = max(self.tolerance, _ROUNDED_SHARE * float(torch.tensor(own).std()))
         if limit > 0:
             # Of rounded weights, or where a token may go to other experts, the largest difference says nothing.
-            mean = _mean_gap(own, engine)
+            mean = mean_gap(own, engine)
             if not mean <= limit:
                 raise WeightSyncError(f"{after} on average by {mean:.2g}; {limit:.2g} is allowed")
         elif not gap <= self.tolerance:  # not a number is a difference too
@@ -166,7 +166,7 @@ def max_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return float(_gaps(ours, theirs).max())
 
 
-def _mean_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def mean_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return float(_gaps(ours, theirs).mean())
 
 

@@ -88,12 +88,21 @@ class DeviceHandles:
     handles: Mapping[str, Sequence[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class HandlesOfReaders:
+    """A payload: the same for several processes on each device, which read the block one by one."""
+
+    readers: tuple[DeviceHandles, ...]
+
+
 class IpcSender:
     """Every rank has whole weights on a device of its own, packs them there, and the workers of that device read them.
     The first rank delivers the handles of all."""
 
-    def __init__(self, *, ranks: Ranks = ALONE, block_bytes: int = DEVICE_BLOCK_BYTES) -> None:
+    def __init__(self, *, ranks: Ranks = ALONE, block_bytes: int = DEVICE_BLOCK_BYTES, readers: int = 1) -> None:
+        """`readers`: processes on each device that take what is delivered (`HandlesOfReaders`)."""
         self._ranks = ranks
+        self._readers = readers
         self._block_bytes = block_bytes
 
     def send(self, weights: NamedTensors, deliver: Deliver) -> int:
@@ -112,11 +121,16 @@ class IpcSender:
 
     def _hand_out(self, block: WeightBlock, device: torch.device, deliver: Deliver) -> None:
         """The workers of the other ranks read too: no rank lets its block go before the call is answered, or failed."""
-        handles = dict(self._ranks.gather_processes((device_name(device), handle_of(block.payload))))
+        own = [handle_of(block.payload) for _ in range(self._readers)]
+        found = self._ranks.gather_processes((device_name(device), own))
+        readers = tuple(
+            DeviceHandles({name: handles[reader] for name, handles in found}) for reader in range(self._readers)
+        )
+        payload = readers[0] if self._readers == 1 else HandlesOfReaders(readers)
         failure = None
         if self._ranks.is_main:
             try:
-                deliver(replace(block, payload=DeviceHandles(handles)))
+                deliver(replace(block, payload=payload))
             except Exception as error:
                 failure = error
         failed = self._ranks.agree(None if failure is None else str(failure))

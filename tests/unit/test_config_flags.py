@@ -70,6 +70,7 @@ ADDED = {
     ("train.max_skipped_steps", "int", 5): TRAINERS,
     ("vllm.sync_verify", "switch", False): ("train_ppo_ray",),
     ("vllm.lora_sync", "str adapter/merged", None): ("train_ppo_ray",),
+    ("vllm.processes_per_engine", "int", 1): ("train_ppo_ray",),
     ("vllm.quantization", "str fp8", None): ("train_ppo_ray",),
     ("vllm.speculation", "str ngram/suffix/history", None): ("train_ppo_ray",),
     ("vllm.speculation_tokens", "int", 4): ("train_ppo_ray",),

@@ -106,6 +106,10 @@ def test_what_an_engine_needs_by_hand():
     assert engine_need(model, max_len=40, needed=1000, places=512).sequences == 1000  # histories of an agent
     shared = engine_need(model, max_len=40, needed=8, places=256, tensor=8, stages=2)
     assert (shared.weights, shared.sequence_bytes) == (200, 48 * 192 * 2 // 8)
+    three = engine_need(model, max_len=40, needed=8, places=250, processes=3)  # 84 places each, for 3 of the 8
+    assert (three.weights, three.sequence_bytes) == (3 * 3200, need.sequence_bytes)
+    assert (three.sequences, three.needed) == (3 * 84, 9)
+    assert three.working == 3 * (int(2.5 * GIB) + 8192 * 2 * (20 + 6) + 5 * 4 * 84 * 7)
 
 
 # ------------------------------------------------------------------------------------------------ three models, two GPUs

@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,6 +265,21 @@ def test_every_weight_arrives_by_handles_and_each_is_read_once(monkeypatch):
         assert workers.have(model)
         assert device.read == list(range(4 * push))
         change(model)
+
+
+def test_several_processes_on_a_device_have_handles_of_their_own(monkeypatch):
+    device = OneDevice(monkeypatch)
+    workers = [Workers(1, SimpleNamespace(index=WORKER_DEVICE)) for _ in range(3)]
+    model = mixed_model()
+
+    def deliver(block):
+        assert len(block.payload.readers) == 3
+        for each, payload in zip(workers, block.payload.readers, strict=True):
+            each.take(replace(block, payload=payload))
+
+    assert IpcSender(block_bytes=BLOCK_BYTES, readers=3).send(Weights(model), deliver) == 4
+    assert all(each.have(model) for each in workers)
+    assert sorted(device.read) == list(range(12))
 
 
 def test_a_worker_on_a_device_that_no_trainer_has_says_so(monkeypatch):

@@ -4,6 +4,7 @@ engine.py       VllmEngine: requests in, generations out; pause and resume aroun
 worker.py       the inside of its workers: they take over weights
 compat.py       every private part of vLLM that is used, and what differs between its versions
 settings.py     how an engine is started, and vLLM's arguments for it
+processes.py    several vLLM processes on the same device, as one engine
 scheduling.py   vLLM's scheduler without work that changes nothing
 spare.py        a process that has imported vLLM before an engine asks for one
 speculation.py  drafts of the next tokens: where they come from, and whether they pay
@@ -25,11 +26,17 @@ if TYPE_CHECKING:
     import torch
 
     from openrlhf.rollout.vllm.engine import VllmEngine
+    from openrlhf.rollout.vllm.processes import VllmProcesses
 
 
-def start_engine(settings: VllmSettings, tokenizer: Any | None) -> VllmEngine:
-    """Import vLLM, which takes seconds and which most runs do without, and start it."""
-    return engine_class()(settings, tokenizer)
+def start_engine(settings: VllmSettings, tokenizer: Any | None, *, processes: int = 1) -> VllmEngine | VllmProcesses:
+    """Import vLLM, which takes seconds and which most runs do without, and start it. `settings`: of each process."""
+    start = engine_class()
+    if processes == 1:
+        return start(settings, tokenizer)
+    from openrlhf.rollout.vllm.processes import VllmProcesses
+
+    return VllmProcesses.started(lambda: start(settings, tokenizer), count=processes)
 
 
 def engine_class() -> type[VllmEngine]:

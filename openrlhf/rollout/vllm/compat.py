@@ -1,5 +1,5 @@
 """Every private attribute and undocumented import of vLLM that is used here, from 0.26 to 0.32. A new vLLM is read
-against this file; what the other files of this folder use is documented.
+against this file and `scheduling.py`; what the other files of this folder use is documented.
 
 InProcessExecutor          a worker beside its scheduler, for engines of one part on a CPU
 WorkerProcesses            workers in processes of their own, where torchvision is missing

@@ -66,7 +66,7 @@ def quicken(manager: KVCacheManager) -> bool:
             full = min(end, request.num_tokens) // size if caches else 0
             if min(end + num_lookahead_tokens, longest) <= len(blocks[name]) * size and full <= cached.get(name, 0):
                 return nothing
-        return slots(request, num_new_tokens, *others, num_lookahead_tokens=num_lookahead_tokens, **options)
+        return slots(request, num_new_tokens, *others, **options | {"num_lookahead_tokens": num_lookahead_tokens})
 
     def quick_cache(request: Request, num_computed_tokens: int) -> None:
         """`cache_blocks`."""
