@@ -48,8 +48,14 @@ class Measurement(NamedTuple):
 
 
 MEASUREMENTS = (
-    *(Measurement("hybrid", f"--case together --launcher {launcher}", 150) for launcher in ("local", "ray")),
-    Measurement("worlds", "--case sums --steps 80", 420),
+    Measurement("hybrid", "--case together --case processes --launcher local", 320),
+    Measurement("engine_processes", "--shape 1.5B --most 2", 150),
+    Measurement("engine_processes", "--shape 135M", 190),
+    *(
+        Measurement("doctor", f"--case {case}", 150)
+        for case in ("1.5B", "7B-lora", "1.5B-turns", "7B-turns", "1.5B-checkpointing", "1.5B-lora", "1.5B-offload")
+    ),
+    *(Measurement("hybrid", f"--case {case} --launcher ray", 150) for case in ("together", "processes")),
     *(Measurement("async_rl", f"--case gpu --pipeline {name}", 200) for name in ("sync", "partial", "mps")),
     Measurement("hybrid", "--case compiled --launcher local", 170),
     *(Measurement("trainer", f"--case {case}", 45) for case in ("0.6B-16384", "0.6B-65536", "4B-16384-lora")),
@@ -58,7 +64,8 @@ MEASUREMENTS = (
     *(Measurement("score", f"--case {case}", 260) for case in ("sync", "partial", "async")),
     *(Measurement("startup", f"--launcher {launcher}", 220) for launcher in ("local", "ray")),
     *(Measurement("rollout_speed", f"--case {case}", 110) for case in ("plain", "fp8", "history")),
-    *(Measurement("doctor", f"--case {case}", 120) for case in ("135M", "1.5B", "7B")),
+    Measurement("doctor", "--case 135M", 100),
+    Measurement("worlds", "--case sums --steps 120", 300),
     Measurement("hybrid", "--case turns --launcher local", 260),
 )
 

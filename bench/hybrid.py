@@ -4,6 +4,7 @@
     python -m bench.hybrid --write             # also rewrite this bench's section of bench/RESULTS.md
     python -m bench.hybrid --case turns        # ten steps of an engine with 0.8 of the memory, asleep while training
     python -m bench.hybrid --case together --case compiled   # without and with --ds.deepcompile
+    python -m bench.hybrid --case together --case processes  # one process of vLLM, and two
     python -m bench.hybrid --launcher ray      # the same flags through Ray
     python -m bench.hybrid --keep F            # results in a folder; those that are there are not measured again
     python -m bench.hybrid --profile           # where the time of an update goes
@@ -46,11 +47,15 @@ def reward_func(queries, prompts, labels):
 """As good as random: within a group all rewards differ, so every sample is trained on."""
 
 PHASES = {"generate": "generation", "score": "make_experience", "train": "ppo_train", "sync": "broadcast"}
-STEPS = {"together": 4, "compiled": 4, "turns": 10, "alone": 3}
+STEPS = {"together": 4, "compiled": 4, "processes": 5, "turns": 10, "alone": 3}
 TOGETHER = {"vllm.gpu_memory_utilization": 0.35, "vllm.enable_sleep": "false"}
 CASES = {
     "together": ("both in memory", TOGETHER),
     "compiled": ("both in memory, `--ds.deepcompile`", {**TOGETHER, "ds.deepcompile": "true"}),
+    "processes": (
+        "both in memory, two processes of vLLM",
+        {"vllm.enable_sleep": "false", "vllm.processes_per_engine": 2},
+    ),
     "turns": (
         "in turns, 0.8 of the memory for the engine",
         {"vllm.gpu_memory_utilization": 0.8, "vllm.enable_sleep": "true", "ds.enable_sleep": "true"},
