@@ -470,6 +470,10 @@ class _RLPlanner:
             budget = config.scoring_tokens_per_gpu if scoring else config.train.max_tokens_per_gpu
             given = max(min(budget * share, config.samples_per_round * length), length)
             fitting = max(1.0, given // length)
+            # Where all are known to have this length; samples of different lengths fill what these would leave.
+            if self.expected.response_tokens is not None and length >= config.data.max_len:
+                fitting = self._whole_prompts(fitting)
+                given = fitting * length
         else:
             fitting = config.rollout.micro_batch_size if scoring else config.train.micro_batch_size
             given = fitting * length
@@ -478,6 +482,16 @@ class _RLPlanner:
         longest = math.ceil(length) if self.expected.response_tokens else config.data.max_len
         repeated = given / shared if sharing > 1 else 0.0
         return Stream(tokens=shared, longest=min(longest, config.data.max_len), repeated=repeated)
+
+    def _whole_prompts(self, fitting: float) -> float:
+        """Samples in a micro-batch that has room for `fitting`: those of a prompt stay together (`data.packing`), and
+        micro-batches are filled evenly."""
+        each = self.config.samples_per_prompt
+        if fitting < each:
+            return fitting
+        prompts = self.config.samples_per_round // each
+        micro_batches = math.ceil(prompts / (fitting // each))
+        return float(each * math.ceil(prompts / micro_batches))
 
     def micro_batches(self, samples: float, ranks: int, *, scoring: bool = False) -> int:
         config, length = self.config, self.prompt + self.response

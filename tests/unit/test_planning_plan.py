@@ -8,6 +8,7 @@ import pytest
 
 from openrlhf.config import ConfigError
 from openrlhf.config.schema import flags_of
+from openrlhf.data.packing import by_tokens
 from openrlhf.planning.command import read_command
 from openrlhf.planning.fit import fitted, planner, steps_for
 from openrlhf.planning.hardware import GIB, GPUS, Device, Machines, named_device, parse_cluster, parse_gpus
@@ -95,14 +96,44 @@ def test_micro_batches_share_prompts():
     assert found == pytest.approx(16_384 * 544 / 768 * 28 * 2 * (6.6 * 1536 + 4 * 8960), rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("budget", "samples"),
+    [
+        # 21 have room, of two prompts 16, in 32 micro-batches.
+        (16_384, 16),
+        # 42 have room, of five prompts 40, in 13 micro-batches, which hold five or fewer.
+        (32_768, 40),
+        # 133 have room, of 16 prompts 128, in four micro-batches.
+        (102_400, 128),
+        # 170 have room, of 21 prompts 168: the 64 prompts of a round need four micro-batches, of 16.
+        (130_560, 128),
+        # Five have room, of a prompt that does not fit as a whole.
+        (4_096, 5),
+    ],
+)
+def test_samples_of_one_length_fill_micro_batches_by_whole_prompts(budget, samples):
+    words = f"rl --actor.model_name_or_path Qwen2.5-1.5B {NO_KL} --train.dynamic_batch_enable --data.max_len 768"
+    words += f" --train.max_tokens_per_gpu {budget} --rollout.max_new_tokens 512 --rollout.batch_size 64"
+    found = parts(planned("1xH200", words, Expected(prompt_tokens=256, response_tokens=512)), "update")["activations"]
+    computed = samples * (512 + 256 / min(8, samples))
+    assert found == pytest.approx(computed * 28 * 2 * (6.6 * 1536 + 4 * 8960), rel=0.001)
+    real = by_tokens(range(512), [768] * 512, budget=budget, families=[i // 8 for i in range(512)])
+    assert max(map(len, real)) == samples
+
+
 def test_what_was_measured_on_an_h200_is_near():
-    """bench.trainer, `round`: 48 GiB of torch's allocator. bench.memory: 7.2 GiB of the 135M shape."""
+    """bench.trainer, `round`: 48 GiB of torch's allocator. bench.memory: 7.2 GiB of the 135M shape, bench.doctor 8.0."""
     words = f"{NO_KL} --train.dynamic_batch_enable --train.max_tokens_per_gpu 16384 --data.max_len 768"
     words += " --rollout.max_new_tokens 512 --rollout.batch_size 64"
     for name, measured in (("Qwen2.5-1.5B", 48), ("SmolLM2-135M", 7.2)):
-        found = parts(planned("1xH200", f"rl --actor.model_name_or_path {name} {words}"), "update")
-        training = sum(found[part] for part in ("actor weights", "optimizer", "gradients", "activations", "logits"))
-        assert measured < training / GIB < 1.35 * measured
+        command = f"rl --actor.model_name_or_path {name} {words}"
+        ratios = []
+        for known in (Expected(), Expected(prompt_tokens=256, response_tokens=512)):
+            found = parts(planned("1xH200", command, known), "update")
+            training = sum(found[part] for part in ("actor weights", "optimizer", "gradients", "activations", "logits"))
+            ratios.append(training / GIB / measured)
+        assert 0.95 < ratios[1] < 1.05
+        assert ratios[1] < ratios[0] < 1.35
 
 
 def test_an_engine_of_its_own_has_its_devices_memory():
