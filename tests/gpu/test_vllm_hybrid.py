@@ -1,6 +1,6 @@
 """vLLM and a policy on one CUDA device: pushes that stay on it, and turns on it.
 
-An engine takes a minute to start; each dtype has one for all its tests.
+An engine takes a minute to start; each dtype has one for all its tests, and one more has two processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from small_tokenizers import tokenizer as small_tokenizer
 from openrlhf.backends.base import ModuleWeights
 from openrlhf.models.attention import ATTENTION
 from openrlhf.models.policy import Policy
+from openrlhf.rollout.vllm import start_engine
 from openrlhf.rollout.vllm.engine import VllmEngine
+from openrlhf.rollout.vllm.processes import VllmProcesses
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.types import SamplingParams
 from openrlhf.weight_sync.base import EngineWeightSync, PolicyWeights
@@ -44,7 +46,7 @@ Two ways of attention differ by 0.13 in bf16 on a CPU. In fp32 vLLM's Triton att
 
 @dataclass
 class Setup:
-    engine: VllmEngine
+    engine: VllmEngine | VllmProcesses
     sync: EngineWeightSync
     model: Any
     tolerance: float
@@ -68,9 +70,10 @@ class Setup:
         return max_gap(policy_logprobs(Policy(self.model), probe), asyncio.run(self.engine.logprobs(probe)))
 
 
-@pytest.fixture(scope="module", params=LOADED_GAP, ids=str)
+@pytest.fixture(scope="module", params=[*((dtype, 1) for dtype in LOADED_GAP), (torch.bfloat16, 2)], ids=str)
 def setup(request, tmp_path_factory) -> Iterator[Setup]:
     """150 MB in bf16: large enough to see its memory come and go, and for several blocks."""
+    dtype, processes = request.param
     torch.backends.cuda.matmul.allow_tf32 = False
     tokenizer = small_tokenizer()
     config = Qwen2Config(
@@ -87,27 +90,29 @@ def setup(request, tmp_path_factory) -> Iterator[Setup]:
         eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval().to("cuda", request.param)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval().to("cuda", dtype)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = VllmSettings(
         model=str(folder),
         max_model_len=512,
-        dtype=str(request.param).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         max_num_seqs=64,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.3 / processes,
         enable_sleep=True,
+        has_experts=False,
     )
-    engine = VllmEngine(settings, tokenizer)
+    engine = start_engine(settings, tokenizer, processes=processes)
     policy = Policy(model)
     source = PolicyWeights(policy, ModuleWeights(policy))
-    sync = EngineWeightSync(engine, source, IpcSender(block_bytes=32 * 2**20), SimpleNamespace(run=asyncio.run))
+    sender = IpcSender(block_bytes=32 * 2**20, readers=processes)
+    sync = EngineWeightSync(engine, source, sender, SimpleNamespace(run=asyncio.run))
     setup = Setup(engine, sync, model, tolerance=0.0)
     loaded_gap = setup.gap()
-    assert loaded_gap < LOADED_GAP[request.param]
+    assert loaded_gap < LOADED_GAP[dtype]
     setup.tolerance = 1e-4 + 3 * loaded_gap
-    print(f"{request.param}: gap as loaded {loaded_gap:.2e}")
+    print(f"{dtype}: gap as loaded {loaded_gap:.2e}")
     yield setup
     engine.close()
 

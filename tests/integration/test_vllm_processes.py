@@ -24,7 +24,7 @@ from openrlhf.rollout.vllm.processes import VllmProcesses
 from openrlhf.rollout.vllm.settings import VllmSettings
 from openrlhf.types import SamplingParams
 from openrlhf.weight_sync.base import PolicyWeights
-from openrlhf.weight_sync.blocks import WeightBlock
+from openrlhf.weight_sync.blocks import WeightBlock, WeightSyncError
 from openrlhf.weight_sync.transports import DeviceHandles, HandlesOfReaders
 
 pytestmark = pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_process_with_other_weights_is_found(made):
         await second.resume(first.version)
 
     asyncio.run(alone(other.other_weights))
-    with pytest.raises(VllmError, match=r"process 2 of an engine gives other log-probs than its first"):
+    with pytest.raises(WeightSyncError, match=r"process 2 of an engine gives other log-probs than its first"):
         asyncio.run(made.engine.logprobs([5, 6, 7, 8]))
     asyncio.run(alone(other.weights))
     assert len(asyncio.run(made.engine.logprobs([5, 6, 7, 8]))) == 3

@@ -18,9 +18,9 @@ import torch
 
 from openrlhf.rollout.base import ControlledEngine, DraftCounts
 from openrlhf.rollout.router import Router, beginning_of
-from openrlhf.rollout.vllm.engine import VllmEngine, VllmError
+from openrlhf.rollout.vllm.engine import VllmEngine
 from openrlhf.types import Generation, PlacedImage, SamplingParams
-from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock
+from openrlhf.weight_sync.blocks import AdapterSpec, WeightBlock, WeightSyncError
 from openrlhf.weight_sync.probe import max_gap, mean_gap, tolerance
 from openrlhf.weight_sync.transports import HandlesOfReaders
 
@@ -140,8 +140,8 @@ class VllmProcesses:
         ]
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> list[float]:
-        """Those of the first. Raises VllmError where another one's are further away than rounding explains: then it has
-        other weights."""
+        """Those of the first. Raises WeightSyncError where another process's are further away than rounding explains,
+        because it has other weights."""
         first, *others = await self._all(lambda engine: engine.logprobs(token_ids, images))
         settings = self.engines[0].settings
         # Rounding may send a token to other experts.
@@ -149,7 +149,7 @@ class VllmProcesses:
         limit = tolerance(getattr(torch, settings.dtype))
         for number, found in enumerate(others, start=2):
             if not (gap := gap_of(first, found)) <= limit:
-                raise VllmError(
+                raise WeightSyncError(
                     f"process {number} of an engine gives other log-probs than its first: {gap:.2g} apart, {limit:.2g} "
                     "is allowed"
                 )
