@@ -76,15 +76,18 @@ class World:
         asked: set[tuple[str, str]] = set()
         if self._held_out is not None and seed != self._held_out[1]:
             evaluated, its_seed = self._held_out
-            held = self._labels(count=evaluated, seed=its_seed, size=evaluated, asked=asked)
-            asked = {(label["task"], self._entry(label)["question"]) for label in held}
-        for label in self._labels(count=count, seed=seed, size=2 * count if asked else count, asked=asked):
+            held = self._drawn(count=evaluated, seed=its_seed, size=evaluated, asked=asked)
+            asked = {(label["task"], entry["question"]) for label, entry in held}
+        for label, entry in self._drawn(count=count, seed=seed, size=2 * count if asked else count, asked=asked):
             level = label["level"]
-            record = {"input": self.messages(self._entry(label)), "label": label, "datasource": label["task"]}
+            record = {"input": self.messages(entry), "label": label, "datasource": label["task"]}
             yield record if level is None else {**record, "difficulty": level}
 
-    def _labels(self, *, count: int, seed: int, size: int, asked: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-        """`size`: items of a data set. `asked`: tasks and questions that are left out."""
+    def _drawn(
+        self, *, count: int, seed: int, size: int, asked: set[tuple[str, str]]
+    ) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Labels and their items, of which some take long to make. `size`: items of a data set. `asked`: tasks and
+        questions that are left out."""
         rng = random.Random(f"reasoning-gym {seed}")
         names, weights = zip(*self._tasks, strict=True)
         drawn = dict.fromkeys(names, 0)
@@ -100,9 +103,10 @@ class World:
                     )
                 level = levels[item % len(levels)]
                 label = {"task": name, "level": level, "seed": seed, "size": size, "item": item}
-                if not asked or (name, self._entry(label)["question"]) not in asked:
+                entry = self._entry(label)
+                if (name, entry["question"]) not in asked:
                     break
-            yield label
+            yield label, entry
 
     def begin(self, label: Any, *, seed: int) -> _Question:
         try:
