@@ -353,9 +353,9 @@ class RayEngines:
 
     async def take_draft_counts(self) -> DraftCounts | None:
         """Of all together."""
-        answers = await self._ask_all(lambda actor: actor.take_draft_counts.remote(), "what became of drafts")
-        found = [counts for counts in answers if counts is not None]
-        return sum(found, DraftCounts()) if found else None
+        return DraftCounts.of_all(
+            await self._ask_all(lambda actor: actor.take_draft_counts.remote(), "what became of drafts")
+        )
 
     async def check_health(self) -> None:
         """Engines that give no sign of life are given up, and replaced."""

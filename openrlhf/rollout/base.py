@@ -7,7 +7,7 @@ ControlledEngine   both: what a launcher builds
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,6 +52,12 @@ class DraftCounts:
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
         )
+
+    @staticmethod
+    def of_all(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
+        """Of several engines together; None: none of them drafts anything."""
+        found = [one for one in counts if one is not None]
+        return sum(found, DraftCounts()) if found else None
 
     @property
     def gain(self) -> float:

@@ -156,8 +156,7 @@ class VllmProcesses:
         return first
 
     async def take_draft_counts(self) -> DraftCounts | None:
-        found = [counts for counts in await self._all(lambda engine: engine.take_draft_counts()) if counts is not None]
-        return sum(found, DraftCounts()) if found else None
+        return DraftCounts.of_all(await self._all(lambda engine: engine.take_draft_counts()))
 
     async def check_health(self) -> None:
         await self._all(lambda engine: engine.check_health())
