@@ -23,23 +23,7 @@ def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatc
     """A large learning rate moves the policy far in each of 4 rounds of 8 prompts. Prompts 0 and 16 are sampled with
     log-probs, in the first round and the third; there the engine's equal the trainer's to 1e-4, which those of the
     third could not without the pushes."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    (tmp_path / "reward.py").write_text(REWARD)
-    ran = cli(
-        actor__model_name_or_path=_write_model(tmp_path / "model"),
-        reward__remote_url=tmp_path / "reward.py",
-        vllm__num_engines=1,
-        vllm__sync_verify=True,
-        train__launcher="local",
-        train__num_episodes=4,
-        rollout__batch_size=8,
-        train__batch_size=16,
-        actor__adam__lr=1e-2,
-        actor__lr_scheduler="constant",
-        algo__advantage__estimator="reinforce",
-        rollout__n_samples_per_prompt=2,
-    )
-    assert ran.rc == 0, ran.err
+    ran = _run(cli, tmp_path, monkeypatch)
     assert ran.out == "", "stdout is for machines"
     assert len(ran.metrics) == 4
     assert min(line["actor_grad_norm"] for line in ran.metrics) > 0
@@ -55,6 +39,15 @@ def test_a_run_samples_with_the_weights_it_has_trained(cli, tmp_path, monkeypatc
     assert {"startup/engine_process", "startup/engine_weights"} < first.keys()
     assert not any("startup/total" in line for line in ran.metrics[1:])
     assert "start-up" in (ran.run_dir / "notes.jsonl").read_text()
+
+
+def test_a_run_samples_in_both_processes_of_an_engine_with_the_weights_it_has_trained(cli, tmp_path, monkeypatch):
+    """Off-policy correction asks for every sample's log-probs."""
+    flags = {"vllm__processes_per_engine": 2, "algo__advantage__is_correction_enable": True}
+    ran = _run(cli, tmp_path, monkeypatch, **flags)
+    assert len(ran.metrics) == 4
+    assert max(line["logprobs_diff_max"] for line in ran.metrics) < 1e-3
+    assert max(line["sync/probe_gap"] for line in ran.metrics) < 1e-4
 
 
 def test_a_model_that_vllm_cannot_run_is_refused_before_its_processes_start(cli, tmp_path):
@@ -82,6 +75,29 @@ def test_an_engine_larger_than_this_machine_is_refused_at_once(cli):
     (error,) = ran.errors
     assert "--vllm.tensor_parallel_size 2" in error
     assert "--train.launcher ray" in error
+
+
+def _run(cli, tmp_path, monkeypatch, **flags):
+    """4 rounds of 8 prompts, with a large learning rate."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    (tmp_path / "reward.py").write_text(REWARD)
+    ran = cli(
+        actor__model_name_or_path=_write_model(tmp_path / "model"),
+        reward__remote_url=tmp_path / "reward.py",
+        vllm__num_engines=1,
+        vllm__sync_verify=True,
+        train__launcher="local",
+        train__num_episodes=4,
+        rollout__batch_size=8,
+        train__batch_size=16,
+        actor__adam__lr=1e-2,
+        actor__lr_scheduler="constant",
+        algo__advantage__estimator="reinforce",
+        rollout__n_samples_per_prompt=2,
+        **flags,
+    )
+    assert ran.rc == 0, ran.err
+    return ran
 
 
 def _write_model(folder: Path, *, hidden_size: int = 128) -> Path:

@@ -133,7 +133,7 @@ def test_what_was_measured_on_an_h200_is_near():
             training = sum(found[part] for part in ("actor weights", "optimizer", "gradients", "activations", "logits"))
             ratios.append(training / GIB / measured)
         assert 0.95 < ratios[1] < 1.05
-        assert ratios[1] < ratios[0] < 1.35
+        assert max(1, ratios[1]) < ratios[0] < 1.35
 
 
 def test_an_engine_of_its_own_has_its_devices_memory():
