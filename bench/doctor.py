@@ -30,14 +30,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import memory
 from bench.hybrid import CPU, GPU, PHASES, Work, run_flags, words, write_inputs
+from bench.memory import CHECKPOINTING, SMALL, watch
 from bench.results import write_section
 
 GIB = 2**30
 USED = ("generation", "training")
 STEPS = 3
-CHECKPOINTING = {"actor.gradient_checkpointing_enable": "true"}
 LORA = {"ds.lora.rank": 16, "ds.lora.alpha": 32}
 SLEEPING = {"vllm.enable_sleep": "true", "ds.enable_sleep": "true"}
 
@@ -48,7 +47,6 @@ class Case(NamedTuple):
     launcher: str = "local"
 
 
-SMALL = replace(GPU, hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3, vocabulary=49_152)
 LARGE = replace(GPU, prompts=16, hidden=3584, intermediate=18_944, heads=28, kv_heads=4, vocabulary=152_064)
 ON_A_GPU = {
     "135M": Case(SMALL, {}),
@@ -104,7 +102,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
     chosen = rl_assembly.sampling_params  # no flag ignores end-of-sequence
     rl_assembly.sampling_params = lambda config, **options: chosen(config, **options).copy(ignore_eos=True)
     rl_assembly._export = lambda *arguments: []  # a model that nobody wants
-    watched = memory.watch() if on_a_gpu else None
+    watched = watch() if on_a_gpu else None
     started = _resident()
     result = rl_assembly.train(config)
     after = plan_rl(config, here(), expected)  # the machine may have become slower meanwhile

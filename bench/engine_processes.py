@@ -27,8 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.doctor import SMALL
 from bench.hybrid import CPU, GPU, Work, vllm_version, write_inputs
+from bench.memory import SMALL
 from bench.results import write_section
 
 SHAPES = {"1.5B": GPU, "135M": SMALL}

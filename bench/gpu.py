@@ -136,6 +136,8 @@ def main() -> None:
     if given.pack:
         with tarfile.open(given.pack, "w:gz") as archive:
             for path in sorted(keep.rglob("*")):
+                if path.name.startswith("rollouts"):
+                    continue  # of runs, which are large and which no table is made of
                 if path.is_file() and (path.suffix in (".json", ".jsonl", ".txt") or path.parent.name == "done"):
                     archive.add(path, arcname=path.relative_to(keep))
 
