@@ -226,12 +226,15 @@ def main() -> None:
         "|---|---|---:|---|---|---|---|",
     ]
     about: dict[str, Any] = {}
+    failed = []
     for name in given.case or cases:
         found = measured(name, repeats=given.repeats, keep=given.keep)
         if found:
             lines.append(row(name, found))
             print(lines[-1], flush=True)
             about = found[0]
+        if len(found) < given.repeats:
+            failed.append(name)
     device = about.get("device") or f"{platform.machine()}, {about.get('threads')} thread(s), fp32, embedded engine"
     text = (
         f"What `openrlhf doctor` plans beside what a run takes; {device}, torch {torch.__version__}; {given.repeats} "
@@ -244,6 +247,8 @@ def main() -> None:
     if given.write:
         where = "CPU" if not torch.cuda.is_available() else "GPU"
         write_section(Path(__file__).with_name("RESULTS.md"), title=f"Doctor on a {where}", body=text)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
